@@ -1,0 +1,1 @@
+"""Triton kernels: the implementation of :mod:`qflash.reference` on NVIDIA GPUs and in Triton's interpreter."""

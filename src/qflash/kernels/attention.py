@@ -1,0 +1,510 @@
+"""The fused attention kernel: int8 in, integers throughout, int8 or float out; and its launcher.
+
+One program computes one block of queries of one head. With the whole row in one tile the scores are formed
+once; longer rows are walked twice (row maximum first), or once with ScaleRelease when the recipe is online.
+"""
+
+# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import fixed_point as fp
+from ..recipe import Recipe
+from .integer import (
+    column_multiplier,
+    combine_scales,
+    exponent_offset,
+    multiply_high,
+    narrow_multiplier,
+    output_multiplier,
+    probability,
+    release_factor,
+    requantize,
+    row_inverse,
+    shift_left,
+    shift_right,
+    split_scale,
+    usable_scale,
+    wide_multiplier,
+)
+
+MASKED = tl.constexpr(fp.SCORE_MASKED)
+POISON = tl.constexpr(fp.SCORE_POISON)
+BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
+BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
+
+
+@triton.jit
+def _take_part(rows, columns, keys, CAUSAL: tl.constexpr):
+    valid = columns[None, :] < keys
+    if CAUSAL:
+        valid = valid & (columns[None, :] <= rows[:, None])
+    return valid
+
+
+@triton.jit
+def _scores(
+    q,
+    k_base,
+    k_stride_n,
+    k_stride_d,
+    ks_base,
+    ks_stride_n,
+    mask_base,
+    mask_stride_m,
+    mask_stride_n,
+    rows,
+    columns,
+    d,
+    queries,
+    keys,
+    multiplier,
+    fraction_bits,
+    largest,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COLUMN_BITS: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """Scores of a block of queries against a block of keys, masked ones at the minimum; and who takes part."""
+    k_ptrs = k_base + columns[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if CHECK:
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_ptrs, mask=columns[None, :] < keys, other=0)
+        else:
+            k = tl.load(k_ptrs, mask=(columns[None, :] < keys) & (d[:, None] < HEAD_DIM), other=0)
+    else:
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0)
+    s = tl.dot(q, k, out_dtype=tl.int32)
+    if KEY_TOKEN:
+        bits = tl.load(ks_base + columns * ks_stride_n, mask=columns < keys, other=0x3F800000)
+        s = s * column_multiplier(bits, largest, COLUMN_BITS)[None, :]
+    valid = _take_part(rows, columns, keys, CAUSAL)
+    if MASK != "none":
+        inside = (rows[:, None] < queries) & (columns[None, :] < keys)
+        part = tl.load(mask_base + rows[:, None] * mask_stride_m + columns[None, :] * mask_stride_n, mask=inside, other=0)
+        if MASK == "bool":
+            valid = valid & (part != 0)
+        else:
+            if not KEY_TOKEN:
+                s = s << COLUMN_BITS
+            valid = valid & (part != BIAS_MASKED)
+            s = multiply_high(s, multiplier) + (part >> (16 - fraction_bits))
+            s = tl.where(part == BIAS_POISON, POISON, s)
+    if CHECK:
+        s = tl.where(valid, s, MASKED)
+    return s, valid
+
+
+@triton.jit
+def _probabilities(
+    s,
+    valid,
+    row_max,
+    multiplier,
+    fraction_bits,
+    MASK: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    QUADRATIC: tl.constexpr,
+    BITS: tl.constexpr,
+    NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CHECK: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Unnormalised probabilities (minus 128 for 8 bits) of a block of scores."""
+    base = tl.where(row_max == MASKED, 0, row_max)
+    start = exponent_offset(OFFSET, fraction_bits)
+    up = 32 - fraction_bits
+    if MASK == "bias":
+        t = base - s + start
+        octaves = shift_right(t, fraction_bits, GUARD)
+        flipped = ~shift_left(t, up, GUARD)
+    elif KEY_TOKEN:
+        t = multiply_high(base - s, multiplier) + start
+        octaves = shift_right(t, fraction_bits, GUARD)
+        flipped = ~shift_left(t, up, GUARD)
+    else:
+        # two multiply-adds a score: the exponent, and the complement of its fraction alone, left-aligned
+        begin = base * multiplier + start
+        octaves = shift_right(begin - s * multiplier, fraction_bits, GUARD)
+        flipped = s * shift_left(multiplier, up, GUARD) + ~shift_left(begin, up, GUARD)
+    if GUARD:
+        mantissa = ((flipped >> 24) & 255) | 256
+    else:
+        # byte 3 of the fraction with a 1 put above it
+        mantissa = tl.inline_asm_elementwise("prmt.b32 $0, $1, 1, 0x5543;", "=r,r", [flipped], tl.int32, True, 1)
+    p = probability(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
+    if CHECK:
+        p = tl.where(valid, p, -128 if BITS == 8 else 0)
+    return p
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    qs_ptr,
+    ks_ptr,
+    vs_ptr,
+    os_ptr,
+    mask_ptr,
+    q_stride_z,
+    q_stride_h,
+    q_stride_n,
+    q_stride_d,
+    k_stride_z,
+    k_stride_h,
+    k_stride_n,
+    k_stride_d,
+    v_stride_z,
+    v_stride_h,
+    v_stride_n,
+    v_stride_d,
+    o_stride_z,
+    o_stride_h,
+    o_stride_n,
+    o_stride_d,
+    qs_stride_z,
+    qs_stride_h,
+    qs_stride_n,
+    ks_stride_z,
+    ks_stride_h,
+    ks_stride_n,
+    vs_stride_z,
+    vs_stride_h,
+    vs_stride_d,
+    os_stride_z,
+    os_stride_h,
+    os_stride_d,
+    mask_stride_z,
+    mask_stride_h,
+    mask_stride_m,
+    mask_stride_n,
+    queries,
+    keys,
+    constant_mantissa,
+    constant_exponent,
+    GROUP: tl.constexpr,
+    MASK_PERIOD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    QUADRATIC: tl.constexpr,
+    BITS: tl.constexpr,
+    NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ONLINE: tl.constexpr,
+    FLOOR_OUTPUT: tl.constexpr,
+    COLUMN_BITS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Attention of one block of queries; see :func:`launch_attention` for the arguments."""
+    z = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
+    kv_head = h // GROUP
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    inside = rows < queries
+
+    q_ptrs = q_ptr + z * q_stride_z + h * q_stride_h + rows[:, None] * q_stride_n + d[None, :] * q_stride_d
+    q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0)
+    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+    ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * ks_stride_z + kv_head * ks_stride_h
+    mask_base = mask_ptr
+    if MASK != "none":
+        mask_base = mask_ptr + (z % MASK_PERIOD) * mask_stride_z + h * mask_stride_h
+
+    qs_ptrs = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h + rows * qs_stride_n
+    query_bits = tl.load(qs_ptrs, mask=inside, other=0x3F800000)
+    usable = usable_scale(query_bits)
+    largest = 0
+    if KEY_TOKEN:
+        largest_bits = tl.full((BLOCK_N,), 0, tl.int32)
+        smallest_bits = tl.full((BLOCK_N,), 0x3F800000, tl.int32)
+        for start in range(0, keys, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            bits = tl.load(ks_base + columns * ks_stride_n, mask=columns < keys, other=0x00800000)
+            largest_bits = tl.maximum(largest_bits, tl.where(usable_scale(bits), bits, 0x7F800000))
+            smallest_bits = tl.minimum(smallest_bits, bits)
+        most = tl.max(largest_bits, 0)
+        usable = usable & (most < 0x7F800000) & (tl.min(smallest_bits, 0) > 0)
+        largest = ((most >> 23) & 0xFF) - 150
+        key_mantissa = 1 << 23
+        key_exponent = largest + 1
+    else:
+        key_bits = tl.load(ks_base)
+        usable = usable & usable_scale(key_bits)
+        key_mantissa, key_exponent = split_scale(key_bits)
+    key_mantissa = tl.zeros((BLOCK_M,), tl.int32) + key_mantissa
+    mantissa, exponent = combine_scales(
+        query_bits[:, None], key_mantissa[:, None], key_exponent, constant_mantissa, constant_exponent
+    )
+    if MASK == "bias":
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16)
+    elif KEY_TOKEN:
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 28)
+    else:
+        multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, HEAD_DIM, GUARD)
+
+    last = keys
+    full = keys & (-BLOCK_N)
+    if CAUSAL:
+        last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
+        full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
+    if MASK != "none":
+        full = 0
+
+    row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
+    total = tl.zeros((BLOCK_M, 1), tl.int32)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    value_sum = tl.zeros((1, BLOCK_DV), tl.int32)
+    count = 0
+
+    if SINGLE:
+        columns = tl.arange(0, BLOCK_N)
+        s, valid = _scores(
+            q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, columns,
+            d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+            True,
+        )  # fmt: skip
+        row_max = tl.max(s, 1)[:, None]
+        p = _probabilities(
+            s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, True, GUARD
+        )
+        v = tl.load(
+            v_base + columns[:, None] * v_stride_n + dv[None, :] * v_stride_d,
+            mask=(columns[:, None] < keys) & (dv[None, :] < VALUE_DIM),
+            other=0,
+        )
+        total = tl.sum(p, 1)[:, None]
+        if BITS == 15:
+            high = tl.dot((p >> 8).to(tl.int8), v, out_dtype=tl.int32)
+            accumulator = tl.dot(((p & 255) - 128).to(tl.int8), v, out_dtype=tl.int32)
+        else:
+            accumulator = tl.dot(p.to(tl.int8), v, out_dtype=tl.int32)
+        if BITS != 7:
+            value_sum = tl.sum(v.to(tl.int32), 0)[None, :]
+        count = BLOCK_N
+    else:
+        if not ONLINE:
+            for start in range(0, full, BLOCK_N):
+                columns = start + tl.arange(0, BLOCK_N)
+                s, valid = _scores(
+                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
+                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
+                    CAUSAL, KEY_TOKEN, False,
+                )  # fmt: skip
+                row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+            for start in range(full, last, BLOCK_N):
+                columns = start + tl.arange(0, BLOCK_N)
+                s, valid = _scores(
+                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
+                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
+                    CAUSAL, KEY_TOKEN, True,
+                )  # fmt: skip
+                row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+        for phase in tl.static_range(2):
+            if phase == 0:
+                begin = 0
+                end = full
+            else:
+                begin = full
+                end = last
+            for start in range(begin, end, BLOCK_N):
+                columns = start + tl.arange(0, BLOCK_N)
+                s, valid = _scores(
+                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
+                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
+                    CAUSAL, KEY_TOKEN, phase == 1,
+                )  # fmt: skip
+                if ONLINE:
+                    new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+                    seen = row_max != MASKED
+                    if MASK == "bias":
+                        step = tl.where(seen, new_max - row_max, 0)
+                    elif KEY_TOKEN:
+                        step = multiply_high(tl.where(seen, new_max - row_max, 0), multiplier)
+                    else:
+                        step = tl.where(seen, new_max - row_max, 0) * multiplier
+                    factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
+                    accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
+                    total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
+                    row_max = new_max
+                p = _probabilities(
+                    s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
+                    phase == 1, GUARD,
+                )  # fmt: skip
+                v = tl.load(
+                    v_base + columns[:, None] * v_stride_n + dv[None, :] * v_stride_d,
+                    mask=(columns[:, None] < keys) & (dv[None, :] < VALUE_DIM),
+                    other=0,
+                )
+                total += tl.sum(p, 1)[:, None]
+                if BITS == 15:
+                    high = tl.dot((p >> 8).to(tl.int8), v, high, out_dtype=tl.int32)
+                    accumulator = tl.dot(((p & 255) - 128).to(tl.int8), v, accumulator, out_dtype=tl.int32)
+                else:
+                    accumulator = tl.dot(p.to(tl.int8), v, accumulator, out_dtype=tl.int32)
+                if BITS != 7:
+                    value_sum += tl.sum(v.to(tl.int32), 0)[None, :]
+                count += BLOCK_N
+
+    if BITS == 8:
+        total += 128 * count
+    if BITS != 7:
+        accumulator += 128 * value_sum
+    bits, inverse = row_inverse(total)
+    if BITS == 15:
+        numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
+        scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
+    else:
+        scaled = accumulator << (24 - bits)
+    normalized = tl.where(total > 0, multiply_high(scaled, inverse), 0)
+    if FLOOR_OUTPUT:
+        floor = normalized >> 21
+        remainder = accumulator - floor * total
+        floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
+        normalized = floor << 21
+
+    vs_ptrs = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h + dv[None, :] * vs_stride_d
+    o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
+    stored = inside[:, None] & (dv[None, :] < VALUE_DIM)
+    if o_ptr.dtype.element_ty == tl.int8:
+        value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=dv[None, :] < VALUE_DIM, other=0x3F800000)
+        os_ptrs = os_ptr.to(tl.pointer_type(tl.int32)) + z * os_stride_z + h * os_stride_h + dv[None, :] * os_stride_d
+        output_bits = tl.load(os_ptrs, mask=dv[None, :] < VALUE_DIM, other=0x3F800000)
+        out_multiplier, out_shift = output_multiplier(value_bits, output_bits)
+        tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift).to(tl.int8), mask=stored)
+    else:
+        value_scale = tl.load(vs_ptrs, mask=dv[None, :] < VALUE_DIM, other=1.0)
+        value_bits = value_scale.to(tl.int32, bitcast=True)
+        result = normalized.to(tl.float32) * (value_scale * (1.0 / 2097152.0))
+        good = usable[:, None] & usable_scale(value_bits)
+        if MASK == "bias":
+            good = good & (row_max < POISON)
+        result = tl.where(good, result, float("nan"))
+        tl.store(o_ptrs, result.to(o_ptr.dtype.element_ty), mask=stored)
+
+
+def kernel_constants(
+    recipe: Recipe, head_dim: int, value_dim: int, keys: int, mask: str, is_causal: bool, key_token: bool, guard: bool
+) -> dict[str, object]:
+    """Return the constexpr arguments that follow from the recipe and the shapes (tiles excepted)."""
+    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
+        "MASK": mask,
+        "CAUSAL": is_causal,
+        "KEY_TOKEN": key_token,
+        "QUADRATIC": recipe.exponential == "quadratic",
+        "BITS": recipe.probability_bits,
+        "NEAREST": recipe.probability_rounding == "nearest",
+        "OFFSET": offset,
+        "ONLINE": recipe.normalization == "online",
+        "FLOOR_OUTPUT": recipe.output == "value_scale",
+        "COLUMN_BITS": fp.column_bits(head_dim),
+        "GUARD": guard,
+    }
+
+
+def choose_tiles(recipe: Recipe, head_dim: int, queries: int, keys: int) -> tuple[int, int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, warps, stages). Tiles change speed, never a bit."""
+    block_m = 64 if queries > 32 else 32 if queries > 16 else 16
+    if recipe.normalization == "online":
+        return block_m, recipe.key_block, 4, 2
+    if keys <= 256:
+        return block_m, max(32, triton.next_power_of_2(keys)), 4, 1
+    return 64, 64 if recipe.probability_bits == 15 or head_dim > 128 else 128, 4, 3
+
+
+def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
+
+
+def launch_attention(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    output_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+    *,
+    tiles: tuple[int, int, int, int] | None = None,
+) -> torch.Tensor:
+    """Run :func:`qflash.reference.int8_attention` as one kernel: same arguments, same bits.
+
+    Args:
+        tiles: (BLOCK_M, BLOCK_N, warps, stages), for tests and tuning.
+    """
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = key.shape[2], value.shape[3]
+    guard = query.device.type == "cpu"
+    # the interpreter truncates where bfloat16 must round, so there PyTorch does that one conversion
+    stored_dtype = torch.float32 if guard and out_dtype == torch.bfloat16 else out_dtype
+    out = torch.empty((batch, heads, queries, value_dim), dtype=stored_dtype, device=query.device)
+    if out.numel() == 0:
+        return out.to(out_dtype)
+    if keys == 0:
+        return out.zero_().to(out_dtype)
+    block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys)
+    kind = "none" if mask is None else "bias" if mask.dtype == torch.int32 else "bool"
+    mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    constants = kernel_constants(recipe, head_dim, value_dim, keys, kind, is_causal, key_scale.shape[2] > 1, guard)
+    constant = fp.split_float(softmax_scale * math.log2(math.e))
+    for start in range(0, batch, 65535):
+        stop = min(batch, start + 65535)
+
+        def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
+            return x if start == 0 or x.shape[0] == 1 else x[start:]
+
+        q, k, v, o = part(query), part(key), part(value), part(out)
+        qs, ks, vs = part(query_scale), part(key_scale), part(value_scale)
+        scale_out = part(output_scale) if output_scale is not None else vs
+        period = 1 if mask is None else mask.shape[0]
+        if start and period > 1:
+            mask_view = mask_view.roll(-start, 0) if start % period else mask_view
+        attention_kernel[(triton.cdiv(queries, block_m), heads, stop - start)](
+            q, k, v, o, qs, ks, vs, scale_out, mask_view,
+            *q.stride(), *k.stride(), *v.stride(), *o.stride(),
+            *_strides(qs, (0, 1, 2)), *_strides(ks, (0, 1, 2)), *_strides(vs, (0, 1, 3)), *_strides(scale_out, (0, 1, 3)),
+            *((0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))),
+            queries, keys, *constant,
+            GROUP=heads // key.shape[1], MASK_PERIOD=period, BLOCK_M=block_m, BLOCK_N=block_n,
+            SINGLE=keys <= block_n and recipe.normalization == "two_pass",
+            num_warps=warps, num_stages=stages, **constants,
+        )  # fmt: skip
+    return out.to(out_dtype)

@@ -1,0 +1,189 @@
+"""The fixed-point arithmetic of :mod:`qflash.fixed_point`, as Triton functions that give the same bits.
+
+Scales arrive as the raw bits of float32 (int32); nothing here is a float operation. ``GUARD`` is true in
+Triton's interpreter, where inline assembly does not exist and a shift by 32 or more is undefined; on a GPU
+the PTX shifts clamp.
+"""
+
+# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shift_right(x, amount, GUARD: tl.constexpr):
+    """Logical right shift of a non-negative 32-bit integer; 0 for amounts of 32 and more."""
+    if GUARD:
+        return x >> tl.minimum(amount, 31)
+    return tl.inline_asm_elementwise("shr.b32 $0, $1, $2;", "=r,r,r", [x, amount], tl.int32, True, 1)
+
+
+@triton.jit
+def shift_left(x, amount, GUARD: tl.constexpr):
+    """Left shift of 32 bits, wrapping; 0 for amounts of 32 and more."""
+    if GUARD:
+        return tl.where(amount > 31, 0, x << tl.minimum(amount, 31))
+    return tl.inline_asm_elementwise("shl.b32 $0, $1, $2;", "=r,r,r", [x, amount], tl.int32, True, 1)
+
+
+@triton.jit
+def multiply_high(a, b):
+    """High 32 bits of the signed 64-bit product."""
+    return ((a.to(tl.int64) * b.to(tl.int64)) >> 32).to(tl.int32)
+
+
+@triton.jit
+def split_scale(bits):
+    """float32 bits -> 24-bit mantissa, exponent."""
+    return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF) - 150
+
+
+@triton.jit
+def usable_scale(bits):
+    """Whether the float32 with these bits is positive and finite."""
+    return (bits > 0) & (bits < 0x7F800000)
+
+
+@triton.jit
+def combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent):
+    """``s = R * 2**-E`` of query scale, key scale and the host constant; R in [2**30, 2**31)."""
+    query_mantissa, query_exponent = split_scale(query_bits)
+    product = (query_mantissa.to(tl.int64) * key_mantissa.to(tl.int64)) >> 22
+    product = ((product * constant_mantissa.to(tl.int64)) >> 22) << 3
+    extra = tl.where(product < 1 << 30, 1, 0) + tl.where(product < 1 << 29, 1, 0)
+    exponent = query_exponent + key_exponent + constant_exponent + 44 - 3 - extra
+    return (product << extra.to(tl.int64)).to(tl.int32), -exponent
+
+
+@triton.jit
+def narrow_multiplier(mantissa, exponent, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr):
+    """(M, F): one 32-bit multiply-add a score."""
+    MOST: tl.constexpr = 57344 // HEAD_DIM
+    SHIFT: tl.constexpr = (
+        31
+        - (MOST >= 1)
+        - (MOST >= 2)
+        - (MOST >= 4)
+        - (MOST >= 8)
+        - (MOST >= 16)
+        - (MOST >= 32)
+        - (MOST >= 64)
+        - (MOST >= 128)
+        - (MOST >= 256)
+        - (MOST >= 512)
+        - (MOST >= 1024)
+        - (MOST >= 2048)
+        - (MOST >= 4096)
+        - (MOST >= 8192)
+        - (MOST >= 16384)
+        - (MOST >= 32768)
+    )
+    rounded = ((mantissa >> (SHIFT - 1)) + 1) >> 1
+    shift = SHIFT + tl.where(rounded > MOST, 1, 0)
+    fraction = exponent - shift
+    shift = tl.minimum(shift + tl.maximum(fraction - 28, 0), 33)
+    rounded = (shift_right(mantissa, shift - 1, GUARD) + 1) >> 1
+    return tl.where(fraction < 0, MOST, rounded), tl.minimum(tl.maximum(fraction, 0), 28)
+
+
+@triton.jit
+def wide_multiplier(mantissa, exponent, COLUMN_BITS: tl.constexpr, MOST_FRACTION_BITS: tl.constexpr):
+    """(R, F): one multiply-high a score of ``y = S * A``."""
+    fraction = exponent + (COLUMN_BITS - 32)
+    excess = tl.minimum(tl.maximum(fraction - MOST_FRACTION_BITS, 0), 31)
+    multiplier = tl.where(fraction < 0, 0x7FFFFFFF, mantissa >> excess)
+    return multiplier, tl.minimum(tl.maximum(fraction, 0), MOST_FRACTION_BITS)
+
+
+@triton.jit
+def column_multiplier(bits, largest_exponent, COLUMN_BITS: tl.constexpr):
+    """A: a key token's scale relative to the largest exponent of its head."""
+    mantissa, exponent = split_scale(bits)
+    shift = tl.minimum((24 - COLUMN_BITS) + largest_exponent - exponent, 31)
+    return ((mantissa >> (shift - 1)) + 1) >> 1
+
+
+@triton.jit
+def exponent_offset(OFFSET: tl.constexpr, fraction_bits):
+    """OFFSET / 512 octaves in fixed point, rounded up."""
+    exact = OFFSET << tl.maximum(fraction_bits - 9, 0)
+    return tl.where(fraction_bits >= 9, exact, ((OFFSET << tl.minimum(fraction_bits, 9)) + 511) >> 9)
+
+
+@triton.jit
+def probability(octaves, mantissa, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, GUARD: tl.constexpr):
+    """The probability minus its storage offset: P - 128 for 8 bits, P for 7 and 15.
+
+    ``mantissa`` is g = 511 - fraction. P's offset costs nothing: it rides in the rounding constant.
+    """
+    if QUADRATIC:
+        exp2 = mantissa * mantissa + (1 << 17)
+        UP: tl.constexpr = 12 if BITS == 7 else 13
+    else:
+        exp2 = (mantissa + 1) * ((1 << BITS) - 1)
+        UP: tl.constexpr = 7 if BITS == 15 else 14
+    if BITS == 15:
+        wide = (exp2 << UP).to(tl.uint32, bitcast=True)
+        value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+        return (value + (0x8000 if NEAREST else 0)) >> 16
+    value = exp2 * shift_right(tl.full(octaves.shape, 1 << UP, tl.int32), octaves, GUARD)
+    OFFSET: tl.constexpr = (1 << 22 if NEAREST else 0) - (1 << 30 if BITS == 8 else 0)
+    return (value + OFFSET) >> 23
+
+
+@triton.jit
+def release_factor(step, fraction_bits, GUARD: tl.constexpr):
+    """ScaleRelease's 2**-step with 24 fraction bits."""
+    octaves = step >> fraction_bits
+    fraction = (shift_left(step, 32 - fraction_bits, GUARD) >> 24) & 255
+    return shift_right((512 - fraction) << 15, octaves, GUARD)
+
+
+@triton.jit
+def bit_length(x):
+    """Bit length of 0 <= x < 2**31."""
+    length = tl.zeros(x.shape, tl.int32)
+    for index in tl.static_range(5):
+        step = 16 >> index
+        big = x >= (1 << step)
+        length = tl.where(big, length + step, length)
+        x = tl.where(big, x >> step, x)
+    return length + x
+
+
+@triton.jit
+def reciprocal(divisor):
+    """About 2**60 / divisor for a divisor in [2**30, 2**31): three Newton steps, no division."""
+    x = 1515870810 - multiply_high(divisor, tl.full(divisor.shape, 2021161080, tl.int32))
+    for _ in tl.static_range(3):
+        error = (1 << 28) - multiply_high(divisor, x)
+        x = x + multiply_high(x, error << 4)
+    return x
+
+
+@triton.jit
+def row_inverse(denominator):
+    """(bit length, reciprocal) of a row sum; a row sum of 0 gives harmless values."""
+    bits = bit_length(denominator)
+    safe = tl.maximum(denominator, 1)
+    return bits, reciprocal(safe << (31 - tl.maximum(bits, 1)))
+
+
+@triton.jit
+def output_multiplier(value_bits, output_bits):
+    """(R, shift) of value scale / output scale."""
+    value, value_exponent = split_scale(value_bits)
+    output, output_exponent = split_scale(output_bits)
+    ratio = multiply_high(value << 7, reciprocal(output << 7)) << 2
+    small = ratio < (1 << 30)
+    exponent = 30 - (value_exponent - output_exponent) + tl.where(small, 1, 0)
+    return tl.where(small, ratio << 1, ratio), tl.minimum(tl.maximum(exponent - 9, 0), 31)
+
+
+@triton.jit
+def requantize(x, multiplier, shift):
+    """Normalised output (21 fraction bits) -> int8 range at the output scale, half up, saturating."""
+    wide = multiply_high(x << 2, multiplier)
+    rounded = tl.where(shift > 0, ((wide >> tl.maximum(shift - 1, 0)) + 1) >> 1, wide)
+    return tl.minimum(tl.maximum(rounded, -128), 127)

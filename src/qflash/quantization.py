@@ -1,0 +1,187 @@
+"""Quantisation of float tensors to int8: Equations 1 and 2, at four granularities.
+
+Every step is order-independent (maxima) or elementwise in IEEE float32, so that CPU and GPU, PyTorch and
+Triton, give the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+GRANULARITIES = ("tensor", "head", "token", "channel")
+_REDUCED = {"head": (-2, -1), "token": (-1,), "channel": (-2,)}
+
+SMALLEST_SCALE = 2.0**-126
+"""Scales are kept normal floats, so that a reciprocal never overflows and the bits hold a full mantissa."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """An int8 tensor and the scale that gives it meaning, ``x ~ values * scale`` (Equation 2).
+
+    Attributes:
+        values: int8, shape (..., tokens, channels).
+        scale: float32, broadcastable to ``values``: one element for per-tensor, (..., 1, 1) per head,
+            (..., tokens, 1) per token, (..., 1, channels) per channel.
+
+    Raises:
+        TypeError: ``values`` is not an int8 tensor or ``scale`` not a float32 tensor.
+        ValueError: the devices differ, ``scale`` does not broadcast to ``values``, or (looked at only on
+            the CPU: a look at the GPU would stall it) a scale is not positive and finite.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, torch.Tensor) or self.values.dtype != torch.int8:
+            raise TypeError(f"values must be an int8 tensor, got {_describe(self.values)}")
+        if not isinstance(self.scale, torch.Tensor) or self.scale.dtype != torch.float32:
+            raise TypeError(f"scale must be a float32 tensor, got {_describe(self.scale)}")
+        if self.values.device != self.scale.device:
+            raise ValueError(f"scale is on {self.scale.device}, values are on {self.values.device}; they must agree")
+        try:
+            broadcast = torch.broadcast_shapes(self.scale.shape, self.values.shape)
+        except RuntimeError:
+            broadcast = None
+        if broadcast != self.values.shape:
+            raise ValueError(
+                f"scale of shape {tuple(self.scale.shape)} does not broadcast to values of shape {tuple(self.values.shape)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of ``values``."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``values`` and ``scale``."""
+        return self.values.device
+
+    @property
+    def granularity(self) -> str:
+        """``"tensor"``, ``"head"``, ``"token"`` or ``"channel"``, read off the shape of ``scale``."""
+        if self.scale.numel() == 1:
+            return "tensor"
+        tokens = self.scale.shape[-2] if self.scale.dim() > 1 else 1
+        channels = self.scale.shape[-1]
+        if tokens > 1 and channels > 1:
+            return "element"
+        return "token" if tokens > 1 else "channel" if channels > 1 else "head"
+
+    def dequantize(self) -> torch.Tensor:
+        """Return ``values * scale`` in float32."""
+        return self.values.to(torch.float32) * self.scale
+
+
+def _describe(x: object) -> str:
+    return f"{x.dtype} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def check_scale_values(scale: torch.Tensor, name: str) -> None:
+    """Refuse scales that are not positive and finite; CPU tensors only (on a GPU the look would synchronise).
+
+    Raises:
+        ValueError: naming ``name`` and the first bad scale.
+    """
+    if scale.device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
+        return
+    bad = ~((scale > 0) & scale.isfinite())
+    if bad.any():
+        raise ValueError(f"{name} must be positive and finite, got {scale[bad].flatten()[0].item()}")
+
+
+def amplitude(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """Return max |x| over what shares one scale (float32, kept dimensions); NaN and infinity stay visible."""
+    if x.numel() == 0:
+        shape = scale_shape(x.shape, granularity)
+        return x.new_zeros(shape, dtype=torch.float32)
+    dims = tuple(range(x.dim())) if granularity == "tensor" else _REDUCED[granularity]
+    return x.abs().amax(dim=dims, keepdim=True).to(torch.float32)
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], granularity: str) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor of ``shape``: reduced dimensions are kept as 1."""
+    result = list(shape)
+    for dim in range(len(shape)) if granularity == "tensor" else _REDUCED[granularity]:
+        result[dim] = 1
+    return tuple(result)
+
+
+def scale_from_amplitude(amplitude: torch.Tensor) -> torch.Tensor:
+    """Return Equation 2's scale ``max |x| / 127``; 1 for an all-zero tensor, NaN where x is not finite."""
+    scale = (amplitude / 127.0).clamp(min=SMALLEST_SCALE)
+    scale = torch.where(amplitude == 0, 1.0, scale)
+    return torch.where(amplitude.isfinite(), scale, math.nan)
+
+
+def quantize_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return ``round(x / scale)`` saturated to [-128, 127] (Equations 1-2), ties to even.
+
+    The quotient is formed as ``x * (1 / scale)`` in float32, both roundings to nearest. Where the scale or
+    the element is NaN the value is 0 (the NaN travels in the scale).
+    """
+    scaled = x.to(torch.float32) * (1.0 / scale)
+    return scaled.clamp(-128.0, 127.0).nan_to_num(0.0).round().to(torch.int8)
+
+
+def center_channels(x: torch.Tensor) -> torch.Tensor:
+    """Subtract every channel's midrange over the tokens, in float32.
+
+    For a key this adds one constant to each row of scores, which softmax does not see. The midrange, unlike
+    the mean, minimises the largest magnitude left and has no order of summation to depend on.
+    """
+    x = x.to(torch.float32)
+    if x.numel() == 0:
+        return x
+    low, high = torch.aminmax(x, dim=-2, keepdim=True)
+    return x - (low + high) * 0.5
+
+
+def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Even out query and key amplitudes channel by channel: ``query / 2**e``, ``key * 2**e``.
+
+    Both arguments are ``(batch, heads, tokens, channels)``; the key may have fewer heads, and all query heads
+    of a group then share its exponents. Powers of two are exact, so the scores do not change. ``e`` is half
+    the difference of the binary exponents of the two amplitudes; channels that are zero or not finite stay.
+    """
+    query, key = query.to(torch.float32), key.to(torch.float32)
+    if query.numel() == 0 or key.numel() == 0:
+        return query, key
+    batch, heads, _, channels = query.shape
+    key_heads = key.shape[1]
+    above = query.abs().amax(dim=-2).reshape(batch, key_heads, heads // key_heads, channels).amax(dim=2)
+    below = key.abs().amax(dim=-2)
+    usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
+    exponent = (torch.frexp(above).exponent - torch.frexp(below).exponent + 1) >> 1
+    exponent = torch.where(usable, exponent, 0)[:, :, None, :]
+    key = torch.ldexp(key, exponent)
+    return torch.ldexp(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key
+
+
+def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the last dimension by the unnormalised Hadamard matrix, padding it to a power of two first.
+
+    A butterfly in a fixed order in float32, hence the same bits everywhere. The norm grows by
+    ``sqrt(size)``; the caller divides the softmax scale by ``size``.
+    """
+    x = x.to(torch.float32)
+    size = rotated_head_dim(x.shape[-1])
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    shape = x.shape
+    step = 1
+    while step < size:
+        pairs = x.reshape(*shape[:-1], size // (2 * step), 2, step)
+        even, odd = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((even + odd, even - odd), dim=-2)
+        step *= 2
+    return x.reshape(shape)
+
+
+def rotated_head_dim(head_dim: int) -> int:
+    """Return the head dimension after rotation: the next power of two."""
+    return 1 << max(head_dim - 1, 0).bit_length()

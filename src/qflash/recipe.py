@@ -1,0 +1,148 @@
+"""Every numerical choice of the integer attention, in one frozen value.
+
+A :class:`Recipe` names mathematics, never an implementation: two back ends given the same recipe and
+the same tensors return the same integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "query_granularity": ("tensor", "head", "token"),
+    "key_granularity": ("tensor", "head", "token"),
+    "value_granularity": ("tensor", "head", "channel"),
+    "exponential": ("linear", "quadratic"),
+    "probability_bits": (7, 8, 15),
+    "probability_rounding": ("nearest", "floor"),
+    "smooth_key": (False, True),
+    "balance": (False, True),
+    "rotate": (False, True),
+    "normalization": ("two_pass", "online"),
+    "output": ("accumulator", "value_scale"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The numerical choices of one integer attention.
+
+    Attributes:
+        query_granularity: one scale per ``"tensor"``, per ``"head"`` (batch and head) or per ``"token"``,
+            used when :func:`qflash.attention` quantises the query. :func:`qflash.int8_attention` takes
+            whatever granularity its tensors carry.
+        key_granularity: the same for the key.
+        value_granularity: ``"tensor"``, ``"head"`` or ``"channel"`` (one scale per batch, head and channel).
+        exponential: ``"linear"`` is the paper's ShiftExp2 (Algorithm 2), a chord of ``2**x`` between two
+            integers, at most 6.1 % off; ``"quadratic"`` adds one square and is at most 0.18 % off.
+        probability_bits: width of the unnormalised probabilities P: 7 (the paper's int8), 8 (stored with
+            an offset of 128) or 15 (two int8 products).
+        probability_rounding: ``"nearest"`` or the paper's ``"floor"`` (the right shift of Equation 10).
+        smooth_key: subtract each channel's midrange over the tokens from the key before quantising it.
+            Softmax does not see it, the int8 range does.
+        balance: scale each channel of the query down and of the key up by one power of two that evens out
+            their amplitudes. Exact in floating point, and no score changes.
+        rotate: multiply query and key by the same Hadamard matrix before quantising. The scores do not
+            change, outlier channels spread. The head dimension is padded to a power of two.
+        normalization: ``"two_pass"`` takes the true row maximum first, so no result ever depends on a
+            tile size; ``"online"`` is Algorithm 1: a running maximum and ScaleRelease after every
+            ``key_block`` keys, whose rounding makes ``key_block`` part of the mathematics.
+        key_block: keys per step (the paper's B_c) when ``normalization="online"``; unused otherwise.
+        output: ``"accumulator"`` keeps the accumulator's precision up to the requested output type;
+            ``"value_scale"`` floors the output to int8 at the value scale first, as Algorithm 1 does.
+
+    Raises:
+        ValueError: a field has a value that is not one of its choices, or two fields contradict.
+    """
+
+    query_granularity: str = "token"
+    key_granularity: str = "head"
+    value_granularity: str = "channel"
+    exponential: str = "quadratic"
+    probability_bits: int = 8
+    probability_rounding: str = "nearest"
+    smooth_key: bool = True
+    balance: bool = False
+    rotate: bool = False
+    normalization: str = "two_pass"
+    key_block: int = 64
+    output: str = "accumulator"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            got = getattr(self, name)
+            if got not in allowed or isinstance(got, bool) != isinstance(allowed[0], bool):
+                raise ValueError(f"Recipe.{name} must be one of {allowed}, got {got!r}")
+        block = self.key_block
+        if isinstance(block, bool) or not isinstance(block, int) or block not in (32, 64, 128, 256):
+            raise ValueError(f"Recipe.key_block must be 32, 64, 128 or 256, got {block!r}")
+        if self.normalization == "online" and (self.exponential != "linear" or self.probability_bits != 7):
+            raise ValueError(
+                "Recipe.normalization='online' is Algorithm 1 as printed and needs exponential='linear' and "
+                f"probability_bits=7, got exponential={self.exponential!r} and "
+                f"probability_bits={self.probability_bits!r}"
+            )
+        if self.output == "value_scale" and self.probability_bits == 15:
+            raise ValueError("Recipe.output='value_scale' needs probability_bits 7 or 8, got 15")
+
+    def replace(self, **changes: Any) -> Recipe:
+        """Return a copy with the named fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A canonical string that :meth:`from_key` turns back into this recipe (operators take strings)."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_key(key: str) -> Recipe:
+        """Return the recipe that :attr:`key` named."""
+        return Recipe(**json.loads(key))
+
+
+PAPER = Recipe(
+    query_granularity="tensor",
+    key_granularity="tensor",
+    value_granularity="tensor",
+    exponential="linear",
+    probability_bits=7,
+    probability_rounding="floor",
+    smooth_key=False,
+    normalization="online",
+    output="value_scale",
+)
+"""Algorithm 1 as printed: per-tensor scales, linear ShiftExp2, int8 P, ScaleRelease, output at s_V."""
+
+DEFAULT = Recipe()
+"""The best accuracy that costs no speed."""
+
+ACCURATE = Recipe(key_granularity="token", probability_bits=15, balance=True)
+"""The best accuracy the integer path has: two int8 products for P·V and the finest scales."""
+
+PRESETS = {"paper": PAPER, "default": DEFAULT, "accurate": ACCURATE}
+
+
+def resolve_recipe(recipe: Recipe | str | None) -> Recipe:
+    """Turn the ``recipe`` argument of a public function into a :class:`Recipe`.
+
+    Args:
+        recipe: a recipe, the name of a preset (``"paper"``, ``"default"``, ``"accurate"``) or ``None``
+            for :data:`DEFAULT`.
+
+    Raises:
+        TypeError: ``recipe`` is of another type.
+        ValueError: no preset has that name.
+    """
+    if recipe is None:
+        return DEFAULT
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        if recipe not in PRESETS:
+            raise ValueError(f"recipe must be a Recipe or one of {sorted(PRESETS)}, got {recipe!r}")
+        return PRESETS[recipe]
+    raise TypeError(f"recipe must be a Recipe, a preset's name or None, got {type(recipe).__name__}")

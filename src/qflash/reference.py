@@ -132,8 +132,8 @@ def int8_attention(
         query_scale: float32, broadcastable, last dimension 1.
         key_scale: float32, broadcastable, last dimension 1.
         value_scale: float32, broadcastable, token dimension 1.
-        mask: bool (True takes part) or int32 fixed-point bias (:func:`qflash.ops.fixed_point_bias`),
-            broadcastable to ``(batch, heads, queries, keys)``.
+        mask: bool (True takes part) or int32 fixed-point bias (:func:`qflash.quantize_bias`), of shape
+            ``(period, heads | 1, queries | 1, keys | 1)``; it repeats over the batch.
         is_causal: query i sees keys 0 to i.
         softmax_scale: positive factor of the scores, dimensionless.
         output_scale: float32 scale of an int8 output; read only when ``out_dtype`` is int8.
@@ -164,6 +164,8 @@ def int8_attention(
     key, value, key_scale, value_scale = map(per_head, (key, value, key_scale, value_scale))
     if output_scale is not None:
         output_scale = per_head(output_scale) if output_scale.shape[1] != heads else output_scale
+    if mask is not None and 1 < mask.shape[0] < batch:
+        mask = mask.repeat(batch // mask.shape[0], 1, 1, 1)
     width = min(tile, keys)
     rows = max(1, _ROWS_AT_ONCE // max(1, heads * queries * width))
 

@@ -485,8 +485,10 @@ def launch_attention(
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constants = kernel_constants(recipe, head_dim, value_dim, keys, kind, is_causal, key_scale.shape[2] > 1, guard)
     constant = fp.split_float(softmax_scale * math.log2(math.e))
-    for start in range(0, batch, 65535):
-        stop = min(batch, start + 65535)
+    period = 1 if mask is None else mask.shape[0]
+    step = 65535 // period * period
+    for start in range(0, batch, step):
+        stop = min(batch, start + step)
 
         def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
             return x if start == 0 or x.shape[0] == 1 else x[start:]
@@ -494,9 +496,6 @@ def launch_attention(
         q, k, v, o = part(query), part(key), part(value), part(out)
         qs, ks, vs = part(query_scale), part(key_scale), part(value_scale)
         scale_out = part(output_scale) if output_scale is not None else vs
-        period = 1 if mask is None else mask.shape[0]
-        if start and period > 1:
-            mask_view = mask_view.roll(-start, 0) if start % period else mask_view
         attention_kernel[(triton.cdiv(queries, block_m), heads, stop - start)](
             q, k, v, o, qs, ks, vs, scale_out, mask_view,
             *q.stride(), *k.stride(), *v.stride(), *o.stride(),

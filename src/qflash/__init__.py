@@ -1,0 +1,21 @@
+"""QFlash: fused attention whose matrix products and softmax run in integers."""
+
+from .api import attention, int8_attention, quantize, quantize_bias
+from .patching import patch, unpatch
+from .quantization import QuantizedTensor
+from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
+
+__version__ = "0.1.0"
+__all__ = [
+    "ACCURATE",
+    "DEFAULT",
+    "PAPER",
+    "QuantizedTensor",
+    "Recipe",
+    "attention",
+    "int8_attention",
+    "patch",
+    "quantize",
+    "quantize_bias",
+    "unpatch",
+]

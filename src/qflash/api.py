@@ -1,0 +1,279 @@
+"""What a caller sees: :func:`attention`, :func:`quantize` and :func:`int8_attention`.
+
+This module checks arguments and brings them to the four-dimensional form the operators take. No arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import ops  # noqa: F401  (registers torch.ops.qflash)
+from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
+from .recipe import Recipe, resolve_recipe
+from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
+
+
+def _four(x: torch.Tensor) -> torch.Tensor:
+    """View (or, where leading dimensions do not collapse, copy) a tensor as (batch, heads, tokens, channels)."""
+    if x.dim() == 4:
+        return x
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _four_scale(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Bring a broadcastable scale to the four dimensions of ``_four(values)``."""
+    scale = scale.reshape((1,) * (values.dim() - scale.dim()) + tuple(scale.shape))
+    if scale.dim() > 4 and scale.shape[:-3] != values.shape[:-3]:
+        lead = (1,) * len(values.shape[:-3]) if scale[..., :1, :1, :1].numel() == 1 else tuple(values.shape[:-3])
+        scale = scale.expand(*lead, *scale.shape[-3:])
+    return _four(scale)
+
+
+def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Bring a mask to (period, heads | 1, queries | 1, keys | 1), expanding nothing that can repeat.
+
+    Leading dimensions that are a run of ones followed by the query's own (Swin's windows inside a batch of
+    images) become a period that repeats over the batch.
+    """
+    if mask is None or mask.dim() == 4 and query.dim() == 4:
+        return mask
+    if mask.dim() < query.dim():
+        mask = mask.reshape((1,) * (max(query.dim(), 4) - mask.dim()) + tuple(mask.shape))
+    if mask.dim() <= 4:
+        return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    lead, have = query.shape[:-3], mask.shape[:-3]
+    first = next((i for i, size in enumerate(have) if size != 1), len(have))
+    if tuple(have[first:]) != tuple(lead[first:]):
+        mask = mask.expand(*have[:first], *lead[first:], *mask.shape[-3:])
+    return mask.flatten(0, -4)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attention whose two matrix products and softmax run in integers; a drop-in for SDPA at inference.
+
+    Query, key and value are quantised on the fly (Equations 1-2) at the recipe's granularities. Nothing waits
+    for the device, so the call can be captured in a CUDA graph.
+
+    Args:
+        query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides.
+        key: ``(..., heads, keys, head_dim)``, the same dtype and device.
+        value: ``(..., heads, keys, value_dim)``, the same dtype and device.
+        attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
+            ``(..., heads, queries, keys)`` and never expanded in memory.
+        is_causal: query i sees keys 0 to i; excludes ``attn_mask``.
+        scale: factor of the scores, ``head_dim ** -0.5`` if None; positive.
+        enable_gqa: key and value may have fewer heads, a divisor of query's.
+        recipe: the numerical choices: a :class:`qflash.Recipe`, a preset's name or None for
+            :data:`qflash.DEFAULT`.
+        backend: ``"auto"``, ``"reference"`` or ``"triton"``; all give the same integers.
+
+    Returns:
+        ``(..., heads, queries, value_dim)`` in query's dtype. A row with no key is zero. NaN or infinity in
+        an input comes out as NaN wherever a shared scale spreads it.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+        NotImplementedError: from ``backward()``; integer attention has no gradient.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, FLOAT_DTYPES, 2)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+    check_attention_shapes(query, key, value, enable_gqa)
+    check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
+    check_backend(backend)
+    out = torch.ops.qflash.attention(
+        _four(query),
+        _four(key),
+        _four(value),
+        _four_mask(attn_mask, query),
+        is_causal,
+        resolve_softmax_scale(scale, query.shape[-1]),
+        resolve_recipe(recipe).key,
+        backend,
+    )
+    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def quantize(
+    x: torch.Tensor,
+    granularity: str = "tensor",
+    scale: float | torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """Quantise a float tensor to int8 (Equations 1-2): ``round(x / scale)``, ties to even, saturating.
+
+    Args:
+        x: ``(..., tokens, channels)``, float16, bfloat16 or float32.
+        granularity: what shares one scale: the whole ``"tensor"``, one ``"head"`` (the last two dimensions),
+            one ``"token"`` (the last) or one ``"channel"`` (the last but one).
+        scale: use these scales instead of ``max |x| / 127``: a number or a float32 tensor broadcastable to
+            ``x``, positive and finite; ``granularity`` then plays no part.
+        backend: see :func:`attention`.
+
+    Returns:
+        the int8 values (dynamic scales reach ±127, given ones may saturate at -128) and the float32 scale
+        with reduced dimensions kept as 1. An all-zero tensor gets scale 1; a NaN or infinity makes its
+        scale NaN, and so everything computed from it.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+    """
+    check_tensor("x", x, FLOAT_DTYPES, 1)
+    check_backend(backend)
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
+    if scale is None:
+        if granularity != "tensor" and x.dim() < 2:
+            raise ValueError(f"granularity={granularity!r} needs at least 2 dimensions, got shape {tuple(x.shape)}")
+        if x.shape[-1] == 0:
+            raise ValueError(f"x must have at least one channel, got shape {tuple(x.shape)}")
+        return QuantizedTensor(*torch.ops.qflash.quantize(x, granularity, backend))
+    scales = _scale_tensor(scale, "scale", x.device)
+    try:
+        fits = torch.broadcast_shapes(scales.shape, x.shape) == x.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"scale must broadcast to x of shape {tuple(x.shape)}, got {tuple(scales.shape)}")
+    return QuantizedTensor(torch.ops.qflash.quantize_with_scale(x, scales, backend), scales)
+
+
+def _scale_tensor(scale: float | torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    if isinstance(scale, torch.Tensor):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be a float32 tensor or a number, got {scale.dtype}")
+        if scale.device != device:
+            raise ValueError(f"{name} is on {scale.device}, but belongs on {device}")
+        check_scale_values(scale, name)
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{name} must be a number or a float32 tensor, got {type(scale).__name__}")
+    if not (scale > 0 and math.isfinite(scale) and 2.0**-126 <= scale < 2.0**127):
+        raise ValueError(f"{name} must be positive and finite (a normal float32), got {scale}")
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
+
+
+def int8_attention(
+    query: QuantizedTensor,
+    key: QuantizedTensor,
+    value: QuantizedTensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    output_scale: float | torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor | torch.Tensor:
+    """The integer-only path: int8 query, key and value in, int8 out, no float instruction between.
+
+    Args:
+        query: values ``(..., heads, queries, head_dim)``; one scale per tensor, head or token.
+        key: values ``(..., heads, keys, head_dim)``; one scale per tensor, head or token.
+        value: values ``(..., heads, keys, value_dim)``; one scale per tensor, head or channel.
+        attn_mask: bool (True takes part), float (added to the scaled scores, in nats; converted first) or
+            int32 (already in fixed point, :func:`qflash.quantize_bias`); broadcastable, never expanded.
+        is_causal, scale, enable_gqa, backend: see :func:`attention`.
+        output_scale: scale of the int8 output, per tensor, head or channel; the value scale if None, as in
+            the paper (s_O = s_V). A fitted one keeps several decibels when attention is diffuse.
+        out_dtype: float16, bfloat16 or float32 for a float tensor with the accumulator's precision instead.
+        recipe: its exponential, probabilities, normalisation and output; granularities come with the tensors.
+
+    Returns:
+        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``.
+        A row with no key is zero. int8 has no NaN: where a scale is NaN, only a float output shows it.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+    """
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if not isinstance(x, QuantizedTensor):
+            raise TypeError(f"{name} must be a QuantizedTensor (qflash.quantize makes one), got {type(x).__name__}")
+        check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
+    check_attention_shapes(query.values, key.values, value.values, enable_gqa)
+    for name, x, dim, allowed in (
+        ("query", query, -1, "tensor, head or token"),
+        ("key", key, -1, "tensor, head or token"),
+        ("value", value, -2, "tensor, head or channel"),
+    ):
+        if x.scale.dim() >= -dim and x.scale.shape[dim] != 1 and x.scale.numel() != 1:
+            raise ValueError(f"{name} must have one scale per {allowed}, got scale of shape {tuple(x.scale.shape)}")
+        check_scale_values(x.scale, f"{name}.scale")
+    check_mask(attn_mask, query.values, key.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
+    check_backend(backend)
+    choices = resolve_recipe(recipe)
+    if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
+        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or None (int8), got {out_dtype}")
+    if out_dtype is not None and output_scale is not None:
+        raise ValueError("output_scale belongs to an int8 output and out_dtype asks for a float one; give one of them")
+    shape = (*query.shape[:-1], value.shape[-1])
+    value_scale = _four_scale(value.scale, value.values)
+    given: torch.Tensor | None = None
+    if output_scale is not None:
+        given = _scale_tensor(output_scale, "output_scale", query.device)
+        if given.dim() > len(shape) or any(
+            have not in (1, want) for have, want in zip(reversed(given.shape), reversed(shape), strict=False)
+        ):
+            raise ValueError(f"output_scale must broadcast to the output {shape}, got {tuple(given.shape)}")
+        if given.dim() > 1 and given.shape[-2] != 1:
+            raise ValueError(f"output_scale must be per tensor, head or channel, got shape {tuple(given.shape)}")
+    elif out_dtype is None:
+        given = value.scale
+        if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
+            given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
+    like_output = value.values[..., :1, :] if given is None else given.reshape((1,) * (len(shape) - given.dim()) + tuple(given.shape))
+    out = torch.ops.qflash.int8_attention(
+        _four(query.values),
+        _four_scale(query.scale, query.values),
+        _four(key.values),
+        _four_scale(key.scale, key.values),
+        _four(value.values),
+        value_scale,
+        _four_mask(attn_mask, query.values),
+        is_causal,
+        resolve_softmax_scale(scale, query.shape[-1]),
+        None if given is None else _four_scale(like_output, query.values),
+        torch.int8 if out_dtype is None else out_dtype,
+        choices.key,
+        backend,
+    )
+    if query.values.dim() != 4:
+        out = out.reshape(shape)
+    return QuantizedTensor(out, given) if given is not None else out
+
+
+def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Turn an additive mask (nats) into the fixed point the integer-only path adds (design: log2 domain).
+
+    Args:
+        bias: float16, bfloat16 or float32, any shape.
+
+    Returns:
+        int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves
+        (2839 nats). Minus infinity marks a key that takes no part; NaN or plus infinity a row that is NaN.
+
+    Raises:
+        TypeError: ``bias`` is not a float tensor.
+    """
+    check_tensor("bias", bias, FLOAT_DTYPES, 0)
+    return torch.ops.qflash.quantize_bias(bias)

@@ -1,0 +1,65 @@
+"""Which back end runs where, and why one is not available. :mod:`qflash.info` prints what this module knows."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+MINIMUM_CAPABILITY = (8, 0)
+"""NVIDIA Ampere: the first architecture whose int8 tensor-core instructions Triton targets."""
+
+
+@functools.cache
+def triton_missing() -> str | None:
+    """Return why Triton cannot be imported at all, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def interpreting() -> bool:
+    """Tell whether Triton's CPU interpreter is on (``TRITON_INTERPRET=1`` before the kernels are imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def triton_unavailable(device: torch.device) -> str | None:
+    """Return why ``backend="triton"`` cannot run on ``device``, or None when it can."""
+    missing = triton_missing()
+    if missing:
+        return missing
+    if device.type == "cuda":
+        if torch.version.hip:
+            return "the kernels are written for NVIDIA GPUs, this is a ROCm build of PyTorch"
+        capability = _capability(device.index if device.index is not None else torch.cuda.current_device())
+        if capability < MINIMUM_CAPABILITY:
+            return f"sm_{capability[0]}{capability[1]} has no supported int8 tensor-core path (sm_80 or newer needed)"
+        return None
+    if device.type == "cpu":
+        return None if interpreting() else "on the CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1)"
+    return f"the kernels run on CUDA devices, not on {device.type}"
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """Turn ``"auto"`` into a back end's name; check that a named one can run on ``device``.
+
+    ``"auto"`` is Triton on an NVIDIA GPU it supports and the reference everywhere else. A named back end is
+    never replaced by another.
+
+    Raises:
+        ValueError: ``"triton"`` was asked for and cannot run there; the message says why.
+    """
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and triton_unavailable(device) is None else "reference"
+    if backend == "triton":
+        reason = triton_unavailable(device)
+        if reason:
+            raise ValueError(f"backend='triton' cannot run on {device}: {reason}")
+    return backend

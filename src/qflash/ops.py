@@ -1,0 +1,176 @@
+"""The operators PyTorch sees (``torch.ops.qflash``): implementations, fakes, and what backward says.
+
+Operators take canonical arguments, which :mod:`qflash.api` prepares: four dimensions ``(batch, heads, tokens,
+channels)``, masks of shape ``(period, heads | 1, queries | 1, keys | 1)`` that repeat over the batch, a recipe
+as its key, a resolved back end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import fixed_point as fp
+from . import quantization, reference
+from .backends import resolve_backend
+from .recipe import Recipe
+
+_LIBRARY = torch.library.Library("qflash", "DEF")
+_LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")
+_LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend) -> Tensor")
+_LIBRARY.define("quantize_bias(Tensor bias) -> Tensor")
+_LIBRARY.define(
+    "int8_attention(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
+    "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, "
+    "str backend) -> Tensor"
+)
+
+
+def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a tensor of any rank, finding its scales. Returns ``(values, scale)``."""
+    return _quantize(x, granularity, False, backend)
+
+
+def _quantize(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if resolve_backend(backend, x.device) == "triton":
+        from .kernels.quantize import launch_quantize
+
+        shape = x.shape
+        four = x.reshape((1,) * (4 - x.dim()) + tuple(shape)) if x.dim() < 4 else x.flatten(0, -4)
+        values, scale = launch_quantize(four, granularity, center)
+        return values.reshape(shape), scale.reshape(quantization.scale_shape(shape, granularity))
+    if center:
+        x = quantization.center_channels(x)
+    scale = quantization.scale_from_amplitude(quantization.amplitude(x, granularity))
+    return quantization.quantize_values(x, scale), scale
+
+
+def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+    """Quantise a tensor of any rank with given scales."""
+    if resolve_backend(backend, x.device) == "triton":
+        from .kernels.quantize import launch_quantize_values
+
+        shape = x.shape
+        spread = scale.expand(shape)
+        if x.dim() < 4:
+            lead = (1,) * (4 - x.dim())
+            return launch_quantize_values(x.reshape(lead + tuple(shape)), spread.reshape(lead + tuple(shape))).reshape(shape)
+        return launch_quantize_values(x.flatten(0, -4), spread.flatten(0, -4)).reshape(shape)
+    return quantization.quantize_values(x, scale)
+
+
+def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Turn an additive float mask into fixed point: int32, 1/65536 octaves (``bias * log2(e) * 2**16``).
+
+    Minus infinity becomes the mark of a key that takes no part; NaN and plus infinity become the mark that
+    turns a row into NaN; finite values beyond 4096 octaves (2839 nats) are clamped there.
+    """
+    wide = bias.to(torch.float32)
+    scaled = (wide * (math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)).clamp(-fp.BIAS_LIMIT, fp.BIAS_LIMIT)
+    fixed = scaled.nan_to_num(0.0).round().to(torch.int32)
+    fixed = torch.where(wide == -math.inf, fp.BIAS_MASKED, fixed)
+    return torch.where((wide != wide) | (wide == math.inf), fp.BIAS_POISON, fixed)
+
+
+def int8_attention(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    output_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: str,
+    backend: str,
+) -> torch.Tensor:
+    """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
+    if mask is not None and mask.dtype.is_floating_point:
+        mask = quantize_bias(mask)
+    arguments = (
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
+        Recipe.from_key(recipe),
+    )  # fmt: skip
+    if resolve_backend(backend, query.device) == "triton":
+        from .kernels.attention import launch_attention
+
+        return launch_attention(*arguments)
+    return reference.int8_attention(*arguments)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> torch.Tensor:
+    """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
+    choices = Recipe.from_key(recipe)
+    dtype = query.dtype
+    center = choices.smooth_key
+    if choices.balance or choices.rotate:
+        if center:
+            key, center = quantization.center_channels(key), False
+        if choices.balance:
+            query, key = quantization.balance_channels(query, key)
+        if choices.rotate:
+            query, key = quantization.hadamard_transform(query), quantization.hadamard_transform(key)
+            scale = scale / query.shape[-1]
+    query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
+    key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
+    value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
+    return int8_attention(
+        query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, is_causal, scale, None, dtype,
+        recipe, backend,
+    )  # fmt: skip
+
+
+def _fake_quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = quantization.scale_shape(x.shape, granularity)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.int8)
+
+
+def _fake_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(bias, dtype=torch.int32)
+
+
+def _fake_int8_attention(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    value, out_dtype = arguments[3], arguments[9]
+    return query.new_empty((*query.shape[:3], value.shape[3]), dtype=out_dtype)
+
+
+def _fake_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+def _no_backward(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("QFlash is for inference: integer attention has no gradient")
+
+
+for _name, _implementation, _fake in (
+    ("quantize", quantize, _fake_quantize),
+    ("quantize_with_scale", quantize_with_scale, _fake_quantize_with_scale),
+    ("quantize_bias", quantize_bias, _fake_quantize_bias),
+    ("int8_attention", int8_attention, _fake_int8_attention),
+    ("attention", attention, _fake_attention),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
+for _name in ("quantize", "quantize_with_scale", "attention"):
+    torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)

@@ -1,0 +1,134 @@
+"""One place that refuses bad arguments, in sentences that name the argument, what it was and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BACKENDS = ("auto", "reference", "triton")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_rank: int) -> None:
+    """Require a strided tensor of one of ``dtypes`` with at least ``least_rank`` dimensions.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: too few dimensions, or a sparse layout.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_names(dtypes)}, got {str(x.dtype).removeprefix('torch.')}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+    if x.dim() < least_rank:
+        raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {tuple(x.shape)}")
+
+
+def check_attention_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> None:
+    """Require shapes and devices that scaled_dot_product_attention would take, within QFlash's limits.
+
+    Raises:
+        ValueError: ranks, devices, heads, tokens or channels do not fit together or exceed a limit.
+    """
+    for name, x in (("key", key), ("value", value)):
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device}, query is on {query.device}; they must agree")
+        if x.dim() != query.dim():
+            raise ValueError(
+                f"{name} must have as many dimensions as query ({query.dim()}), got shape {tuple(x.shape)} "
+                f"for query {tuple(query.shape)}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have query's head dimension {query.shape[-1]}, got {key.shape[-1]}")
+    if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"query's head dimension must be 1 to {MAX_HEAD_DIM}, got {query.shape[-1]}")
+    if value.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"value's head dimension must be at most {MAX_HEAD_DIM}, got {value.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value must have as many tokens as key ({key.shape[-2]}), got {value.shape[-2]}")
+    if key.shape[-2] > MAX_KEYS:
+        raise ValueError(
+            f"key must have at most {MAX_KEYS} tokens (more could overflow the int32 accumulators), got {key.shape[-2]}"
+        )
+    if query.dim() > 2:
+        heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+        if key_heads != value_heads:
+            raise ValueError(f"key and value must have the same number of heads, got {key_heads} and {value_heads}")
+        if enable_gqa:
+            if key_heads == 0 or heads % key_heads:
+                raise ValueError(
+                    f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}"
+                )
+        elif key_heads != heads:
+            raise ValueError(
+                f"key must have query's {heads} heads, got {key_heads}; for grouped-query attention pass enable_gqa=True"
+            )
+    elif enable_gqa:
+        raise ValueError(f"enable_gqa needs a head dimension, got query of shape {tuple(query.shape)}")
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name} must have query's batch shape {tuple(query.shape[:-3])}, got {tuple(x.shape[:-3])}"
+            )
+
+
+def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Require an attention mask that broadcasts to (..., queries, keys), on query's device.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is neither bool nor a supported bias.
+        ValueError: the shape does not broadcast, the device differs, or ``is_causal`` is set as well.
+    """
+    if mask is None:
+        return
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other; put the causal part into attn_mask")
+    check_tensor("attn_mask", mask, dtypes, 0)
+    assert isinstance(mask, torch.Tensor)
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask is on {mask.device}, query is on {query.device}; they must agree")
+    target = (*query.shape[:-1], key.shape[-2])
+    fits = mask.dim() <= len(target) and all(
+        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask must broadcast to {target}, got shape {tuple(mask.shape)}")
+
+
+def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
+    """Return the softmax scale: the given one, or ``head_dim ** -0.5``.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not positive and finite.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if not 2.0**-60 <= scale <= 2.0**60:
+        raise ValueError(f"scale must lie between 2**-60 and 2**60, got {scale}")
+    return float(scale)
+
+
+def check_backend(backend: object) -> None:
+    """Require one of the back ends' names.
+
+    Raises:
+        ValueError: another value.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")

@@ -236,7 +236,10 @@ def attention_kernel(
     ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * ks_stride_z + kv_head * ks_stride_h
     mask_base = mask_ptr
     if MASK != "none":
-        mask_base = mask_ptr + (z % MASK_PERIOD) * mask_stride_z + h * mask_stride_h
+        if MASK_PERIOD > 0:
+            mask_base = mask_ptr + (z % MASK_PERIOD) * mask_stride_z + h * mask_stride_h
+        else:
+            mask_base = mask_ptr + z * mask_stride_z + h * mask_stride_h
 
     qs_ptrs = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h + rows * qs_stride_n
     query_bits = tl.load(qs_ptrs, mask=inside, other=0x3F800000)
@@ -485,8 +488,9 @@ def launch_attention(
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constants = kernel_constants(recipe, head_dim, value_dim, keys, kind, is_causal, key_scale.shape[2] > 1, guard)
     constant = fp.split_float(softmax_scale * math.log2(math.e))
-    period = 1 if mask is None else mask.shape[0]
-    step = 65535 // period * period
+    # a mask of one image's windows repeats over the batch; one that is given per batch element is sliced with it
+    period = 0 if mask is None or mask.shape[0] in (1, batch) else mask.shape[0]
+    step = 65535 // max(period, 1) * max(period, 1)
     for start in range(0, batch, step):
         stop = min(batch, start + step)
 
@@ -497,7 +501,7 @@ def launch_attention(
         qs, ks, vs = part(query_scale), part(key_scale), part(value_scale)
         scale_out = part(output_scale) if output_scale is not None else vs
         attention_kernel[(triton.cdiv(queries, block_m), heads, stop - start)](
-            q, k, v, o, qs, ks, vs, scale_out, mask_view,
+            q, k, v, o, qs, ks, vs, scale_out, mask_view if period else part(mask_view),
             *q.stride(), *k.stride(), *v.stride(), *o.stride(),
             *_strides(qs, (0, 1, 2)), *_strides(ks, (0, 1, 2)), *_strides(vs, (0, 1, 3)), *_strides(scale_out, (0, 1, 3)),
             *((0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))),

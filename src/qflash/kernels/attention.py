@@ -9,6 +9,7 @@ once; longer rows are walked twice (row maximum first), or once with ScaleReleas
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -415,8 +416,8 @@ def attention_kernel(
 
 
 def kernel_constants(
-    recipe: Recipe, head_dim: int, value_dim: int, keys: int, mask: str, is_causal: bool, key_token: bool, guard: bool
-) -> dict[str, object]:
+    recipe: Recipe, head_dim: int, value_dim: int, mask: str, is_causal: bool, key_token: bool, guard: bool
+) -> dict[str, Any]:
     """Return the constexpr arguments that follow from the recipe and the shapes (tiles excepted)."""
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     return {
@@ -452,6 +453,88 @@ def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
 
 
+class Call(NamedTuple):
+    """One kernel launch, spelt out: what :func:`launch_attention` runs and ``qflash verify`` compiles."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        """Launch it on the tensors it names."""
+        self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def attention_calls(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    output_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    recipe: Recipe,
+    *,
+    tiles: tuple[int, int, int, int] | None = None,
+    guard: bool = False,
+) -> list[Call]:
+    """Return the launches that fill ``out`` with the attention of int8 tensors (one per 65535 batch elements).
+
+    Args:
+        tiles: (BLOCK_M, BLOCK_N, warps, stages), for tests and tuning; chosen by shape if None.
+        guard: compile for Triton's interpreter, without inline assembly.
+    """
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = key.shape[2], value.shape[3]
+    block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys)
+    kind = "none" if mask is None else "bias" if mask.dtype == torch.int32 else "bool"
+    mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    constant = fp.split_float(softmax_scale * math.log2(math.e))
+    # a mask of one image's windows repeats over the batch; one that is given per batch element is sliced with it
+    period = 0 if mask is None or mask.shape[0] in (1, batch) else mask.shape[0]
+    step = 65535 // max(period, 1) * max(period, 1)
+    fixed = {
+        "queries": queries,
+        "keys": keys,
+        "constant_mantissa": constant[0],
+        "constant_exponent": constant[1],
+        "GROUP": heads // key.shape[1],
+        "MASK_PERIOD": period,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "SINGLE": keys <= block_n and recipe.normalization == "two_pass",
+        **kernel_constants(recipe, head_dim, value_dim, kind, is_causal, key_scale.shape[2] > 1, guard),
+    }
+    calls = []
+    for start in range(0, batch, step):
+
+        def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
+            return x if start == 0 or x.shape[0] == 1 else x[start:]
+
+        arguments: dict[str, Any] = {}
+        scales = {"qs": query_scale, "ks": key_scale, "vs": value_scale}
+        scales["os"] = value_scale if output_scale is None else output_scale
+        for name, x in (("q", query), ("k", key), ("v", value), ("o", out)):
+            arguments[f"{name}_ptr"] = part(x)
+            arguments.update({f"{name}_stride_{axis}": x.stride(dim) for dim, axis in enumerate("zhnd")})
+        for name, x in scales.items():
+            arguments[f"{name}_ptr"] = part(x)
+            axes = ((0, "z"), (1, "h"), (2, "n")) if name in ("qs", "ks") else ((0, "z"), (1, "h"), (3, "d"))
+            strides = _strides(x, tuple(dim for dim, _ in axes))
+            arguments.update({f"{name}_stride_{axis}": stride for (_, axis), stride in zip(axes, strides, strict=True)})
+        arguments["mask_ptr"] = mask_view if period else part(mask_view)
+        strides = (0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))
+        arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
+        grid = (triton.cdiv(queries, block_m), heads, min(step, batch - start))
+        calls.append(Call(attention_kernel, grid, arguments | fixed, {"num_warps": warps, "num_stages": stages}))
+    return calls
+
+
 def launch_attention(
     query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -468,46 +551,17 @@ def launch_attention(
     *,
     tiles: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Run :func:`qflash.reference.int8_attention` as one kernel: same arguments, same bits.
-
-    Args:
-        tiles: (BLOCK_M, BLOCK_N, warps, stages), for tests and tuning.
-    """
-    batch, heads, queries, head_dim = query.shape
-    keys, value_dim = key.shape[2], value.shape[3]
+    """Run :func:`qflash.reference.int8_attention` as one kernel: same arguments, same bits."""
     guard = query.device.type == "cpu"
     # the interpreter truncates where bfloat16 must round, so there PyTorch does that one conversion
     stored_dtype = torch.float32 if guard and out_dtype == torch.bfloat16 else out_dtype
-    out = torch.empty((batch, heads, queries, value_dim), dtype=stored_dtype, device=query.device)
-    if out.numel() == 0:
-        return out.to(out_dtype)
-    if keys == 0:
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=stored_dtype, device=query.device)
+    if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_().to(out_dtype)
-    block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys)
-    kind = "none" if mask is None else "bias" if mask.dtype == torch.int32 else "bool"
-    mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    constants = kernel_constants(recipe, head_dim, value_dim, keys, kind, is_causal, key_scale.shape[2] > 1, guard)
-    constant = fp.split_float(softmax_scale * math.log2(math.e))
-    # a mask of one image's windows repeats over the batch; one that is given per batch element is sliced with it
-    period = 0 if mask is None or mask.shape[0] in (1, batch) else mask.shape[0]
-    step = 65535 // max(period, 1) * max(period, 1)
-    for start in range(0, batch, step):
-        stop = min(batch, start + step)
-
-        def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
-            return x if start == 0 or x.shape[0] == 1 else x[start:]
-
-        q, k, v, o = part(query), part(key), part(value), part(out)
-        qs, ks, vs = part(query_scale), part(key_scale), part(value_scale)
-        scale_out = part(output_scale) if output_scale is not None else vs
-        attention_kernel[(triton.cdiv(queries, block_m), heads, stop - start)](
-            q, k, v, o, qs, ks, vs, scale_out, mask_view if period else part(mask_view),
-            *q.stride(), *k.stride(), *v.stride(), *o.stride(),
-            *_strides(qs, (0, 1, 2)), *_strides(ks, (0, 1, 2)), *_strides(vs, (0, 1, 3)), *_strides(scale_out, (0, 1, 3)),
-            *((0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))),
-            queries, keys, *constant,
-            GROUP=heads // key.shape[1], MASK_PERIOD=period, BLOCK_M=block_m, BLOCK_N=block_n,
-            SINGLE=keys <= block_n and recipe.normalization == "two_pass",
-            num_warps=warps, num_stages=stages, **constants,
-        )  # fmt: skip
+    calls = attention_calls(
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe,
+        tiles=tiles, guard=guard,
+    )  # fmt: skip
+    for call in calls:
+        call.run()
     return out.to(out_dtype)

@@ -1,0 +1,51 @@
+"""How far an output is from its reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def _pair(reference: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if reference.shape != output.shape:
+        raise ValueError(f"output must have reference's shape {tuple(reference.shape)}, got {tuple(output.shape)}")
+    return reference.detach().to(torch.float64), output.detach().to(device=reference.device, dtype=torch.float64)
+
+
+def sqnr(reference: torch.Tensor, output: torch.Tensor) -> float:
+    """Return the signal-to-quantisation-noise ratio ``20 log10(|reference| / |output - reference|)`` in dB.
+
+    Args:
+        reference: any shape and real dtype.
+        output: the same shape.
+
+    Returns:
+        decibels, computed in float64: infinity where the two are equal, minus infinity where only the
+        reference is zero, NaN where either holds a NaN or an infinity.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    exact, got = _pair(reference, output)
+    signal = torch.linalg.vector_norm(exact).item()
+    noise = torch.linalg.vector_norm(got - exact).item()
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0.0:
+        return math.inf
+    return 20.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+
+
+def mse(reference: torch.Tensor, output: torch.Tensor) -> float:
+    """Return the mean squared error in float64; NaN for empty tensors.
+
+    Args:
+        reference: any shape and real dtype.
+        output: the same shape.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    exact, got = _pair(reference, output)
+    return (got - exact).square().mean().item()

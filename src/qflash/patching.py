@@ -1,3 +1,251 @@
-"""Placeholder replaced below."""
-def patch(model, recipe=None): raise NotImplementedError
-def unpatch(model): raise NotImplementedError
+"""Put QFlash into a model that is already built: :func:`patch` and :func:`unpatch`.
+
+A patched module keeps its object, parameters, buffers, hooks and state_dict keys; only its class becomes a
+subclass whose ``forward`` calls :func:`qflash.attention`. A model family is one :class:`Adapter`: where its
+attention class lives and a forward function written against that class's public attributes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .api import attention
+from .recipe import Recipe, resolve_recipe
+from .validation import check_backend
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How one family of attention modules is recognised and replaced.
+
+    Attributes:
+        name: what error messages call it.
+        package: the distribution to install for it, also its top-level module.
+        classes: ``"module:Class"`` paths; several where the class has moved between releases.
+        forward: the replacement for ``forward``; its first argument is the module, whose recipe and back end
+            it passes on by calling :func:`_attend`.
+    """
+
+    name: str
+    package: str
+    classes: tuple[str, ...]
+    forward: Callable[..., torch.Tensor]
+
+    def takes(self, module_class: type) -> bool:
+        """Tell whether ``forward`` may stand in for ``module_class``'s own.
+
+        A subclass that overrides ``forward`` computes something this adapter does not know and is left alone.
+        """
+        for path in self.classes:
+            # A model can only hold a class whose module has been imported, so nothing is imported here.
+            home, _, name = path.partition(":")
+            known = getattr(sys.modules.get(home), name, None)
+            if isinstance(known, type) and issubclass(module_class, known) and module_class.forward is known.forward:  # type: ignore[attr-defined]
+                return True
+        return False
+
+
+class _Patched:
+    """Marks a patched module's class; the recipe and back end are the instance's own."""
+
+    _qflash_base: type
+    _qflash_recipe: Recipe
+    _qflash_backend: str
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The subclass is made at run time and cannot be imported by name; its base can.
+        return _rebuild, (self._qflash_base,), self.__dict__.copy()
+
+    def extra_repr(self) -> str:
+        return f"recipe={self._qflash_recipe}, backend={self._qflash_backend!r}"
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
+) -> torch.Tensor:
+    """Call :func:`qflash.attention` as the module was patched to; arguments and shapes are that function's."""
+    if module.training and module.attn_drop.p > 0.0:
+        raise RuntimeError(
+            f"attention dropout {module.attn_drop.p} is active, and QFlash is for inference: call model.eval(), "
+            "or qflash.unpatch(model) before training"
+        )
+    # Under autocast a query/key norm may return float32 beside a float16 value; SDPA would bring them together too.
+    return attention(
+        query.to(value.dtype),
+        key.to(value.dtype),
+        value,
+        mask,
+        is_causal=is_causal,
+        scale=module.scale,
+        recipe=module._qflash_recipe,
+        backend=module._qflash_backend,
+    )
+
+
+def _heads(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Project (batch, tokens, channels) to query, key and value, each a view (batch, heads, tokens, head_dim)."""
+    packed = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
+    query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
+    """Stand in for timm's ``Attention.forward``.
+
+    Args:
+        self: the module.
+        x: (batch, tokens, channels).
+        attn_mask: bool or float, broadcastable to (batch, heads, tokens, tokens).
+        is_causal: token i sees tokens 0 to i.
+
+    Returns:
+        (batch, tokens, output channels).
+
+    Raises:
+        RuntimeError: in training mode with attention dropout.
+    """
+    query, key, value = _heads(self, x)
+    query, key = self.q_norm(query), self.k_norm(key)
+    out = _attend(self, query, key, value, attn_mask, is_causal).transpose(1, 2).flatten(2)
+    # Releases differ: neither of these two is there in all of them, and either may be None.
+    norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
+    if norm is not None:
+        out = norm(out)
+    if gate is not None:
+        out = out * gate(x).sigmoid()
+    return self.proj_drop(self.proj(out))
+
+
+def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Stand in for the forward of timm's Swin ``WindowAttention``.
+
+    Args:
+        self: the module.
+        x: (images * windows, tokens, channels), the windows of one image next to each other.
+        mask: float (windows, tokens, tokens) for shifted windows, added to the scores, or None.
+
+    Returns:
+        (images * windows, tokens, channels).
+
+    Raises:
+        RuntimeError: in training mode with attention dropout.
+    """
+    tokens = x.shape[1]
+    query, key, value = _heads(self, x)
+    index = self.relative_position_index.flatten()
+    bias = self.relative_position_bias_table[index].unflatten(0, (tokens, tokens)).permute(2, 0, 1)
+    if mask is None:
+        out = _attend(self, query, key, value, bias.unsqueeze(0))
+    else:
+        # With the windows in a dimension of their own the mask broadcasts over the images: its size does not
+        # depend on the batch.
+        windows = mask.shape[0]
+        query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
+        out = _attend(self, query, key, value, bias + mask.unsqueeze(1)).flatten(0, 1)
+    return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+
+
+ADAPTERS: tuple[Adapter, ...] = (
+    Adapter(
+        "timm Attention (ViT, DeiT and relatives)",
+        "timm",
+        ("timm.layers.attention:Attention", "timm.models.vision_transformer:Attention"),
+        _timm_attention,
+    ),
+    Adapter("timm WindowAttention (Swin)", "timm", ("timm.models.swin_transformer:WindowAttention",), _timm_window_attention),
+)
+"""The supported families."""
+
+
+def _adapter_for(module_class: type) -> Adapter | None:
+    return next((adapter for adapter in ADAPTERS if adapter.takes(module_class)), None)
+
+
+@functools.cache
+def _patched_class(base: type, adapter: Adapter) -> type:
+    """Return the subclass of ``base`` that runs ``adapter.forward``; always the same one."""
+    body = {"__module__": __name__, "__doc__": base.__doc__, "_qflash_base": base, "forward": adapter.forward}
+    return type(f"QFlash{base.__name__}", (_Patched, base), body)
+
+
+def _rebuild(base: type) -> nn.Module:
+    """Make an empty patched module for pickle and copy, which then fill in its state."""
+    adapter = _adapter_for(base)
+    if adapter is None:
+        raise TypeError(f"{base.__module__}.{base.__name__} is no attention module that this version of QFlash supports")
+    patched = _patched_class(base, adapter)
+    return patched.__new__(patched)
+
+
+def patch(model: ModelT, recipe: Recipe | str | None = None, backend: str = "auto") -> ModelT:
+    """Make every supported attention module of ``model`` compute with :func:`qflash.attention`, in place.
+
+    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces recipe and back
+    end. The patched model is for inference: attention dropout raises, and backward() is not implemented.
+
+    Args:
+        model: any module that holds timm ``Attention`` or Swin ``WindowAttention``, or is one.
+        recipe: see :func:`qflash.attention`.
+        backend: see :func:`qflash.attention`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``recipe`` not a recipe.
+        ValueError: the model holds no supported attention module; or no such recipe or back end. The model
+            is then unchanged.
+        ImportError: no library whose models can be patched is installed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    choices = resolve_recipe(recipe)
+    check_backend(backend)
+    found: list[tuple[nn.Module, type]] = []
+    for module in model.modules():
+        if isinstance(module, _Patched):
+            found.append((module, type(module)))
+        elif (adapter := _adapter_for(type(module))) is not None:
+            found.append((module, _patched_class(type(module), adapter)))
+    if not found:
+        packages = sorted({adapter.package for adapter in ADAPTERS})
+        if all(importlib.util.find_spec(package) is None for package in packages):
+            raise ImportError(f'qflash.patch works on models of {", ".join(packages)}: pip install "qflash[timm]"')
+        supported = "; ".join(adapter.name for adapter in ADAPTERS)
+        raise ValueError(f"{type(model).__name__} holds no attention module that QFlash can replace. Supported: {supported}")
+    for module, patched in found:
+        module.__class__ = patched
+        module._qflash_recipe = choices  # type: ignore[assignment]
+        module._qflash_backend = backend  # type: ignore[assignment]
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Give every patched attention module of ``model`` its own class back, in place.
+
+    Args:
+        model: any module; one that is not patched stays as it is.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, _Patched):
+            del module._qflash_recipe, module._qflash_backend
+            module.__class__ = module._qflash_base
+    return model

@@ -1,0 +1,270 @@
+"""patch() and unpatch() on small timm models: same module, same state, integer attention."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import qflash
+from qflash import patching
+from qflash.metrics import sqnr
+
+timm = pytest.importorskip("timm")
+from timm.models.swin_transformer import SwinTransformer, WindowAttention  # noqa: E402
+from timm.models.vision_transformer import Attention, VisionTransformer  # noqa: E402
+
+torch.set_num_threads(2)
+
+
+def build_vit(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    settings: dict = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+    return VisionTransformer(**{**settings, **options}).eval()
+
+
+def build_swin(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    settings: dict = {"img_size": 28, "patch_size": 2, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)}
+    model = SwinTransformer(**{**settings, "window_size": 7, "num_classes": 10, **options}).eval()
+    for name, parameter in model.named_parameters():
+        # The initial bias is too small to tell whether it is applied at all.
+        if name.endswith("relative_position_bias_table"):
+            nn.init.normal_(parameter, std=1.0)
+    return model
+
+
+BUILDERS = {"vit": (build_vit, 32), "swin": (build_swin, 28)}
+
+
+@pytest.fixture(params=sorted(BUILDERS))
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.Tensor]:
+    build, size = BUILDERS[request.param]
+    model = build()
+    return model, torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_patched_logits_are_close(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    exact = model(x)
+    for recipe, least in (("default", 25.0), ("accurate", 30.0)):
+        got = qflash.patch(model, recipe)(x)
+        assert sqnr(exact, got) > least
+        assert not torch.equal(exact, got)
+
+
+@torch.no_grad()
+def test_every_attention_module_is_replaced(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, _ = case
+    kinds = (Attention, WindowAttention)
+    before = [m for m in model.modules() if isinstance(m, kinds)]
+    modules = list(model.modules())
+    assert qflash.patch(model) is model
+    after = [m for m in model.modules() if isinstance(m, kinds)]
+    assert before == after
+    assert before
+    assert all(isinstance(m, patching._Patched) for m in after)
+    assert modules == list(model.modules())
+
+
+@torch.no_grad()
+def test_state_is_untouched_and_unpatch_restores(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    exact = model(x)
+    state = model.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    classes = [type(m) for m in model.modules()]
+    attributes = [set(m.__dict__) for m in model.modules()]
+    qflash.patch(model)
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(kept)
+    assert qflash.unpatch(model) is model
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(x), exact)
+    assert torch.equal(qflash.unpatch(model)(x), exact)
+
+
+@torch.no_grad()
+def test_patching_again_replaces_the_recipe(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    default = qflash.patch(model)(x)
+    classes = [type(m) for m in model.modules()]
+    assert torch.equal(qflash.patch(model)(x), default)
+    assert [type(m) for m in model.modules()] == classes
+    paper = qflash.patch(model, qflash.PAPER)(x)
+    assert not torch.equal(paper, default)
+    assert torch.equal(qflash.patch(model, "default", backend="reference")(x), default)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_stay_patched(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    exact = model(x)
+    patched = qflash.patch(model, "accurate")(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), patched)
+    assert torch.equal(qflash.unpatch(twin)(x), exact)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), patched)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(x), patched)
+
+
+@torch.no_grad()
+def test_hooks_survive(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    seen: list[torch.Size] = []
+    module = next(m for m in model.modules() if isinstance(m, (Attention, WindowAttention)))
+    handle = module.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    qflash.patch(model)(x)
+    qflash.unpatch(model)(x)
+    handle.remove()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@torch.no_grad()
+def test_compiles(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    qflash.patch(model)
+    expected = model(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {"qkv_bias": False}, {"scale_attn_norm": True}])
+def test_vit_options(options: dict, fused: bool) -> None:
+    try:
+        model = build_vit(**options)
+    except TypeError:
+        pytest.skip(f"this timm has no {options}")
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.fused_attn = fused
+    x = torch.randn(2, 3, 32, 32)
+    assert sqnr(model(x), qflash.patch(model, "accurate")(x)) > 30.0
+
+
+@torch.no_grad()
+def test_vit_attention_masks() -> None:
+    torch.manual_seed(0)
+    module = Attention(64, num_heads=2, qkv_bias=True).eval()
+    x = torch.randn(2, 20, 64)
+    keep = torch.rand(2, 1, 20, 20) > 0.4
+    keep |= torch.eye(20, dtype=torch.bool)
+    additive = torch.randn(2, 20, 20)
+    try:
+        exact = [module(x, attn_mask=keep), module(x, attn_mask=additive)]
+    except TypeError:
+        pytest.skip("this timm's Attention takes no mask")
+    qflash.patch(module, "accurate")
+    for mask, want in zip((keep, additive), exact, strict=True):
+        assert sqnr(want, module(x, attn_mask=mask)) > 25.0
+    qflash.unpatch(module)
+    try:
+        want = module(x, is_causal=True)
+    except TypeError:
+        return
+    assert sqnr(want, qflash.patch(module, "accurate")(x, is_causal=True)) > 25.0
+
+
+@torch.no_grad()
+def test_gate_is_applied() -> None:
+    torch.manual_seed(0)
+    try:
+        module = Attention(64, num_heads=2, gated=True).eval()
+    except TypeError:
+        pytest.skip("this timm has no gated attention")
+    x = torch.randn(2, 20, 64)
+    assert sqnr(module(x), qflash.patch(module, "accurate")(x)) > 25.0
+
+
+@torch.no_grad()
+def test_autocast_with_a_float32_norm() -> None:
+    model = build_vit(qk_norm=True)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        exact = model(x)
+        got = qflash.patch(model)(x)
+    assert got.dtype == exact.dtype
+    assert sqnr(exact, got) > 20.0
+
+
+@torch.no_grad()
+def test_swin_mask_is_never_expanded_over_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[tuple[int, ...]] = set()
+
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: object) -> torch.Tensor:
+        shapes.add(tuple(mask.shape))
+        return qflash.attention(query, key, value, mask, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(patching, "attention", spy)
+    model = qflash.patch(build_swin())
+    model(torch.randn(5, 3, 28, 28))
+    assert shapes == {(1, 2, 49, 49), (4, 2, 49, 49), (1, 4, 49, 49)}
+
+
+def test_attention_dropout_raises_in_training() -> None:
+    model = qflash.patch(build_vit(attn_drop_rate=0.1))
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        model(x)
+        with pytest.raises(RuntimeError, match="eval"):
+            model.train()(x)
+        qflash.patch(build_vit()).train()(x)
+
+
+def test_backward_is_refused() -> None:
+    model = qflash.patch(build_vit())
+    with pytest.raises(NotImplementedError):
+        model(torch.randn(1, 3, 32, 32)).sum().backward()
+
+
+class Overridden(Attention):
+    """Computes something else than its base."""
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return x
+
+
+class Inherited(Attention):
+    """Computes what its base does."""
+
+
+def test_subclasses_only_when_forward_is_inherited() -> None:
+    with pytest.raises(ValueError, match="timm Attention"):
+        qflash.patch(nn.Sequential(Overridden(64)))
+    module = qflash.patch(Inherited(64))
+    assert isinstance(module, Inherited)
+    assert isinstance(pickle.loads(pickle.dumps(module)), patching._Patched)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="model"):
+        qflash.patch("vit")  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="model"):
+        qflash.unpatch(None)  # type: ignore[type-var]
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"timm Attention .* WindowAttention"):
+        qflash.patch(plain)
+    assert qflash.unpatch(plain) is plain
+    model = build_vit()
+    with pytest.raises(ValueError, match="recipe"):
+        qflash.patch(model, "best")
+    with pytest.raises(ValueError, match="backend"):
+        qflash.patch(model, backend="cuda")
+    assert not any(isinstance(m, patching._Patched) for m in model.modules())
+    monkeypatch.setattr(patching.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"qflash\[timm\]"):
+        qflash.patch(plain)

@@ -172,13 +172,13 @@ def _adapter_for(module_class: type) -> Adapter | None:
 
 
 @functools.cache
-def _patched_class(base: type, adapter: Adapter) -> type:
-    """Return the subclass of ``base`` that runs ``adapter.forward``; always the same one."""
+def _patched_class(base: Any, adapter: Adapter) -> type[nn.Module]:
+    """Return the subclass of ``base`` (a module class) that runs ``adapter.forward``; always the same one."""
     body = {"__module__": __name__, "__doc__": base.__doc__, "_qflash_base": base, "forward": adapter.forward}
     return type(f"QFlash{base.__name__}", (_Patched, base), body)
 
 
-def _rebuild(base: type) -> nn.Module:
+def _rebuild(base: Any) -> nn.Module:
     """Make an empty patched module for pickle and copy, which then fill in its state."""
     adapter = _adapter_for(base)
     if adapter is None:
@@ -213,10 +213,11 @@ def patch(model: ModelT, recipe: Recipe | str | None = None, backend: str = "aut
     check_backend(backend)
     found: list[tuple[nn.Module, type]] = []
     for module in model.modules():
-        if isinstance(module, _Patched):
-            found.append((module, type(module)))
-        elif (adapter := _adapter_for(type(module))) is not None:
-            found.append((module, _patched_class(type(module), adapter)))
+        kind: Any = type(module)
+        if issubclass(kind, _Patched):
+            found.append((module, kind))
+        elif (adapter := _adapter_for(kind)) is not None:
+            found.append((module, _patched_class(kind, adapter)))
     if not found:
         packages = sorted({adapter.package for adapter in ADAPTERS})
         if all(importlib.util.find_spec(package) is None for package in packages):

@@ -24,7 +24,7 @@ from .integer import (
     multiply_high,
     narrow_multiplier,
     output_multiplier,
-    probability,
+    probability_word,
     release_factor,
     requantize,
     row_inverse,
@@ -41,61 +41,142 @@ BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 
 
+# Four words, each a probability in its top byte -> four packed bytes; and their sum, weighted 1 or 0 a byte.
+PACK_8 = tl.constexpr("""{.reg .b32 a, b;
+prmt.b32 a, $5, $6, 0x0073;
+prmt.b32 b, $7, $8, 0x0073;
+prmt.b32 $0, a, b, 0x5410;
+dp4a.s32.s32 $1, $0, $9, 0;
+mov.b32 $2, 0;
+mov.b32 $3, 0;
+mov.b32 $4, 0;}""")
+# The same for 15 bits: the high bytes (signed) and the low bytes less 128; the sum is of whole probabilities less 128.
+PACK_15 = tl.constexpr("""{.reg .b32 a, b;
+prmt.b32 a, $6, $7, 0x0073;
+prmt.b32 b, $8, $9, 0x0073;
+prmt.b32 $0, a, b, 0x5410;
+prmt.b32 a, $6, $7, 0x0062;
+prmt.b32 b, $8, $9, 0x0062;
+prmt.b32 a, a, b, 0x5410;
+xor.b32 $1, a, 0x80808080;
+dp4a.s32.s32 a, $0, $10, 0;
+shl.b32 a, a, 8;
+dp4a.s32.s32 $2, $1, $10, a;
+mov.b32 $3, 0;
+mov.b32 $4, 0;
+mov.b32 $5, 0;}""")
+# Byte 3 of a left-aligned fraction with a 1 put above it. The 1 comes from a register that the assembler cannot
+# see through: as an immediate it would cost a move a score.
+MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
+OPAQUE_ONE = tl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 1;}")
+
+
 @triton.jit
-def _take_part(rows, columns, keys, CAUSAL: tl.constexpr):
-    valid = columns[None, :] < keys
-    if CAUSAL:
-        valid = valid & (columns[None, :] <= rows[:, None])
-    return valid
+def _negative(x, GUARD: tl.constexpr):
+    """-x, formed once a row: the compiler would rather negate every score."""
+    if GUARD:
+        return -x
+    return tl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
+def _pack(word, weight, BITS: tl.constexpr, GUARD: tl.constexpr):
+    """Probability words -> (high bytes, low bytes, partial row sums); without low bytes the first is returned twice.
+
+    Sums are of what is stored: P less 128 for 8 and 15 bits. ``weight`` (int8, 1 or 0) says which count.
+    """
+    if GUARD:
+        high = (word >> 24).to(tl.int8)
+        low = high
+        whole = high.to(tl.int32)
+        if BITS == 15:
+            low = (((word >> 16) & 255) - 128).to(tl.int8)
+            whole = (whole << 8) + low.to(tl.int32)
+        return high, low, whole * weight.to(tl.int32)
+    if BITS == 15:
+        high, low, sums = tl.inline_asm_elementwise(
+            PACK_15, "=&r,=&r,=&r,=r,=r,=r,r,r,r,r,r", [word, weight], (tl.int8, tl.int8, tl.int32), True, 4
+        )
+        return high, low, sums
+    high, sums = tl.inline_asm_elementwise(PACK_8, "=&r,=r,=r,=r,=r,r,r,r,r,r", [word, weight], (tl.int8, tl.int32), True, 4)
+    return high, high, sums
+
+
+@triton.jit
+def _key_order(columns):
+    """Which key of its sixteen stands in which column of the scores.
+
+    A thread of the tensor core holds two neighbouring columns of a product but must hand over four neighbouring
+    bytes of an operand. With the keys dealt like this what it holds is what it must hand over: no shuffle.
+    """
+    return (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
+
+
+@triton.jit
+def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Put the columns of P back into the order of the keys (undoes :func:`_key_order`)."""
+    dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def _load_value(
+    v_base, v_stride_n, v_stride_d, start, keys, dv,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """A (keys, channels) tile of V, zero beyond the edges.
+
+    The tensor core wants the keys of a channel side by side. Where they are not (VALUE_ROWS) four rows are
+    interleaved in registers, so that they reach shared memory four bytes at a time instead of one.
+    """
+    if not VALUE_ROWS:
+        n = start + tl.arange(0, BLOCK_N)
+        ptrs = v_base + n[:, None] * v_stride_n + dv[None, :] * v_stride_d
+        if CHECK:
+            return tl.load(ptrs, mask=(n[:, None] < keys) & (dv[None, :] < VALUE_DIM), other=0)
+        if BLOCK_DV != VALUE_DIM:
+            return tl.load(ptrs, mask=dv[None, :] < VALUE_DIM, other=0)
+        return tl.load(ptrs)
+    n = start + 4 * tl.arange(0, BLOCK_N // 4)[:, None]
+    ptrs = v_base + n * v_stride_n + dv[None, :] * v_stride_d
+    inside = dv[None, :] < VALUE_DIM
+    v0 = tl.load(ptrs, mask=inside & (n < keys), other=0)
+    v1 = tl.load(ptrs + v_stride_n, mask=inside & (n + 1 < keys), other=0)
+    v2 = tl.load(ptrs + 2 * v_stride_n, mask=inside & (n + 2 < keys), other=0)
+    v3 = tl.load(ptrs + 3 * v_stride_n, mask=inside & (n + 3 < keys), other=0)
+    fours = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+    return tl.reshape(tl.permute(fours, (0, 2, 3, 1)), (BLOCK_N, BLOCK_DV))
 
 
 @triton.jit
 def _scores(
-    q,
-    k_base,
-    k_stride_n,
-    k_stride_d,
-    ks_base,
-    ks_stride_n,
-    mask_base,
-    mask_stride_m,
-    mask_stride_n,
-    rows,
-    columns,
-    d,
-    queries,
-    keys,
-    multiplier,
-    fraction_bits,
-    largest,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COLUMN_BITS: tl.constexpr,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """Scores of a block of queries against a block of keys, masked ones at the minimum; and who takes part."""
-    k_ptrs = k_base + columns[None, :] * k_stride_n + d[:, None] * k_stride_d
-    if CHECK:
-        if BLOCK_D == HEAD_DIM:
-            k = tl.load(k_ptrs, mask=columns[None, :] < keys, other=0)
-        else:
-            k = tl.load(k_ptrs, mask=(columns[None, :] < keys) & (d[:, None] < HEAD_DIM), other=0)
+    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
+    rows, n, d, queries, keys, multiplier, fraction_bits, largest,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr, REPEAT_LAST: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of queries against keys ``n``, in a unit common to the row; and who takes part.
+
+    Keys past the end are read as the last key, which leaves every row maximum true; with CHECK whoever takes no
+    part is set to the minimum instead.
+    """
+    k_ptrs = k_base + tl.minimum(n, keys - 1)[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if not (CHECK or REPEAT_LAST):
+        k_ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if BLOCK_D == HEAD_DIM:
+        k = tl.load(k_ptrs)
     else:
-        if BLOCK_D == HEAD_DIM:
-            k = tl.load(k_ptrs)
-        else:
-            k = tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0)
+        k = tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0)
     s = tl.dot(q, k, out_dtype=tl.int32)
     if KEY_TOKEN:
-        bits = tl.load(ks_base + columns * ks_stride_n, mask=columns < keys, other=0x3F800000)
+        bits = tl.load(ks_base + tl.minimum(n, keys - 1) * ks_stride_n)
         s = s * column_multiplier(bits, largest, COLUMN_BITS)[None, :]
-    valid = _take_part(rows, columns, keys, CAUSAL)
+    valid = n[None, :] < keys
+    if CAUSAL:
+        valid = valid & (n[None, :] <= rows[:, None])
     if MASK != "none":
-        inside = (rows[:, None] < queries) & (columns[None, :] < keys)
-        part = tl.load(mask_base + rows[:, None] * mask_stride_m + columns[None, :] * mask_stride_n, mask=inside, other=0)
+        inside = (rows[:, None] < queries) & (n[None, :] < keys)
+        part = tl.load(mask_base + rows[:, None] * mask_stride_m + n[None, :] * mask_stride_n, mask=inside, other=0)
         if MASK == "bool":
             valid = valid & (part != 0)
         else:
@@ -110,47 +191,38 @@ def _scores(
 
 
 @triton.jit
-def _probabilities(
-    s,
-    valid,
-    row_max,
-    multiplier,
-    fraction_bits,
-    MASK: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    QUADRATIC: tl.constexpr,
-    BITS: tl.constexpr,
-    NEAREST: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CHECK: tl.constexpr,
-    GUARD: tl.constexpr,
-):
-    """Unnormalised probabilities (minus 128 for 8 bits) of a block of scores."""
-    base = tl.where(row_max == MASKED, 0, row_max)
-    start = exponent_offset(OFFSET, fraction_bits)
+def _probability_words(
+    s, valid, row_max, multiplier, fraction_bits,
+    MASK: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr, CHECK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised probabilities of a block of scores, as words (see :func:`.integer.probability_word`)."""
+    base = row_max
+    if CHECK:
+        base = tl.where(row_max == MASKED, 0, row_max)
+    begin = exponent_offset(OFFSET, fraction_bits)
     up = 32 - fraction_bits
-    if MASK == "bias":
-        t = base - s + start
-        octaves = shift_right(t, fraction_bits, GUARD)
-        flipped = ~shift_left(t, up, GUARD)
-    elif KEY_TOKEN:
-        t = multiply_high(base - s, multiplier) + start
-        octaves = shift_right(t, fraction_bits, GUARD)
+    if MASK == "bias" or KEY_TOKEN:
+        t = base - s
+        if MASK != "bias":
+            t = multiply_high(t, multiplier)
+        t += begin
         flipped = ~shift_left(t, up, GUARD)
     else:
         # two multiply-adds a score: the exponent, and the complement of its fraction alone, left-aligned
-        begin = base * multiplier + start
-        octaves = shift_right(begin - s * multiplier, fraction_bits, GUARD)
+        begin += base * multiplier
+        t = s * _negative(multiplier, GUARD) + begin
         flipped = s * shift_left(multiplier, up, GUARD) + ~shift_left(begin, up, GUARD)
+    octaves = shift_right(t, fraction_bits, GUARD)
     if GUARD:
         mantissa = ((flipped >> 24) & 255) | 256
     else:
-        # byte 3 of the fraction with a 1 put above it
-        mantissa = tl.inline_asm_elementwise("prmt.b32 $0, $1, 1, 0x5543;", "=r,r", [flipped], tl.int32, True, 1)
-    p = probability(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
+        one = tl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [fraction_bits], tl.int32, True, 1)
+        mantissa = tl.inline_asm_elementwise(MANTISSA, "=r,r,r", [flipped, one], tl.int32, True, 1)
+    word = probability_word(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
     if CHECK:
-        p = tl.where(valid, p, -128 if BITS == 8 else 0)
-    return p
+        word = tl.where(valid, word, -2147483648 if BITS == 8 else 0)
+    return word
 
 
 @triton.jit
@@ -219,6 +291,11 @@ def attention_kernel(
     FLOOR_OUTPUT: tl.constexpr,
     COLUMN_BITS: tl.constexpr,
     SINGLE: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHECK_ROW: tl.constexpr,
+    VALUE_ROWS: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr,
+    OUTPUT_CHANNEL: tl.constexpr,
     GUARD: tl.constexpr,
 ):
     """Attention of one block of queries; see :func:`launch_attention` for the arguments."""
@@ -274,62 +351,65 @@ def attention_kernel(
     else:
         multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, HEAD_DIM, GUARD)
 
-    last = keys
-    full = keys & (-BLOCK_N)
-    if CAUSAL:
-        last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
-        full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
-    if MASK != "none":
-        full = 0
-
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
     total = tl.zeros((BLOCK_M, 1), tl.int32)
     accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
-    value_sum = tl.zeros((1, BLOCK_DV), tl.int32)
+    value_sum = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    ones = tl.full((BLOCK_M, BLOCK_N), 1, tl.int8)
     count = 0
 
     if SINGLE:
-        columns = tl.arange(0, BLOCK_N)
+        n = _key_order(tl.arange(0, BLOCK_N))
         s, valid = _scores(
-            q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, columns,
-            d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
-            True,
+            q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, d,
+            queries, KEYS, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+            CHECK_ROW, True,
         )  # fmt: skip
         row_max = tl.max(s, 1)[:, None]
-        p = _probabilities(
-            s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, True, GUARD
+        word = _probability_words(
+            s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK_ROW, GUARD
         )
-        v = tl.load(
-            v_base + columns[:, None] * v_stride_n + dv[None, :] * v_stride_d,
-            mask=(columns[:, None] < keys) & (dv[None, :] < VALUE_DIM),
-            other=0,
-        )
-        total = tl.sum(p, 1)[:, None]
-        if BITS == 15:
-            high = tl.dot((p >> 8).to(tl.int8), v, out_dtype=tl.int32)
-            accumulator = tl.dot(((p & 255) - 128).to(tl.int8), v, out_dtype=tl.int32)
-        else:
-            accumulator = tl.dot(p.to(tl.int8), v, out_dtype=tl.int32)
-        if BITS != 7:
-            value_sum = tl.sum(v.to(tl.int32), 0)[None, :]
+        # without a mask the columns past the end hold copies of the last key: V's zero rows drop them from the
+        # numerator, their weight of 0 from the denominator
+        weight = tl.full((1, BLOCK_N), 1, tl.int8)
         count = BLOCK_N
+        if not CHECK_ROW:
+            weight = tl.where(n < KEYS, 1, 0).to(tl.int8)[None, :]
+            count = KEYS
+        p, p_low, sums = _pack(word, weight, BITS, GUARD)
+        total = tl.sum(sums, 1)[:, None]
+        v = _load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
+        p = _to_operand(p, BLOCK_M, BLOCK_N)
+        if BITS == 15:
+            high = tl.dot(p, v, out_dtype=tl.int32)
+            p = _to_operand(p_low, BLOCK_M, BLOCK_N)
+        if BITS != 7:
+            accumulator = 128 * tl.dot(ones, v, out_dtype=tl.int32)
+        accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
     else:
+        last = keys
+        full = keys & (-BLOCK_N)
+        if CAUSAL:
+            last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
+            full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
+        if MASK != "none":
+            full = 0
         if not ONLINE:
             for start in range(0, full, BLOCK_N):
-                columns = start + tl.arange(0, BLOCK_N)
+                n = start + _key_order(tl.arange(0, BLOCK_N))
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
-                    CAUSAL, KEY_TOKEN, False,
+                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
+                    KEY_TOKEN, False, False,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
             for start in range(full, last, BLOCK_N):
-                columns = start + tl.arange(0, BLOCK_N)
+                n = start + _key_order(tl.arange(0, BLOCK_N))
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
-                    CAUSAL, KEY_TOKEN, True,
+                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
+                    KEY_TOKEN, True, False,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
         for phase in tl.static_range(2):
@@ -340,72 +420,75 @@ def attention_kernel(
                 begin = full
                 end = last
             for start in range(begin, end, BLOCK_N):
-                columns = start + tl.arange(0, BLOCK_N)
+                n = start + _key_order(tl.arange(0, BLOCK_N))
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    columns, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK,
-                    CAUSAL, KEY_TOKEN, phase == 1,
+                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
+                    KEY_TOKEN, phase == 1, False,
                 )  # fmt: skip
                 if ONLINE:
                     new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
                     seen = row_max != MASKED
-                    if MASK == "bias":
-                        step = tl.where(seen, new_max - row_max, 0)
-                    elif KEY_TOKEN:
-                        step = multiply_high(tl.where(seen, new_max - row_max, 0), multiplier)
-                    else:
-                        step = tl.where(seen, new_max - row_max, 0) * multiplier
+                    step = tl.where(seen, new_max - row_max, 0)
+                    if KEY_TOKEN and MASK != "bias":
+                        step = multiply_high(step, multiplier)
+                    elif MASK != "bias":
+                        step = step * multiplier
                     factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
                     accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
                     total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
                     row_max = new_max
-                p = _probabilities(
+                word = _probability_words(
                     s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
                     phase == 1, GUARD,
                 )  # fmt: skip
-                v = tl.load(
-                    v_base + columns[:, None] * v_stride_n + dv[None, :] * v_stride_d,
-                    mask=(columns[:, None] < keys) & (dv[None, :] < VALUE_DIM),
-                    other=0,
+                p, p_low, sums = _pack(word, tl.full((1, BLOCK_N), 1, tl.int8), BITS, GUARD)
+                total += tl.sum(sums, 1)[:, None]
+                v = _load_value(
+                    v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, phase == 1
                 )
-                total += tl.sum(p, 1)[:, None]
+                p = _to_operand(p, BLOCK_M, BLOCK_N)
                 if BITS == 15:
-                    high = tl.dot((p >> 8).to(tl.int8), v, high, out_dtype=tl.int32)
-                    accumulator = tl.dot(((p & 255) - 128).to(tl.int8), v, accumulator, out_dtype=tl.int32)
-                else:
-                    accumulator = tl.dot(p.to(tl.int8), v, accumulator, out_dtype=tl.int32)
+                    high = tl.dot(p, v, high, out_dtype=tl.int32)
+                    p = _to_operand(p_low, BLOCK_M, BLOCK_N)
+                accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
                 if BITS != 7:
-                    value_sum += tl.sum(v.to(tl.int32), 0)[None, :]
+                    value_sum = tl.dot(ones, v, value_sum, out_dtype=tl.int32)
                 count += BLOCK_N
 
-    if BITS == 8:
-        total += 128 * count
     if BITS != 7:
-        accumulator += 128 * value_sum
+        # stored probabilities are 128 too small
+        total += 128 * count
+        if not SINGLE:
+            accumulator += 128 * value_sum
     bits, inverse = row_inverse(total)
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
     else:
         scaled = accumulator << (24 - bits)
-    normalized = tl.where(total > 0, multiply_high(scaled, inverse), 0)
+    normalized = multiply_high(scaled, inverse)
     if FLOOR_OUTPUT:
         floor = normalized >> 21
         remainder = accumulator - floor * total
         floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
         normalized = floor << 21
 
-    vs_ptrs = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h + dv[None, :] * vs_stride_d
+    vs_ptrs = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_ptrs = os_ptr + z * os_stride_z + h * os_stride_h
+    if VALUE_CHANNEL:
+        vs_ptrs += dv[None, :] * vs_stride_d
+    if OUTPUT_CHANNEL:
+        os_ptrs += dv[None, :] * os_stride_d
     o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
     stored = inside[:, None] & (dv[None, :] < VALUE_DIM)
     if o_ptr.dtype.element_ty == tl.int8:
-        value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=dv[None, :] < VALUE_DIM, other=0x3F800000)
-        os_ptrs = os_ptr.to(tl.pointer_type(tl.int32)) + z * os_stride_z + h * os_stride_h + dv[None, :] * os_stride_d
-        output_bits = tl.load(os_ptrs, mask=dv[None, :] < VALUE_DIM, other=0x3F800000)
+        value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
+        output_bits = tl.load(os_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if OUTPUT_CHANNEL else None)
         out_multiplier, out_shift = output_multiplier(value_bits, output_bits)
         tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift).to(tl.int8), mask=stored)
     else:
-        value_scale = tl.load(vs_ptrs, mask=dv[None, :] < VALUE_DIM, other=1.0)
+        value_scale = tl.load(vs_ptrs, mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
         value_bits = value_scale.to(tl.int32, bitcast=True)
         result = normalized.to(tl.float32) * (value_scale * (1.0 / 2097152.0))
         good = usable[:, None] & usable_scale(value_bits)
@@ -492,6 +575,7 @@ def attention_calls(
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys)
+    single = keys <= block_n and recipe.normalization == "two_pass"
     kind = "none" if mask is None else "bias" if mask.dtype == torch.int32 else "bool"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constant = fp.split_float(softmax_scale * math.log2(math.e))
@@ -507,7 +591,12 @@ def attention_calls(
         "MASK_PERIOD": period,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "SINGLE": keys <= block_n and recipe.normalization == "two_pass",
+        "SINGLE": single,
+        "KEYS": keys if single else 0,
+        "CHECK_ROW": is_causal or mask is not None,
+        "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
+        "VALUE_CHANNEL": value_scale.shape[3] > 1,
+        "OUTPUT_CHANNEL": output_scale is not None and output_scale.shape[3] > 1,
         **kernel_constants(recipe, head_dim, value_dim, kind, is_causal, key_scale.shape[2] > 1, guard),
     }
     calls = []

@@ -112,24 +112,24 @@ def exponent_offset(OFFSET: tl.constexpr, fraction_bits):
 
 
 @triton.jit
-def probability(octaves, mantissa, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, GUARD: tl.constexpr):
-    """The probability minus its storage offset: P - 128 for 8 bits, P for 7 and 15.
+def probability_word(octaves, mantissa, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, GUARD: tl.constexpr):
+    """A probability in the top bits of a word: byte 3 is what the matrix product reads.
 
-    ``mantissa`` is g = 511 - fraction. P's offset costs nothing: it rides in the rounding constant.
+    For 8 bits byte 3 is P - 128, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is
+    g = 511 - fraction. Rounding and the offset of 128 ride in one added constant, and taking a byte costs no shift.
     """
     if QUADRATIC:
         exp2 = mantissa * mantissa + (1 << 17)
-        UP: tl.constexpr = 12 if BITS == 7 else 13
+        UP: tl.constexpr = 13 if BITS != 8 else 14
     else:
         exp2 = (mantissa + 1) * ((1 << BITS) - 1)
-        UP: tl.constexpr = 7 if BITS == 15 else 14
+        UP: tl.constexpr = 7 if BITS == 15 else 15
     if BITS == 15:
         wide = (exp2 << UP).to(tl.uint32, bitcast=True)
         value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-        return (value + (0x8000 if NEAREST else 0)) >> 16
-    value = exp2 * shift_right(tl.full(octaves.shape, 1 << UP, tl.int32), octaves, GUARD)
-    OFFSET: tl.constexpr = (1 << 22 if NEAREST else 0) - (1 << 30 if BITS == 8 else 0)
-    return (value + OFFSET) >> 23
+        return value + (0x8000 if NEAREST else 0)
+    OFFSET: tl.constexpr = (1 << 23 if NEAREST else 0) - (1 << 31 if BITS == 8 else 0)
+    return exp2 * shift_right(tl.full(octaves.shape, 1 << UP, tl.int32), octaves, GUARD) + OFFSET
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def bit_length(x):
 @triton.jit
 def reciprocal(divisor):
     """About 2**60 / divisor for a divisor in [2**30, 2**31): three Newton steps, no division."""
-    x = 1515870810 - multiply_high(divisor, tl.full(divisor.shape, 2021161080, tl.int32))
+    x = 1515870810 - ((divisor.to(tl.int64) * 2021161080) >> 32).to(tl.int32)
     for _ in tl.static_range(3):
         error = (1 << 28) - multiply_high(divisor, x)
         x = x + multiply_high(x, error << 4)
@@ -184,6 +184,6 @@ def output_multiplier(value_bits, output_bits):
 @triton.jit
 def requantize(x, multiplier, shift):
     """Normalised output (21 fraction bits) -> int8 range at the output scale, half up, saturating."""
-    wide = multiply_high(x << 2, multiplier)
-    rounded = tl.where(shift > 0, ((wide >> tl.maximum(shift - 1, 0)) + 1) >> 1, wide)
+    half = tl.where(shift > 0, 1 << tl.maximum(shift - 1, 0), 0)
+    rounded = (multiply_high(x << 2, multiplier) + half) >> shift
     return tl.minimum(tl.maximum(rounded, -128), 127)

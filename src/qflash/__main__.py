@@ -1,0 +1,6 @@
+"""``python -m qflash``."""
+
+from .cli import app
+
+if __name__ == "__main__":
+    app(prog_name="qflash")

@@ -1,0 +1,190 @@
+"""What this installation is and can do: versions, devices, back ends and a table of features.
+
+Everything about availability comes from :mod:`qflash.backends`, which is what decides at run time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import re
+from typing import Any
+
+import torch
+
+from . import backends
+from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
+from .patching import ADAPTERS
+from .validation import FLOAT_DTYPES
+from .verify import TARGETS
+
+_BACKENDS = ("reference", "interpreter", "triton")
+_FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+
+# Feature -> (reference, interpreter, triton). The kernels are one source for all architectures, so that what
+# differs between architectures is in _ARCHITECTURES and not in a column each.
+_FEATURES: dict[str, tuple[str, str, str]] = {
+    "runs on": ("any PyTorch device", "CPU, TRITON_INTERPRET=1", "NVIDIA sm_80 or newer"),
+    "int8 in, int8 out": ("yes", "yes", "yes, no float instruction"),
+    "int8 in, float out": (_FLOATS, _FLOATS, _FLOATS),
+    "float in, float out": (_FLOATS, _FLOATS, _FLOATS),
+    "bool mask, any broadcast": ("yes", "yes", "yes"),
+    "additive mask (bias), any broadcast": ("yes", "yes", "yes"),
+    "causal": ("yes", "yes", "yes"),
+    "grouped-query attention": ("yes", "yes", "yes"),
+    "cross-attention (queries ≠ keys)": ("yes", "yes", "yes"),
+    "head dimension": (f"1-{MAX_HEAD_DIM}", f"1-{MAX_HEAD_DIM}", f"1-{MAX_HEAD_DIM}"),
+    "keys": (f"0-{MAX_KEYS}", f"0-{MAX_KEYS}", f"0-{MAX_KEYS}"),
+    "every recipe": ("yes", "yes", "yes"),
+    "torch.compile": ("yes, as operators", "yes, as operators", "yes, as operators"),
+    "CUDA graphs": ("not tested", "no", "yes"),
+    "backward": ("no", "no", "no"),
+}
+
+_ARCHITECTURES: dict[str, tuple[str, str]] = {
+    "sm_80": ("A100", "IMMA"),
+    "sm_86": ("RTX 30, A10, A40", "IMMA"),
+    "sm_89": ("RTX 40, L4, L40", "IMMA"),
+    "sm_90": ("H100, H200", "IGMMA"),
+    "sm_100": ("B200", "IMMA or UTCIMMA, by Triton's version"),
+    "sm_120": ("RTX 50", "IMMA"),
+}
+assert tuple(_ARCHITECTURES) == TARGETS
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _triton_version() -> str | None:
+    """Return the version of the Triton that would be imported, which need not be a distribution of that name."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return _version("triton")
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", pathlib.Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else _version("triton")
+
+
+def _driver_version() -> str | None:
+    """Return the NVIDIA kernel driver's version; read from /proc, which needs no tool and no GPU context."""
+    try:
+        text = pathlib.Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def _devices() -> list[dict[str, Any]]:
+    found = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    result = []
+    for device in found:
+        entry: dict[str, Any] = {"device": str(device), "name": platform.processor() or platform.machine()}
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            entry["name"] = properties.name
+            entry["architecture"] = f"sm_{properties.major}{properties.minor}"
+            entry["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        entry["auto"] = backends.resolve_backend("auto", device)
+        entry["triton_unavailable"] = backends.triton_unavailable(device)
+        result.append(entry)
+    return result
+
+
+def _patching() -> list[dict[str, str | None]]:
+    """Return every model family that :func:`qflash.patch` knows, and why it is not available here (or None)."""
+    return [
+        {
+            "models": adapter.name,
+            "package": adapter.package,
+            "unavailable": None if importlib.util.find_spec(adapter.package) else f"{adapter.package} is not installed",
+        }
+        for adapter in ADAPTERS
+    ]
+
+
+def _cuda_unavailable() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this build of PyTorch has no CUDA"
+    return "PyTorch finds no NVIDIA GPU with a working driver"
+
+
+def collect_info() -> dict[str, Any]:
+    """Return what ``qflash info`` shows, as JSON-serialisable values."""
+    return {
+        "versions": {
+            "qflash": _version("qflash"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _triton_version(),
+            "timm": _version("timm"),
+            "transformers": _version("transformers"),
+            "cuda_runtime": torch.version.cuda,
+            "nvidia_driver": _driver_version(),
+        },
+        "devices": _devices(),
+        "triton_missing": backends.triton_missing(),
+        "cuda_unavailable": _cuda_unavailable(),
+        "interpreter": backends.interpreting(),
+        "patching": _patching(),
+        "features": [{"feature": name, **dict(zip(_BACKENDS, row, strict=True))} for name, row in _FEATURES.items()],
+        "architectures": [
+            {"architecture": name, "for_instance": examples, "int8_tensor_core": instruction}
+            for name, (examples, instruction) in _ARCHITECTURES.items()
+        ],
+    }
+
+
+def print_info() -> None:
+    """Print :func:`collect_info` as tables."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    data = collect_info()
+    console = Console()
+
+    def show(title: str, headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:
+        table = Table(*headings, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*("-" if cell is None else str(cell) for cell in row))
+        console.print(table)
+
+    show("Versions", ("", ""), list(data["versions"].items()))
+    show(
+        "Devices",
+        ("device", "name", "architecture", "memory", "backend='auto'", "backend='triton'"),
+        [
+            (
+                entry["device"],
+                entry["name"],
+                entry.get("architecture"),
+                f"{entry['memory_gib']} GiB" if "memory_gib" in entry else None,
+                entry["auto"],
+                entry["triton_unavailable"] or "available",
+            )
+            for entry in data["devices"]
+        ],
+    )
+    if data["cuda_unavailable"]:
+        console.print(f"No CUDA device: {data['cuda_unavailable']}.\n")
+    show(
+        "Models qflash.patch takes",
+        ("attention modules", "package", "here"),
+        [(row["models"], row["package"], row["unavailable"] or "available") for row in data["patching"]],
+    )
+    show("Features", ("feature", *_BACKENDS), [tuple(row.values()) for row in data["features"]])
+    show(
+        "Architectures the kernels compile for (qflash verify)",
+        ("architecture", "for instance", "int8 matrix instruction"),
+        [tuple(row.values()) for row in data["architectures"]],
+    )

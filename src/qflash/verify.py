@@ -1,0 +1,553 @@
+"""Proof by disassembly: the int8 -> int8 attention kernels hold no floating-point instruction.
+
+Every case is compiled by the launcher's own code path, for each target architecture and without a GPU:
+Triton's JIT is given a driver that only knows the target, and the call that
+:func:`qflash.kernels.attention.attention_calls` spells out for meta tensors. The machine code is then
+disassembled with the tools that ship inside Triton's package, and counted.
+
+Only these kernels are looked at. Quantising floats and writing float outputs is float arithmetic by nature.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .recipe import Recipe
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+class VerificationError(RuntimeError):
+    """Verification cannot run here (no Triton, no disassembler, the interpreter is on, an unknown name)."""
+
+
+# --- what is verified -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem whose int8 -> int8 kernel is compiled and read.
+
+    Attributes:
+        name: what ``--case`` takes.
+        tokens: queries and keys.
+        head_dim: channels of query, key and value.
+        recipe: a preset's name; it also sets the granularity of the scales.
+        mask: ``"none"``, ``"bool"`` (batch, 1, N, N), ``"bias"`` (1, heads, N, N) or ``"windows"``: a bias of
+            (windows, heads, N, N) that repeats over the batch, as Swin's.
+        causal: whether query i sees only keys 0 to i.
+        granularity: one granularity for all scales instead of the recipe's.
+        key_heads: heads of key and value, fewer than query's 4 for grouped queries.
+    """
+
+    name: str
+    tokens: int
+    head_dim: int
+    recipe: str = "default"
+    mask: str = "none"
+    causal: bool = False
+    granularity: str | None = None
+    key_heads: int = 4
+
+
+CASES = (
+    Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
+    Case("vit-tensor", 197, 64, granularity="tensor"),
+    Case("vit-bool", 197, 64, mask="bool"),
+    Case("vit-bias", 197, 64, mask="bias"),
+    Case("vit-paper", 197, 64, recipe="paper"),
+    Case("vit-accurate", 197, 64, recipe="accurate"),
+    Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
+    Case("swin-windows", 49, 32, mask="windows"),
+    Case("swin-causal", 49, 32, causal=True),
+    Case("long-64", 4096, 64),
+    Case("long-128", 4096, 128),
+    Case("long-causal-gqa", 4096, 64, causal=True, key_heads=1),
+    Case("long-accurate", 4096, 64, recipe="accurate"),
+)
+
+
+def attention_call(case: Case) -> Any:
+    """Return the kernel launch of a case, spelt out by the launcher itself, on tensors without memory."""
+    import torch
+
+    from .kernels.attention import attention_calls
+    from .quantization import scale_shape
+    from .recipe import resolve_recipe
+
+    recipe: Recipe = resolve_recipe(case.recipe)
+    batch, heads, tokens, head_dim = 8, 4, case.tokens, case.head_dim
+
+    def values(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def scale(x: torch.Tensor, granularity: str) -> torch.Tensor:
+        return values(*scale_shape(x.shape, case.granularity or granularity), dtype=torch.float32)
+
+    query = values(batch, heads, tokens, head_dim)
+    key = values(batch, case.key_heads, tokens, head_dim)
+    value = values(batch, case.key_heads, tokens, head_dim)
+    mask = {
+        "none": None,
+        "bool": values(batch, 1, tokens, tokens, dtype=torch.bool),
+        "bias": values(1, heads, tokens, tokens, dtype=torch.int32),
+        "windows": values(batch // 2, heads, tokens, tokens, dtype=torch.int32),
+    }[case.mask]
+    (call,) = attention_calls(
+        query,
+        scale(query, recipe.query_granularity),
+        key,
+        scale(key, recipe.key_granularity),
+        value,
+        scale(value, recipe.value_granularity),
+        mask,
+        case.causal,
+        head_dim**-0.5,
+        scale(query, recipe.value_granularity),
+        torch.empty_like(query),
+        recipe,
+    )
+    return call
+
+
+# --- compiling without a GPU ------------------------------------------------------------------------------
+
+
+class _TargetDriver:
+    """As much of a Triton driver as compiling needs: it names the target and knows no device."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
+
+    def get_current_device(self) -> str:
+        # Triton keys its in-memory cache by device; a name of our own keeps targets, and real GPUs, apart
+        return f"qflash-verify:{self.target}"
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _pretend(target: str) -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_TargetDriver(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def compile_call(call: Any, target: str) -> Any:
+    """Compile a launch for a target as the JIT would before launching it there.
+
+    Args:
+        call: has ``kernel``, ``grid``, ``arguments`` (by name) and ``options``, as
+            :class:`qflash.kernels.attention.Call` has.
+        target: for instance ``"sm_90"``.
+
+    Returns:
+        Triton's compiled kernel; ``asm`` holds its PTX and cubin.
+    """
+    with _pretend(target), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+
+
+# --- reading machine code ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One SASS instruction: ``opcode`` with its modifiers, and where in the Python source it comes from."""
+
+    address: int
+    opcode: str
+    operands: str
+    source: str
+
+    @property
+    def base(self) -> str:
+        """The opcode without modifiers."""
+        return self.opcode.partition(".")[0]
+
+
+# Anything that looks like float counts as float unless named here, so that an opcode nobody has seen yet fails.
+_FLOAT_BASE = re.compile(r"U?(?:[FHD][A-Z0-9_]+|MUFU|I2F[A-Z0-9]*|UTC[HQO]M+A|[QO]G?MMA)")
+_NOT_FLOAT = re.compile(r"U?(?:FLO|FENCE|FOOTPRINT|DEPBAR)")
+_FLOAT_MODIFIER = re.compile(r"\.(?:B?F(?:16|32|64)|TF32|E\dM\d)")
+_ZERO_OR_NUMBER = re.compile(r"[-+]?(?:U?RZ(?:\.H\d_H\d)?|0x[0-9a-f]+|\d[\d.]*(?:e[-+]?\d+)?|INF|QNAN)", re.IGNORECASE)
+_TENSOR_CORE = re.compile(r"(?:UTC)?[A-Z]{1,2}MMA")
+
+_SOURCE = re.compile(r'//## File "([^"]+)", line (\d+)')
+_LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_BRANCH_TARGET = re.compile(r"`\((\.L_[\w.]+)\)|\b(0x[0-9a-f]+)")
+
+
+def is_constant_move(instruction: Instruction) -> bool:
+    """Tell whether an HFMA2 only loads a constant: ptxas spreads moves over pipes and uses ``0 * 0 + c`` for it."""
+    if instruction.base not in ("HFMA2", "HFMA2_MMA"):
+        return False
+    sources = [operand.strip() for operand in instruction.operands.split(",")][1:]
+    return len(sources) >= 3 and all(_ZERO_OR_NUMBER.fullmatch(source) for source in sources)
+
+
+def is_float(instruction: Instruction) -> bool:
+    """Tell whether an instruction computes, compares, converts or selects floats (constant moves do not)."""
+    if _NOT_FLOAT.fullmatch(instruction.base) or is_constant_move(instruction):
+        return False
+    return bool(_FLOAT_BASE.fullmatch(instruction.base) or _FLOAT_MODIFIER.search(instruction.opcode.upper()))
+
+
+def is_tensor_core(instruction: Instruction) -> bool:
+    """Tell whether an instruction is a matrix product on tensor cores, of any type."""
+    return bool(_TENSOR_CORE.fullmatch(instruction.base))
+
+
+def parse_sass(text: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
+    """Read the output of ``nvdisasm -c -g`` or ``cuobjdump -sass``.
+
+    Returns:
+        the instructions (padding NOPs left out) and the loops, as pairs of first and last address.
+    """
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    waiting: list[str] = []
+    branches: list[tuple[int, str]] = []
+    source = ""
+    for line in text.splitlines():
+        if found := _SOURCE.search(line):
+            source = f"{pathlib.PurePath(found[1]).name}:{found[2]}"
+        elif found := _LABEL.match(line):
+            waiting.append(found[1])
+        elif found := _INSTRUCTION.search(line):
+            address, opcode, operands = int(found[1], 16), found[2], found[3].strip()
+            labels.update(dict.fromkeys(waiting, address))
+            waiting.clear()
+            if opcode != "NOP":
+                instructions.append(Instruction(address, opcode, operands, source))
+            if opcode.startswith(("BRA", "JMP")) and (to := _BRANCH_TARGET.findall(operands)):
+                branches.append((address, to[-1][0] or to[-1][1]))
+    ends: dict[int, int] = {}
+    for address, to in branches:
+        first = int(to, 16) if to.startswith("0x") else labels.get(to, address)
+        if first < address:
+            ends[first] = max(address, ends.get(first, 0))
+    return instructions, sorted(ends.items())
+
+
+def hot_loop_sizes(instructions: Sequence[Instruction], loops: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the instructions of one turn of each hot loop; none for a kernel without a loop over keys.
+
+    A hot loop is an innermost loop with matrix products. Each pass over the keys has up to two of them, with
+    and without the test which keys take part, and both have the same products: the smaller one is the hot one.
+    """
+    bodies = {loop: [i for i in instructions if loop[0] <= i.address <= loop[1]] for loop in loops}
+    products = {loop: sum(map(is_tensor_core, body)) for loop, body in bodies.items()}
+    matrix = [loop for loop in loops if products[loop]]
+    innermost = [a for a in matrix if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in matrix)]
+    smallest: dict[int, int] = {}
+    for loop in innermost:
+        count = products[loop]
+        smallest[count] = min(len(bodies[loop]), smallest.get(count, len(bodies[loop])))
+    return [smallest[count] for count in sorted(smallest)]
+
+
+def find_tool(name: str) -> pathlib.Path | None:
+    """Find ``nvdisasm`` or ``cuobjdump``: ``TRITON_<NAME>_PATH``, then Triton's own package, then ``PATH``.
+
+    Raises:
+        VerificationError: the environment variable names no file.
+    """
+    variable = f"TRITON_{name.upper()}_PATH"
+    if given := os.environ.get(variable):
+        if not pathlib.Path(given).is_file():
+            raise VerificationError(f"{variable} is {given}, which is not a file")
+        return pathlib.Path(given)
+    spec = importlib.util.find_spec("triton")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        expected = pathlib.Path(root, "backends", "nvidia", "bin", name)
+        for path in (expected, *pathlib.Path(root).glob(f"**/bin/{name}")):
+            if path.is_file() and os.access(path, os.X_OK):
+                return path
+    found = shutil.which(name)
+    return pathlib.Path(found) if found else None
+
+
+def _disassemblers() -> tuple[pathlib.Path | None, pathlib.Path | None]:
+    tools = find_tool("nvdisasm"), find_tool("cuobjdump")
+    if tools == (None, None):
+        raise VerificationError(
+            "no disassembler: neither nvdisasm nor cuobjdump is in Triton's package or on PATH; "
+            "set TRITON_NVDISASM_PATH or TRITON_CUOBJDUMP_PATH"
+        )
+    return tools
+
+
+def _run(*command: str | pathlib.Path) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def disassemble(cubin: bytes) -> tuple[str, dict[str, int]]:
+    """Return a cubin's SASS and, where ``cuobjdump`` exists, what it says of registers, stack and local memory.
+
+    Raises:
+        VerificationError: there is no disassembler.
+    """
+    nvdisasm, cuobjdump = _disassemblers()
+    with tempfile.TemporaryDirectory(prefix="qflash-verify-") as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        sass = _run(nvdisasm, "-c", "-g", path) if nvdisasm else _run(cuobjdump or "", "-sass", path)
+        usage = _run(cuobjdump, "-res-usage", path) if cuobjdump else ""
+    return sass, {name.lower(): int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+# --- one kernel, one report -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the machine code of one kernel on one target is made of.
+
+    Attributes:
+        float_instructions: each as ``"OPCODE at file:line"`` with its count; empty is what is to be proved.
+        constant_moves: HFMA2 that only load a constant.
+        tensor_core: the matrix instructions with their counts.
+        instructions: all of them, padding left out.
+        per_score: instructions per score: of one turn of the hot loops (all passes), or of the whole kernel
+            where one tile holds the row.
+        hot_loops: instructions of one turn of each pass's hot loop; empty for a single tile.
+        spills: loads from and stores to local memory (LDL, STL).
+        stack: bytes of stack a thread; None without cuobjdump, as ``registers``.
+        shared: bytes of shared memory a block.
+        error: why there is no machine code.
+    """
+
+    case: str
+    target: str
+    kernel: str = ""
+    tile: str = ""
+    warps: int = 0
+    stages: int = 0
+    float_instructions: dict[str, int] = dataclasses.field(default_factory=dict)
+    constant_moves: int = 0
+    tensor_core: dict[str, int] = dataclasses.field(default_factory=dict)
+    instructions: int = 0
+    per_score: float | None = None
+    hot_loops: list[int] = dataclasses.field(default_factory=list)
+    registers: int | None = None
+    spills: int = 0
+    stack: int | None = None
+    shared: int = 0
+    error: str | None = None
+
+    @property
+    def float_count(self) -> int:
+        """The number of float instructions."""
+        return sum(self.float_instructions.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel compiled and holds no float instruction."""
+        return self.error is None and self.float_count == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and what follows from them, for JSON."""
+        return {**dataclasses.asdict(self), "float_count": self.float_count, "passed": self.passed}
+
+
+def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None) -> Report:
+    """Compile one launch for one target and count its machine code.
+
+    Args:
+        call: see :func:`compile_call`.
+        name: goes into the report and the names of dumped files.
+        target: for instance ``"sm_90"``.
+        dump: an existing folder for the PTX and the SASS.
+    """
+    compiled = compile_call(call, target)
+    sass, usage = disassemble(compiled.asm["cubin"])
+    if dump is not None:
+        (dump / f"{name}.{target}.ptx").write_text(compiled.asm["ptx"])
+        (dump / f"{name}.{target}.sass").write_text(sass)
+    instructions, loops = parse_sass(sass)
+    if not instructions:
+        raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
+    warps = compiled.metadata.num_warps
+    block_m, block_n = call.arguments.get("BLOCK_M"), call.arguments.get("BLOCK_N")
+    hot = hot_loop_sizes(instructions, loops)
+    floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
+    return Report(
+        case=name,
+        target=target,
+        kernel=call.kernel.__name__,
+        tile=f"{block_m}x{block_n}" if block_n else "",
+        warps=warps,
+        stages=compiled.metadata.num_stages,
+        float_instructions=dict(floats.most_common()),
+        constant_moves=sum(map(is_constant_move, instructions)),
+        tensor_core=dict(Counter(i.opcode for i in instructions if is_tensor_core(i)).most_common()),
+        instructions=len(instructions),
+        per_score=round((sum(hot) or len(instructions)) * 32 * warps / (block_m * block_n), 2) if block_n else None,
+        hot_loops=hot,
+        registers=usage.get("reg"),
+        spills=sum(i.base in ("LDL", "STL") for i in instructions),
+        stack=usage.get("stack"),
+        shared=compiled.metadata.shared,
+    )
+
+
+def _examine_case(case: Case, target: str, dump: pathlib.Path | None) -> Report:
+    try:
+        return examine(attention_call(case), case.name, target, dump)
+    except VerificationError:
+        raise
+    except Exception as error:  # a kernel that does not compile is a finding, and Triton raises anything
+        lines = str(error).strip().splitlines() or [""]
+        return Report(case.name, target, error=f"{type(error).__name__}: {lines[-1]}"[:300])
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+
+def _pick(kind: str, wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise VerificationError(f"unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}")
+    return [name for name in known if not wanted or name in wanted]
+
+
+def verify(
+    cases: Sequence[str] = (),
+    targets: Sequence[str] = (),
+    *,
+    dump: pathlib.Path | None = None,
+    workers: int | None = None,
+    progress: bool = False,
+) -> list[Report]:
+    """Compile and read every case for every target, in parallel processes.
+
+    Args:
+        cases: names from :data:`CASES`; all if empty.
+        targets: names from :data:`TARGETS`; all if empty.
+        dump: a folder for PTX and SASS, made if missing.
+        workers: processes; one per CPU core this process may use if None, at most 16.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        one report per case and target, in that order.
+
+    Raises:
+        VerificationError: an unknown name, no Triton, no disassembler, or Triton's interpreter is on.
+    """
+    from .backends import interpreting, triton_missing
+
+    names = _pick("case", cases, [case.name for case in CASES])
+    capabilities = _pick("target", targets, TARGETS)
+    if missing := triton_missing():
+        raise VerificationError(missing)
+    if interpreting():
+        raise VerificationError("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
+    _disassemblers()
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+    jobs = [(case, target) for case in CASES if case.name in names for target in capabilities]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(workers or min(cores, 16), len(jobs))
+    reports: dict[tuple[str, str], Report] = {}
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(_progress(len(jobs), progress))
+        # a fresh interpreter each: forking after PyTorch has started its threads is asking for deadlocks
+        pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")))
+        # the longest compilations first, so that none of them is left over at the end
+        running = {
+            pool.submit(_examine_case, case, target, dump): (case.name, target)
+            for case, target in sorted(jobs, key=lambda job: -job[0].tokens)
+        }
+        try:
+            for future in concurrent.futures.as_completed(running):
+                reports[running[future]] = future.result()
+                advance(*running[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [reports[case.name, target] for case, target in jobs]
+
+
+@contextlib.contextmanager
+def _progress(total: int, show: bool) -> Iterator[Any]:
+    if not show:
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compiling", total=total)
+        yield lambda case, target: bar.update(task, advance=1, description=f"compiled {case} for {target}")
+
+
+def render(reports: Sequence[Report]) -> Table:
+    """Return the reports as a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title="int8 → int8 attention kernels: machine code", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("case", "target", "tile, warps", "products"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("float", "moves", "instr.", "a score", "regs", "spills", "shared"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.caption = (
+        "float: float instructions. moves: HFMA2 that only load a constant. a score: instructions per score, of one turn of "
+        "the loops over the keys or, where one tile holds the row, of the whole kernel. spills: LDL and STL."
+    )
+    table.caption_justify = "left"
+    previous = None
+    for report in reports:
+        if previous not in (None, report.case):
+            table.add_section()
+        first = report.case if report.case != previous else ""
+        previous = report.case
+        if report.error:
+            table.add_row(first, report.target, "[red]failed[/red]")
+            continue
+        table.add_row(
+            first,
+            report.target,
+            f"{report.tile}, {report.warps}",
+            ", ".join(sorted({opcode.partition(".")[0] for opcode in report.tensor_core})) or "none",
+            f"[red]{report.float_count}[/red]" if report.float_count else "[green]0[/green]",
+            str(report.constant_moves),
+            str(report.instructions),
+            "" if report.per_score is None else f"{report.per_score:.1f}",
+            "?" if report.registers is None else str(report.registers),
+            str(report.spills),
+            str(report.shared),
+        )
+    return table

@@ -253,8 +253,8 @@ def parse_sass(text: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
             if opcode.startswith(("BRA", "JMP")) and (to := _BRANCH_TARGET.findall(operands)):
                 branches.append((address, to[-1][0] or to[-1][1]))
     ends: dict[int, int] = {}
-    for address, to in branches:
-        first = int(to, 16) if to.startswith("0x") else labels.get(to, address)
+    for address, goal in branches:
+        first = int(goal, 16) if goal.startswith("0x") else labels.get(goal, address)
         if first < address:
             ends[first] = max(address, ends.get(first, 0))
     return instructions, sorted(ends.items())

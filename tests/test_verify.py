@@ -109,7 +109,7 @@ def test_every_case_spells_out_a_call() -> None:
 
 
 def _one(text: str) -> verify.Instruction:
-    instructions, _ = verify.parse_sass(f"        /*0010*/                   {text} ;")
+    instructions = verify.parse_sass(f"        /*0010*/                   {text} ;")
     (instruction,) = instructions
     return instruction
 
@@ -213,13 +213,31 @@ SASS = """
 
 
 def test_loops_and_sources() -> None:
-    instructions, loops = verify.parse_sass(SASS)
+    instructions = verify.parse_sass(SASS)
     assert len(instructions) == 15
     assert instructions[0].source == "kernel.py:7"
     assert instructions[3].source == "kernel.py:9"
-    assert loops == [(0x10, 0x30), (0x40, 0x70), (0x80, 0xC0), (0xA0, 0xB0)]
+    spans = [(body[0].address, body[-1].address) for body in verify.find_loops(instructions)]
+    assert spans == [(0x10, 0x30), (0x40, 0x70), (0x80, 0xC0), (0xA0, 0xB0)]
     # one pass with a masked twin (3 and 4 instructions), one pass of two products with a small loop inside (5)
-    assert verify.hot_loop_sizes(instructions, loops) == [3, 5]
+    assert verify.hot_loop_sizes(instructions) == [3, 5]
+
+
+def test_waiting_behind_the_code_is_no_loop_around_it() -> None:
+    text = """
+        /*0000*/              @!P0 BRA `(.L_wait) ;
+.L_back:
+        /*0010*/                   IMMA.16832.S8.S8 R4, R8.ROW, R10.COL, RZ ;
+        /*0020*/                   EXIT ;
+.L_wait:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
+        /*0040*/                   BRA.U !UP0, `(.L_wait) ;
+        /*0050*/                   BRA `(.L_back) ;
+"""
+    instructions = verify.parse_sass(text)
+    (loop,) = verify.find_loops(instructions)
+    assert [i.address for i in loop] == [0x30, 0x40]
+    assert verify.hot_loop_sizes(instructions) == []
 
 
 def test_addresses_instead_of_labels() -> None:
@@ -228,7 +246,7 @@ def test_addresses_instead_of_labels() -> None:
                                                                             /* 0x000fe20000000f00 */
         /*0010*/              @!P0 BRA 0x0 ;                                    /* 0x0000000000007947 */
 """
-    assert verify.hot_loop_sizes(*verify.parse_sass(text)) == [2]
+    assert verify.hot_loop_sizes(verify.parse_sass(text)) == [2]
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -182,12 +182,23 @@ def compile_call(call: Any, target: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One SASS instruction: ``opcode`` with its modifiers, and where in the Python source it comes from."""
+    """One SASS instruction.
+
+    Attributes:
+        address: byte offset in the code.
+        opcode: with its modifiers.
+        operands: everything after the opcode.
+        source: file and line of the Python source it comes from, if known.
+        predicated: whether a predicate can turn it off.
+        target: where a branch goes, if it says so.
+    """
 
     address: int
     opcode: str
     operands: str
-    source: str
+    source: str = ""
+    predicated: bool = False
+    target: int | None = None
 
     @property
     def base(self) -> str:
@@ -204,7 +215,7 @@ _TENSOR_CORE = re.compile(r"(?:UTC)?[A-Z]{1,2}MMA")
 
 _SOURCE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _BRANCH_TARGET = re.compile(r"`\((\.L_[\w.]+)\)|\b(0x[0-9a-f]+)")
 
 
@@ -228,53 +239,108 @@ def is_tensor_core(instruction: Instruction) -> bool:
     return bool(_TENSOR_CORE.fullmatch(instruction.base))
 
 
-def parse_sass(text: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
-    """Read the output of ``nvdisasm -c -g`` or ``cuobjdump -sass``.
-
-    Returns:
-        the instructions (padding NOPs left out) and the loops, as pairs of first and last address.
-    """
+def parse_sass(text: str) -> list[Instruction]:
+    """Read the output of ``nvdisasm -c -g`` or ``cuobjdump -sass``; padding (NOP) is left out."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
-    branches: list[tuple[int, str]] = []
+    goals: dict[int, str] = {}
     source = ""
     for line in text.splitlines():
         if found := _SOURCE.search(line):
             source = f"{pathlib.PurePath(found[1]).name}:{found[2]}"
         elif found := _LABEL.match(line):
             waiting.append(found[1])
-        elif found := _INSTRUCTION.search(line):
-            address, opcode, operands = int(found[1], 16), found[2], found[3].strip()
+        elif (found := _INSTRUCTION.search(line)) and found[3] != "NOP":
+            address, opcode, operands = int(found[1], 16), found[3], found[4].strip()
             labels.update(dict.fromkeys(waiting, address))
             waiting.clear()
-            if opcode != "NOP":
-                instructions.append(Instruction(address, opcode, operands, source))
+            instructions.append(Instruction(address, opcode, operands, source, predicated=found[2] is not None))
             if opcode.startswith(("BRA", "JMP")) and (to := _BRANCH_TARGET.findall(operands)):
-                branches.append((address, to[-1][0] or to[-1][1]))
-    ends: dict[int, int] = {}
-    for address, goal in branches:
-        first = int(goal, 16) if goal.startswith("0x") else labels.get(goal, address)
-        if first < address:
-            ends[first] = max(address, ends.get(first, 0))
-    return instructions, sorted(ends.items())
+                goals[address] = to[-1][0] or to[-1][1]
+    for index, instruction in enumerate(instructions):
+        if goal := goals.get(instruction.address):
+            target = int(goal, 16) if goal.startswith("0x") else labels.get(goal)
+            instructions[index] = dataclasses.replace(instruction, target=target)
+    return instructions
 
 
-def hot_loop_sizes(instructions: Sequence[Instruction], loops: Sequence[tuple[int, int]]) -> list[int]:
+def _basic_blocks(instructions: Sequence[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
+    """Return the basic blocks and, for each, the indices of its successors."""
+    starts = {i.target for i in instructions if i.target is not None}
+    blocks: list[list[Instruction]] = []
+    fresh = True
+    for instruction in instructions:
+        if fresh or instruction.address in starts:
+            blocks.append([])
+        blocks[-1].append(instruction)
+        fresh = instruction.base in ("BRA", "JMP", "BRX", "JMX", "EXIT", "RET")
+    at = {block[0].address: index for index, block in enumerate(blocks)}
+    successors = []
+    for index, block in enumerate(blocks):
+        last = block[-1]
+        following = [] if last.target is None or last.target not in at else [at[last.target]]
+        # a branch may also depend on a register or a uniform predicate among its operands
+        conditional = last.predicated or (last.target is not None and "," in last.operands)
+        leaves = last.base in ("BRA", "JMP", "BRX", "JMX", "EXIT", "RET") and not conditional
+        if not leaves and index + 1 < len(blocks):
+            following.append(index + 1)
+        successors.append(following)
+    return blocks, successors
+
+
+def find_loops(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the body of every natural loop.
+
+    A jump backwards is not enough: ptxas moves the waiting for a barrier behind the code and jumps back from there.
+    """
+    blocks, successors = _basic_blocks(instructions)
+    predecessors: list[list[int]] = [[] for _ in blocks]
+    reachable, stack = set(), [0] if blocks else []
+    while stack:
+        index = stack.pop()
+        if index not in reachable:
+            reachable.add(index)
+            stack.extend(successors[index])
+    for index in reachable:
+        for following in successors[index]:
+            predecessors[following].append(index)
+    dominators = {index: {0} if index == 0 else set(reachable) for index in reachable}
+    changed = True
+    while changed:
+        changed = False
+        for index in sorted(reachable - {0}):
+            new = set.intersection(*(dominators[before] for before in predecessors[index])) | {index}
+            if new != dominators[index]:
+                dominators[index], changed = new, True
+    bodies: dict[int, set[int]] = {}
+    for index in reachable:
+        for header in successors[index]:
+            if header in dominators[index]:
+                body = bodies.setdefault(header, {header})
+                stack = [index]
+                while stack:
+                    member = stack.pop()
+                    if member not in body:
+                        body.add(member)
+                        stack.extend(predecessors[member])
+    return [[i for index in sorted(body) for i in blocks[index]] for _, body in sorted(bodies.items())]
+
+
+def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
     """Return the instructions of one turn of each hot loop; none for a kernel without a loop over keys.
 
     A hot loop is an innermost loop with matrix products. Each pass over the keys has up to two of them, with
     and without the test which keys take part, and both have the same products: the smaller one is the hot one.
     """
-    bodies = {loop: [i for i in instructions if loop[0] <= i.address <= loop[1]] for loop in loops}
-    products = {loop: sum(map(is_tensor_core, body)) for loop, body in bodies.items()}
-    matrix = [loop for loop in loops if products[loop]]
-    innermost = [a for a in matrix if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in matrix)]
+    matrix = [body for body in find_loops(instructions) if any(map(is_tensor_core, body))]
+    addresses = [{i.address for i in body} for body in matrix]
     smallest: dict[int, int] = {}
-    for loop in innermost:
-        count = products[loop]
-        smallest[count] = min(len(bodies[loop]), smallest.get(count, len(bodies[loop])))
-    return [smallest[count] for count in sorted(smallest)]
+    for body, own in zip(matrix, addresses, strict=True):
+        if not any(other < own for other in addresses):
+            products = sum(map(is_tensor_core, body))
+            smallest[products] = min(len(body), smallest.get(products, len(body)))
+    return [smallest[products] for products in sorted(smallest)]
 
 
 def find_tool(name: str) -> pathlib.Path | None:
@@ -395,12 +461,12 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     if dump is not None:
         (dump / f"{name}.{target}.ptx").write_text(compiled.asm["ptx"])
         (dump / f"{name}.{target}.sass").write_text(sass)
-    instructions, loops = parse_sass(sass)
+    instructions = parse_sass(sass)
     if not instructions:
         raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
     warps = compiled.metadata.num_warps
     block_m, block_n = call.arguments.get("BLOCK_M"), call.arguments.get("BLOCK_N")
-    hot = hot_loop_sizes(instructions, loops)
+    hot = hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
     return Report(
         case=name,

@@ -1,0 +1,346 @@
+"""What the tests share: inputs, an exact softmax to compare with, and a seeded generator of attention cases.
+
+Every random choice comes from a generator seeded by the case's number, so a failure is repeated by its id, and
+the interpreter and the GPU draw from the same distribution of cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import torch
+
+import qflash
+from qflash.recipe import Recipe
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
+
+LAYOUTS = ("contiguous", "tokens_first", "packed", "channels_first", "every_second", "expanded")
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return ``x`` (batch, heads, tokens, channels) in other strides.
+
+    The values are the same, except that ``"expanded"`` repeats the first batch element with stride 0.
+    """
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "tokens_first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":
+        rows = x.transpose(1, 2)
+        return torch.stack((torch.ones_like(rows), rows, torch.ones_like(rows)), dim=2)[:, :, 1].transpose(1, 2)
+    if layout == "channels_first":
+        return x.mT.contiguous().mT
+    if layout == "every_second":
+        wide = x.new_ones((*x.shape[:2], 2 * x.shape[2] + 1, 2 * x.shape[3] + 1))
+        wide[:, :, 1::2, 1::2] = x
+        return wide[:, :, 1::2, 1::2]
+    assert layout == "expanded", layout
+    return x[:1].expand(x.shape)
+
+
+def make_inputs(
+    batch: int = 1,
+    heads: int = 2,
+    queries: int = 40,
+    keys: int | None = None,
+    head_dim: int = 32,
+    value_dim: int | None = None,
+    *,
+    key_heads: int | None = None,
+    seed: int = 0,
+    amplitude: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "contiguous",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw query, key and value from N(0, 1), query and key times ``amplitude``, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = queries if keys is None else keys
+    key_heads = heads if key_heads is None else key_heads
+    shapes = (
+        (batch, heads, queries, head_dim),
+        (batch, key_heads, keys, head_dim),
+        (batch, key_heads, keys, head_dim if value_dim is None else value_dim),
+    )
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = (query * amplitude, key * amplitude, value)
+    return tuple(lay_out(x.to(dtype), layout) for x in inputs)  # type: ignore[return-value]
+
+
+def outlier_inputs(seed: int = 0, heads: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw the outlier set of the design: a few channels of query, key and value far from the others."""
+    query, key, value = make_inputs(1, heads, 197, head_dim=64, seed=seed)
+    query[..., 3] *= 8
+    key[..., 3] += 12
+    key[..., 7] -= 9
+    value[..., 5] += 4
+    return query, key, value
+
+
+def quantize_all(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], recipe: Recipe | None = None
+) -> tuple[qflash.QuantizedTensor, qflash.QuantizedTensor, qflash.QuantizedTensor]:
+    """Quantise query, key and value, per tensor or at the recipe's granularities."""
+    grains = (
+        ("tensor", "tensor", "tensor")
+        if recipe is None
+        else (recipe.query_granularity, recipe.key_granularity, recipe.value_granularity)
+    )
+    return tuple(qflash.quantize(x, grain) for x, grain in zip(inputs, grains, strict=True))  # type: ignore[return-value]
+
+
+def dequantize_all(tensors: tuple[qflash.QuantizedTensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return what the int8 tensors stand for, in float64."""
+    return tuple(x.values.double() * x.scale.double() for x in tensors)
+
+
+def exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention in float64; key and value may have fewer heads; a row with no key is zero."""
+    query, key, value = query.double(), key.double(), value.double()
+    if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
+        group = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if is_causal:
+        lower = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~lower, -math.inf)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.where((scores == -math.inf).all(dim=-1, keepdim=True), 0.0, weights) @ value
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How large :func:`draw_case` may make a case."""
+
+    batches: tuple[int, ...]
+    key_heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    tokens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    tiles_m: tuple[int, ...]
+    tiles_n: tuple[int, ...]
+    work: int
+    """Most kernel tile steps (batch x heads x query blocks x key blocks) of one case."""
+
+
+_HEAD_DIMS = (1, 3, 8, 16, 20, 31, 32, 32, 33, 48, 64, 64, 65, 72, 80, 96, 100, 128, 160, 255, 256)
+INTERPRETER = Limits(
+    batches=(1, 1, 2),
+    key_heads=(1, 1, 2),
+    groups=(1, 1, 2, 3),
+    tokens=(1, 2, 5, 16, 17, 31, 32, 33, 40, 49, 63, 64, 65, 80, 97, 128, 130),
+    head_dims=_HEAD_DIMS,
+    tiles_m=(16, 32, 64),
+    tiles_n=(32, 64, 128),
+    work=4,
+)
+GPU = Limits(
+    batches=(2, 3, 4, 8),
+    key_heads=(1, 2, 3, 6),
+    groups=(1, 1, 1, 2, 4),
+    tokens=(1, 17, 49, 64, 127, 128, 197, 256, 257, 300, 512, 577, 1000, 1024, 2049),
+    head_dims=_HEAD_DIMS,
+    tiles_m=(16, 32, 64, 64, 128),
+    tiles_n=(32, 64, 128, 256),
+    work=1 << 30,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention call on int8 tensors. Everything but ``data`` and ``amplitude`` shapes the compiled kernel."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    layouts: tuple[str, str, str]
+    scale_dims: tuple[tuple[bool, ...], ...]
+    """For query, key, value and output: which of the four dimensions of the scale are not 1."""
+    mask: str
+    mask_dims: tuple[int, bool, bool, bool]
+    """The mask's period over the batch, and which of its other dimensions are not 1."""
+    mask_layout: str
+    recipe: Recipe
+    tiles: tuple[int, int, int, int] | None
+    out_dtype: torch.dtype
+    softmax_scale: float
+    amplitude: float
+    extreme: bool
+    """Values over all of int8 and unrelated scales, instead of quantised normal numbers."""
+    data: int
+
+    def arguments(self, device: torch.device) -> tuple:
+        """Return the positional arguments of ``reference.int8_attention`` and ``launch_attention``."""
+        generator = torch.Generator().manual_seed(self.data)
+        shapes = (
+            (self.batch, self.heads, self.queries, self.head_dim),
+            (self.batch, self.key_heads, self.keys, self.head_dim),
+            (self.batch, self.key_heads, self.keys, self.value_dim),
+        )
+        floats = make_inputs(
+            self.batch, self.heads, self.queries, self.keys, self.head_dim, self.value_dim,
+            key_heads=self.key_heads, seed=self.data, amplitude=self.amplitude,
+        )  # fmt: skip
+        arguments: list = []
+        for index, (shape, x) in enumerate(zip(shapes, floats, strict=True)):
+            reduced = tuple(dim for dim, full in enumerate(self.scale_dims[index]) if not full)
+            if self.extreme:
+                values = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+                spread = [size if full else 1 for size, full in zip(shape, self.scale_dims[index], strict=True)]
+                scale = torch.exp2(torch.randn(spread, generator=generator) * 3 - 6) * self.amplitude
+            else:
+                amax = x.abs().amax(dim=reduced, keepdim=True) if reduced else x.abs()
+                scale = (amax / 127).clamp(min=1e-30)
+                values = (x / scale).round().clamp(-128, 127).to(torch.int8)
+            arguments += [lay_out(values, self.layouts[index]).to(device), scale.to(device)]
+        output_scale = None
+        if self.out_dtype == torch.int8:
+            shape = (self.batch, self.heads, 1, self.value_dim)
+            spread = [size if full else 1 for size, full in zip(shape, self.scale_dims[3], strict=True)]
+            ratio = torch.exp2(torch.randn(spread, generator=generator) * 2 - 1)
+            output_scale = (arguments[5].amax() * ratio).to(device)
+        mask = self._mask(generator)
+        return (
+            *arguments,
+            None if mask is None else mask.to(device),
+            self.mask == "causal",
+            self.softmax_scale,
+            output_scale,
+            self.out_dtype,
+            self.recipe,
+        )
+
+    def _mask(self, generator: torch.Generator) -> torch.Tensor | None:
+        if self.mask in ("none", "causal"):
+            return None
+        period, heads, queries, keys = self.mask_dims
+        shape = (
+            period, self.heads if heads else 1, self.queries if queries else 1, self.keys if keys else 1,
+        )  # fmt: skip
+        density = (0.0, 0.05, 0.5, 0.5, 0.95, 1.0)[int(torch.randint(6, (), generator=generator))]
+        keep = torch.rand(shape, generator=generator) < density
+        if self.mask == "bool":
+            return lay_out(keep, self.mask_layout)
+        bias = torch.randn(shape, generator=generator) * self.amplitude * 4
+        bias = torch.where(keep | (torch.rand(shape, generator=generator) < 0.3), bias, -math.inf)
+        if self.mask == "poison":
+            bias = torch.where(torch.rand(shape, generator=generator) < 0.02, math.nan, bias)
+        return lay_out(qflash.quantize_bias(bias), self.mask_layout)
+
+
+def draw_recipe(rng: random.Random) -> Recipe:
+    """Draw the fields of a recipe that concern int8 tensors; the granularities come with the tensors."""
+    if rng.random() < 0.25:
+        return Recipe(
+            exponential="linear",
+            probability_bits=7,
+            probability_rounding=rng.choice(("nearest", "floor")),
+            normalization="online",
+            key_block=rng.choice((32, 64, 128)),
+            output=rng.choice(("accumulator", "value_scale")),
+        )
+    bits = rng.choice((7, 8, 8, 15))
+    return Recipe(
+        exponential=rng.choice(("linear", "quadratic", "quadratic")),
+        probability_bits=bits,
+        probability_rounding=rng.choice(("nearest", "nearest", "floor")),
+        output="accumulator" if bits == 15 else rng.choice(("accumulator", "accumulator", "value_scale")),
+    )
+
+
+def draw_case(seed: int, limits: Limits) -> Case:
+    """Draw case number ``seed``."""
+    rng = random.Random(seed)
+    recipe = draw_recipe(rng)
+    head_dim = rng.choice(limits.head_dims)
+    value_dim = head_dim if rng.random() < 0.7 else rng.choice(limits.head_dims)
+    tiles = None
+    while True:
+        batch, key_heads, group = rng.choice(limits.batches), rng.choice(limits.key_heads), rng.choice(limits.groups)
+        keys = rng.choice(limits.tokens)
+        queries = keys if rng.random() < 0.6 else rng.choice(limits.tokens)
+        block_m, block_n = 64, 128
+        if rng.random() < 0.7:
+            block_m, block_n = rng.choice(limits.tiles_m), rng.choice(limits.tiles_n)
+            if recipe.normalization == "online":
+                block_n = recipe.key_block
+            stages = rng.choice((1, 2, 3))
+            width = max(32, 1 << (head_dim - 1).bit_length()) + max(32, 1 << (value_dim - 1).bit_length())
+            if block_n * width * stages > 1 << 16 or block_m * block_n > 1 << 14:
+                continue
+            tiles = (block_m, block_n, 8 if block_m == 128 else 4, stages)
+        if batch * key_heads * group * math.ceil(queries / block_m) * math.ceil(keys / block_n) <= limits.work:
+            break
+        tiles = None
+    heads = key_heads * group
+    mask = rng.choice(("none", "none", "causal", "bool", "bias", "bias", "poison"))
+    periods = [period for period in range(1, batch + 1) if batch % period == 0]
+    grain = {
+        "tensor": (False, False, False, False),
+        "heads": (False, True, False, False),
+        "head": (True, True, False, False),
+        "token": (True, True, True, False),
+        "tokens": (False, False, True, False),
+        "channel": (True, True, False, True),
+        "channels": (False, False, False, True),
+    }
+    rows, columns = ("tensor", "heads", "head", "token", "token", "tokens"), ("tensor", "head", "channel", "channels")
+    return Case(
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        layouts=(rng.choice(LAYOUTS), rng.choice(LAYOUTS), rng.choice(LAYOUTS)),
+        scale_dims=(grain[rng.choice(rows)], grain[rng.choice(rows)], grain[rng.choice(columns)], grain[rng.choice(columns)]),
+        mask=mask,
+        mask_dims=(rng.choice(periods), rng.random() < 0.5, rng.random() < 0.7, rng.random() < 0.9),
+        mask_layout=rng.choice(LAYOUTS),
+        recipe=recipe,
+        tiles=tiles,
+        out_dtype=rng.choice((torch.int8, torch.float16, torch.bfloat16, torch.float32)),
+        softmax_scale=head_dim**-0.5 if rng.random() < 0.7 else 2.0 ** rng.uniform(-12, 3),
+        amplitude=10.0 ** rng.choice((-4, -2, -1, 0, 0, 0, 1, 3)),
+        extreme=rng.random() < 0.3,
+        data=seed,
+    )
+
+
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit; any NaN equals any NaN."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return False
+    if not got.dtype.is_floating_point:
+        return torch.equal(got, expected)
+    nan = torch.isnan(expected)
+    return torch.equal(torch.isnan(got), nan) and torch.equal(got[~nan], expected[~nan])
+
+
+def random_scales(count: int, seed: int, low: int = -60, high: int = 40) -> torch.Tensor:
+    """Draw ``count`` float32 scales over octaves ``low`` to ``high``: log-uniform, and powers of two and their neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.exp2(torch.randint(low, high + 1, (count,), generator=generator).float())
+    spread = torch.exp2(torch.rand(count, generator=generator, dtype=torch.float64) * (high - low) + low).float()
+    kind = torch.randint(8, (count,), generator=generator)
+    near = torch.where(kind == 1, torch.nextafter(exact, exact * 2), torch.nextafter(exact, exact / 2))
+    return torch.where(kind > 2, spread, torch.where(kind == 0, exact, near))

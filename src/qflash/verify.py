@@ -69,8 +69,7 @@ class Case:
 
 CASES = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
-    Case("vit-tensor", 197, 64, granularity="tensor"),
-    Case("vit-bool", 197, 64, mask="bool"),
+    Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-paper", 197, 64, recipe="paper"),
     Case("vit-accurate", 197, 64, recipe="accurate"),

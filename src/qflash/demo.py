@@ -34,7 +34,7 @@ from .patching import patch, unpatch
 from .workloads import WORKLOADS, Workload, paper_inputs
 
 RECIPES = ("paper", "default", "accurate")
-CPU_IMAGES = 64
+CPU_IMAGES = 128
 """Held-out images used on a CPU unless a limit says otherwise; the reference back end is not fast."""
 
 PAPER_SQNR_DB = {"A2": 32.50, "A7": 31.02}

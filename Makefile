@@ -1,0 +1,76 @@
+# Everything runs in .venv, which is made on first use. Needed beforehand: Python 3.10+ with venv, make. No GPU.
+#
+#   make demo     classify held-out digits with float and with integer attention; writes qflash-report/
+#   make test     run the test suite
+#   make help     list the other targets
+
+PYTHON ?= python3
+WORKERS ?= auto
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Bounds: the newest versions this tree was tested with; lint tools are pinned because their output is part of the check.
+REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" \
+	"ruff==0.17.5" "mypy==2.4.1"
+
+.PHONY: help setup demo test lint format verify verify-triton36 train ladder clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo             float against integer attention on a small image classifier (report in qflash-report/)"
+	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
+	@echo "make lint             ruff check, ruff format --check, mypy"
+	@echo "make format           ruff format"
+	@echo "make verify           compile the kernels for every target and look for float instructions"
+	@echo "make verify-triton36  the same with Triton 3.6"
+	@echo "make train            train the demo's models again"
+	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
+	@echo "make setup            only make .venv; PYTHON=... picks the interpreter"
+	@echo "make clean            remove .venv, caches and reports"
+
+setup: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed; choose one with PYTHON=python3.x" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[demo,dev]" $(REQUIREMENTS)
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/qflash demo --output qflash-report $(ARGS)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+
+verify: $(READY)
+	$(BIN)/qflash verify $(ARGS)
+
+build/triton36: $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ "triton==3.6.0"
+	@touch $@
+
+verify-triton36: build/triton36
+	PYTHONPATH=build/triton36 $(BIN)/qflash verify $(ARGS)
+
+train: $(READY)
+	$(BIN)/python scripts/train_digits.py $(ARGS)
+
+ladder: $(READY)
+	$(BIN)/python benchmarks/ladder.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist qflash-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

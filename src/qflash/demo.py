@@ -230,7 +230,8 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     sections = [
         (
             "Handwritten digits: held-out images",
-            f"The first {images} of {report['held_out']} held-out images; one image is {100 / images:.2f} points.",
+            f"The first {images} of {report['held_out']} held-out images, in batches of {_BATCH}; "
+            f"one image is {100 / images:.2f} points.",
             ["model", "attention", "top-1 %", "same as float %", "logits SQNR dB"],
             models,
         ),
@@ -304,8 +305,9 @@ h1 { font-size: 1.5rem; margin: 0 0 .4rem; } h2 { font-size: 1.1rem; margin: 2re
 p { margin: .2rem 0 .8rem; } .note { color: var(--soft); font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-svg { display: block; width: 100%; height: auto; max-width: 40rem; }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+svg { display: block; width: 100%; height: auto; max-width: 40rem; margin-bottom: 1rem; }
+@media (max-width: 30rem) { table { font-size: .8rem; } th, td { padding-right: .5rem; } }
 """
 
 

@@ -41,30 +41,9 @@ BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 
 
-# Four words, each a probability in its top byte -> four packed bytes; and their sum, weighted 1 or 0 a byte.
-PACK_8 = tl.constexpr("""{.reg .b32 a, b;
-prmt.b32 a, $5, $6, 0x0073;
-prmt.b32 b, $7, $8, 0x0073;
-prmt.b32 $0, a, b, 0x5410;
-dp4a.s32.s32 $1, $0, $9, 0;
-mov.b32 $2, 0;
-mov.b32 $3, 0;
-mov.b32 $4, 0;}""")
-# The same for 15 bits: the high bytes (signed) and the low bytes less 128; the sum is of whole probabilities less 128.
-PACK_15 = tl.constexpr("""{.reg .b32 a, b;
-prmt.b32 a, $6, $7, 0x0073;
-prmt.b32 b, $8, $9, 0x0073;
-prmt.b32 $0, a, b, 0x5410;
-prmt.b32 a, $6, $7, 0x0062;
-prmt.b32 b, $8, $9, 0x0062;
-prmt.b32 a, a, b, 0x5410;
-xor.b32 $1, a, 0x80808080;
-dp4a.s32.s32 a, $0, $10, 0;
-shl.b32 a, a, 8;
-dp4a.s32.s32 $2, $1, $10, a;
-mov.b32 $3, 0;
-mov.b32 $4, 0;
-mov.b32 $5, 0;}""")
+# Two words, each a probability in its top bytes -> two packed bytes: byte 3 of each, or byte 2 less 128.
+PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
+PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
 # Byte 3 of a left-aligned fraction with a 1 put above it. The 1 comes from a register that the assembler cannot
 # see through: as an immediate it would cost a move a score.
 MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
@@ -80,26 +59,19 @@ def _negative(x, GUARD: tl.constexpr):
 
 
 @triton.jit
-def _pack(word, weight, BITS: tl.constexpr, GUARD: tl.constexpr):
-    """Probability words -> (high bytes, low bytes, partial row sums); without low bytes the first is returned twice.
-
-    Sums are of what is stored: P less 128 for 8 and 15 bits. ``weight`` (int8, 1 or 0) says which count.
-    """
+def _high_bytes(word, GUARD: tl.constexpr):
+    """Byte 3 of every probability word, as int8."""
     if GUARD:
-        high = (word >> 24).to(tl.int8)
-        low = high
-        whole = high.to(tl.int32)
-        if BITS == 15:
-            low = (((word >> 16) & 255) - 128).to(tl.int8)
-            whole = (whole << 8) + low.to(tl.int32)
-        return high, low, whole * weight.to(tl.int32)
-    if BITS == 15:
-        high, low, sums = tl.inline_asm_elementwise(
-            PACK_15, "=&r,=&r,=&r,=r,=r,=r,r,r,r,r,r", [word, weight], (tl.int8, tl.int8, tl.int32), True, 4
-        )
-        return high, low, sums
-    high, sums = tl.inline_asm_elementwise(PACK_8, "=&r,=r,=r,=r,=r,r,r,r,r,r", [word, weight], (tl.int8, tl.int32), True, 4)
-    return high, high, sums
+        return (word >> 24).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_HIGH, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def _low_bytes(word, GUARD: tl.constexpr):
+    """Byte 2 of every probability word less 128, as int8."""
+    if GUARD:
+        return (((word >> 16) & 255) - 128).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_LOW, "=h,r,r", [word], tl.int8, True, 2)
 
 
 @triton.jit
@@ -352,7 +324,9 @@ def attention_kernel(
         multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, HEAD_DIM, GUARD)
 
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
-    total = tl.zeros((BLOCK_M, 1), tl.int32)
+    # row sums are a product with a matrix of ones: the tensor core adds them up for nothing
+    total = tl.zeros((BLOCK_M, 16), tl.int32)
+    high_total = tl.zeros((BLOCK_M, 16), tl.int32)
     accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     value_sum = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
@@ -372,22 +346,23 @@ def attention_kernel(
         )
         # without a mask the columns past the end hold copies of the last key: V's zero rows drop them from the
         # numerator, their weight of 0 from the denominator
-        weight = tl.full((1, BLOCK_N), 1, tl.int8)
+        weight = tl.full((BLOCK_N, 16), 1, tl.int8)
         count = BLOCK_N
         if not CHECK_ROW:
-            weight = tl.where(n < KEYS, 1, 0).to(tl.int8)[None, :]
+            weight = tl.where(tl.arange(0, BLOCK_N)[:, None] < KEYS, weight, 0)
             count = KEYS
-        p, p_low, sums = _pack(word, weight, BITS, GUARD)
-        total = tl.sum(sums, 1)[:, None]
         v = _load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
-        p = _to_operand(p, BLOCK_M, BLOCK_N)
+        p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+        total = tl.dot(p, weight, out_dtype=tl.int32)
         if BITS == 15:
             high = tl.dot(p, v, out_dtype=tl.int32)
-            p = _to_operand(p_low, BLOCK_M, BLOCK_N)
+            p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+            total = tl.dot(p, weight, total * 256, out_dtype=tl.int32)
         if BITS != 7:
             accumulator = 128 * tl.dot(ones, v, out_dtype=tl.int32)
         accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
     else:
+        weight = tl.full((BLOCK_N, 16), 1, tl.int8)
         last = keys
         full = keys & (-BLOCK_N)
         if CAUSAL:
@@ -442,20 +417,23 @@ def attention_kernel(
                     s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
                     phase == 1, GUARD,
                 )  # fmt: skip
-                p, p_low, sums = _pack(word, tl.full((1, BLOCK_N), 1, tl.int8), BITS, GUARD)
-                total += tl.sum(sums, 1)[:, None]
                 v = _load_value(
                     v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, phase == 1
                 )
-                p = _to_operand(p, BLOCK_M, BLOCK_N)
+                p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
                 if BITS == 15:
                     high = tl.dot(p, v, high, out_dtype=tl.int32)
-                    p = _to_operand(p_low, BLOCK_M, BLOCK_N)
+                    high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
+                    p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+                total = tl.dot(p, weight, total, out_dtype=tl.int32)
                 accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
                 if BITS != 7:
                     value_sum = tl.dot(ones, v, value_sum, out_dtype=tl.int32)
                 count += BLOCK_N
 
+    if BITS == 15 and not SINGLE:
+        total += high_total * 256
+    total = tl.max(total, 1)[:, None]
     if BITS != 7:
         # stored probabilities are 128 too small
         total += 128 * count

@@ -305,9 +305,10 @@ h1 { font-size: 1.5rem; margin: 0 0 .4rem; } h2 { font-size: 1.1rem; margin: 2re
 p { margin: .2rem 0 .8rem; } .note { color: var(--soft); font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 svg { display: block; width: 100%; height: auto; max-width: 40rem; margin-bottom: 1rem; }
-@media (max-width: 30rem) { table { font-size: .8rem; } th, td { padding-right: .5rem; } }
+@media (max-width: 36rem) { table { font-size: .8rem; } th, td { padding-right: .5rem; } }
 """
 
 

@@ -151,12 +151,12 @@ def int8_attention(
     """
     batch, heads, queries, _ = query.shape
     keys, channels = key.shape[2], value.shape[3]
-    group = heads // key.shape[1]
     out = query.new_empty((batch, heads, queries, channels), dtype=out_dtype)
     if out.numel() == 0:
         return out
     if keys == 0:
         return out.zero_()
+    group = heads // key.shape[1]
 
     def per_head(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(group, dim=1) if group > 1 and x.shape[1] > 1 else x

@@ -1,0 +1,203 @@
+"""Quantisation: Equations 1-2 at every granularity, and the kernels' bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import qflash
+from helpers import DEVICE, LAYOUTS, lay_out, make_inputs, same_bits
+from qflash import ops, quantization
+
+GRANULARITIES = ("tensor", "head", "token", "channel")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+REDUCED = {"head": (-2, -1), "token": (-1,), "channel": (-2,)}
+
+
+def draw(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator))).to(dtype)
+
+
+def equation_2(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the quotient x / s and s, in float64."""
+    x = x.double()
+    dims = tuple(range(x.dim())) if granularity == "tensor" else REDUCED[granularity]
+    scale = x.abs().amax(dim=dims, keepdim=True) / 127
+    scale = torch.where(scale == 0, 1.0, scale)
+    return x / scale, scale
+
+
+SHAPES = [(7, 5), (3, 17, 20), (2, 3, 17, 20), (2, 1, 3, 9, 33)]
+
+
+@pytest.mark.parametrize(("granularity", "shape"), [("tensor", (40,)), *itertools.product(GRANULARITIES, SHAPES)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_scale_follow_equation_2(granularity: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = draw(shape, len(shape), dtype)
+    quantized = qflash.quantize(x, granularity)
+    quotient, scale = equation_2(x, granularity)
+    assert quantized.values.dtype == torch.int8
+    assert quantized.scale.dtype == torch.float32
+    assert quantized.scale.shape == scale.shape
+    assert quantized.shape == x.shape
+    torch.testing.assert_close(quantized.scale.double(), scale, rtol=2.0**-23, atol=0)
+    assert float((quantized.values - quotient).abs().max()) <= 0.5 + 127 * 2.0**-22
+    assert int(quantized.values.min()) >= -127
+    error = (quantized.dequantize().double() - x.double()).abs()
+    assert bool((error <= scale * (0.5 + 2.0**-15)).all())
+
+
+def test_ties_go_to_even_and_given_scales_saturate() -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 126.5, 127.4, 128.0, 1e9, -127.5, -128.4, -129.0, -1e9])
+    expected = [0, 2, 2, 4, 0, -2, -2, 126, 127, 127, 127, -128, -128, -128, -128]
+    for scale in (1, 1.0, torch.ones(()), torch.ones(15)):
+        quantized = qflash.quantize(x, scale=scale)
+        assert quantized.values.tolist() == expected
+        assert same_bits(qflash.quantize(x.to(DEVICE), scale=1.0, backend="triton").values.cpu(), quantized.values)
+
+
+@pytest.mark.parametrize("scale_shape", [(), (1,), (1, 1, 1, 1), (3, 1, 1), (2, 3, 7, 1), (5,), (2, 3, 7, 5)])
+def test_given_scales_broadcast(scale_shape: tuple[int, ...]) -> None:
+    x = draw((2, 3, 7, 5))
+    scale = torch.exp2(torch.randn(scale_shape, generator=torch.Generator().manual_seed(1))) / 50
+    quantized = qflash.quantize(x, scale=scale)
+    assert torch.equal(quantized.scale, scale)
+    quotient = (x.double() / scale.double()).clamp(-128, 127)
+    assert float((quantized.values - quotient).abs().max()) <= 0.5 + 127 * 2.0**-22
+    assert same_bits(qflash.quantize(x.to(DEVICE), scale=scale.to(DEVICE), backend="triton").values.cpu(), quantized.values)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_zeros_have_scale_one(granularity: str, backend: str) -> None:
+    x = torch.zeros(2, 3, 4, 5, device=DEVICE)
+    quantized = qflash.quantize(x, granularity, backend=backend)
+    assert bool((quantized.scale == 1).all())
+    assert not quantized.values.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_what_is_not_finite_shows_in_its_own_scale(granularity: str, backend: str, bad: float) -> None:
+    x = draw((2, 2, 6, 5)).to(DEVICE)
+    x[1, 0, 2, 3] = bad
+    quantized = qflash.quantize(x, granularity, backend=backend)
+    touched = torch.zeros(x.shape, dtype=torch.bool, device=DEVICE)
+    touched[1, 0, 2, 3] = True
+    touched = touched.any() if granularity == "tensor" else touched.sum(REDUCED[granularity], keepdim=True) > 0
+    assert torch.equal(quantized.scale.isnan(), touched.expand(quantized.scale.shape))
+    assert bool(quantized.dequantize()[1, 0, 2, 3].isnan())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0, 5), (0, 2, 3, 4), (2, 2, 0, 4)])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_empty_tensors_stay_empty(shape: tuple[int, ...], backend: str) -> None:
+    granularities = ("tensor",) if len(shape) == 1 or shape[-1] == 0 else GRANULARITIES
+    for granularity in granularities:
+        if shape[-1] == 0:
+            with pytest.raises(ValueError, match="x must"):
+                qflash.quantize(torch.zeros(shape), granularity)
+            continue
+        quantized = qflash.quantize(torch.zeros(shape, device=DEVICE), granularity, backend=backend)
+        assert quantized.shape == shape
+        assert quantized.scale.shape == quantization.scale_shape(torch.Size(shape), granularity)
+
+
+@pytest.mark.parametrize("factor", [2.0**-149, 1e-44, 2.0**-126, 1e-38, 1e-30, 1e30, 3e38])
+def test_float32_extremes(factor: float) -> None:
+    x = torch.tensor([[1.0, -0.5, 0.25, 0.0], [0.125, 0.75, -1.0, 0.3]]) * factor
+    quantized = qflash.quantize(x)
+    assert bool(quantized.scale.isfinite())
+    assert float(quantized.scale) >= 2.0**-126
+    if factor > 1e-30:
+        assert quantized.values.tolist() == [[127, -64, 32, 0], [16, 95, -127, 38]]
+    error = (quantized.dequantize().double() - x.double()).abs()
+    assert float(error.max()) <= float(quantized.scale) * 0.51
+    triton = qflash.quantize(x.to(DEVICE), backend="triton")
+    assert same_bits(triton.values.cpu(), quantized.values)
+    assert same_bits(triton.scale.cpu(), quantized.scale)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_have_the_reference_bits(layout: str, granularity: str, center: bool) -> None:
+    seed = LAYOUTS.index(layout)
+    dtype = DTYPES[seed % 3]
+    shape = [(2, 2, 130, 33), (1, 1, 17, 256), (2, 1, 1, 1), (1, 2, 65, 64), (1, 1, 200, 48), (2, 1, 31, 7)][seed]
+    x = lay_out(draw(shape, seed, dtype) + 3, layout).to(DEVICE)
+    values, scale = ops._quantize(x, granularity, center, "triton")
+    expected_values, expected_scale = ops._quantize(x, granularity, center, "reference")
+    assert same_bits(values, expected_values)
+    assert same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("center", [False, True])
+def test_kernels_agree_on_what_is_not_finite(center: bool, bad: float, granularity: str) -> None:
+    x = draw((1, 2, 40, 16), 4)
+    x[0, 1, 7, 3] = bad
+    _, scale = ops._quantize(x.to(DEVICE), granularity, center, "triton")
+    _, expected_scale = ops._quantize(x, granularity, center, "reference")
+    assert same_bits(scale.cpu(), expected_scale)
+    assert bool(expected_scale.isnan().any())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_kernels_take_any_rank(rank: int) -> None:
+    shape = (2, 2, 3, 9, 5)[-rank:]
+    for granularity in GRANULARITIES if rank > 1 else ("tensor",):
+        x = draw(shape, rank).to(DEVICE)
+        got, expected = (qflash.quantize(x, granularity, backend=backend) for backend in ("triton", "reference"))
+        assert same_bits(got.values, expected.values)
+        assert same_bits(got.scale, expected.scale)
+
+
+def test_half_precision_is_quantised_as_the_float32_it_stands_for() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        x = draw((2, 3, 40, 20), 3, dtype)
+        narrow, wide = qflash.quantize(x, "head"), qflash.quantize(x.float(), "head")
+        assert same_bits(narrow.values, wide.values)
+        assert same_bits(narrow.scale, wide.scale)
+
+
+def test_centering_a_key_takes_out_the_midrange() -> None:
+    _, key, _ = make_inputs(keys=50)
+    centered = quantization.center_channels(key + 7)
+    torch.testing.assert_close(centered.amax(dim=-2), -centered.amin(dim=-2), rtol=1e-5, atol=1e-6)
+
+
+def test_balancing_and_rotating_leave_the_scores_alone() -> None:
+    query, key, _ = make_inputs(2, 4, 30, 50, head_dim=20, key_heads=2)
+    query[..., 3] *= 100
+    exact = query.double() @ key.double().repeat_interleave(2, dim=1).mT
+    balanced = quantization.balance_channels(query, key)
+    assert float(balanced[0].abs().max()) < float(query.abs().max()) / 4
+    # powers of two: the products themselves are the same
+    assert torch.equal(balanced[0].double() @ balanced[1].double().repeat_interleave(2, dim=1).mT, exact)
+    rotated = [quantization.hadamard_transform(x).double() for x in (query, key)]
+    assert rotated[0].shape[-1] == 32
+    torch.testing.assert_close(rotated[0] @ rotated[1].repeat_interleave(2, dim=1).mT / 32, exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_granularity_is_read_off_the_scale(granularity: str) -> None:
+    quantized = qflash.quantize(draw((2, 3, 7, 5)), granularity)
+    assert quantized.granularity == granularity
+    assert quantized.device.type == "cpu"
+
+
+def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite() -> None:
+    bias = torch.tensor([0.0, 1.0, -1.0, 1e-6, 2838.0, -2838.0, 1e30, -1e30, torch.finfo(torch.float32).min])
+    fixed = qflash.quantize_bias(bias)
+    assert fixed.dtype == torch.int32
+    exact = (bias.double() * math.log2(math.e) * 65536).clamp(-(2**28), 2**28)
+    assert bool(((fixed - exact).abs() <= 0.5 + exact.abs() * 2.0**-22).all())
+    marks = qflash.quantize_bias(torch.tensor([-math.inf, math.inf, math.nan])).tolist()
+    assert marks == [-(2**31), 2**31 - 1, 2**31 - 1]

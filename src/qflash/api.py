@@ -241,7 +241,9 @@ def int8_attention(
         given = value.scale
         if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
             given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
-    like_output = value.values[..., :1, :] if given is None else given.reshape((1,) * (len(shape) - given.dim()) + tuple(given.shape))
+    like_output = (
+        value.values[..., :1, :] if given is None else given.reshape((1,) * (len(shape) - given.dim()) + tuple(given.shape))
+    )
     out = torch.ops.qflash.int8_attention(
         _four(query.values),
         _four_scale(query.scale, query.values),

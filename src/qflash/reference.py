@@ -301,7 +301,9 @@ def _finish(
         # the paper's floor(O / l): the reciprocal is a hair off, one remainder puts the floor right
         floor = normalized >> fp.OUTPUT_FRACTION_BITS
         remainder = numerator - floor * denominator
-        floor = floor + torch.where(denominator > 0, (remainder >= denominator).to(torch.int64) - (remainder < 0).to(torch.int64), 0)
+        floor = floor + torch.where(
+            denominator > 0, (remainder >= denominator).to(torch.int64) - (remainder < 0).to(torch.int64), 0
+        )
         normalized = floor << fp.OUTPUT_FRACTION_BITS
     if out_dtype == torch.int8:
         assert output_scale is not None

@@ -33,9 +33,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_ra
         raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {tuple(x.shape)}")
 
 
-def check_attention_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> None:
+def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
     """Require shapes and devices that scaled_dot_product_attention would take, within QFlash's limits.
 
     Raises:
@@ -67,9 +65,7 @@ def check_attention_shapes(
             raise ValueError(f"key and value must have the same number of heads, got {key_heads} and {value_heads}")
         if enable_gqa:
             if key_heads == 0 or heads % key_heads:
-                raise ValueError(
-                    f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}"
-                )
+                raise ValueError(f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}")
         elif key_heads != heads:
             raise ValueError(
                 f"key must have query's {heads} heads, got {key_heads}; for grouped-query attention pass enable_gqa=True"
@@ -78,9 +74,7 @@ def check_attention_shapes(
         raise ValueError(f"enable_gqa needs a head dimension, got query of shape {tuple(query.shape)}")
     for name, x in (("key", key), ("value", value)):
         if x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name} must have query's batch shape {tuple(query.shape[:-3])}, got {tuple(x.shape[:-3])}"
-            )
+            raise ValueError(f"{name} must have query's batch shape {tuple(query.shape[:-3])}, got {tuple(x.shape[:-3])}")
 
 
 def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: bool, dtypes: tuple[torch.dtype, ...]) -> None:

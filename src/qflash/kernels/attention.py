@@ -125,7 +125,7 @@ def _scores(
     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
     rows, n, d, queries, keys, multiplier, fraction_bits, largest,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr, REPEAT_LAST: tl.constexpr,
+    KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr, REPEAT_LAST: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of queries against keys ``n``, in a unit common to the row; and who takes part.
 
@@ -155,7 +155,7 @@ def _scores(
             if not KEY_TOKEN:
                 s = s << COLUMN_BITS
             valid = valid & (part != BIAS_MASKED)
-            s = multiply_high(s, multiplier) + (part >> (16 - fraction_bits))
+            s = multiply_high(s, multiplier, GUARD) + (part >> (16 - fraction_bits))
             s = tl.where(part == BIAS_POISON, POISON, s)
     if CHECK:
         s = tl.where(valid, s, MASKED)
@@ -177,7 +177,7 @@ def _probability_words(
     if MASK == "bias" or KEY_TOKEN:
         t = base - s
         if MASK != "bias":
-            t = multiply_high(t, multiplier)
+            t = multiply_high(t, multiplier, GUARD)
         t += begin
         flipped = ~shift_left(t, up, GUARD)
     else:
@@ -266,6 +266,7 @@ def attention_kernel(
     KEYS: tl.constexpr,
     CHECK_ROW: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
+    QUERY_TOKEN: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr,
     OUTPUT_CHANNEL: tl.constexpr,
     GUARD: tl.constexpr,
@@ -291,8 +292,11 @@ def attention_kernel(
         else:
             mask_base = mask_ptr + z * mask_stride_z + h * mask_stride_h
 
-    qs_ptrs = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h + rows * qs_stride_n
-    query_bits = tl.load(qs_ptrs, mask=inside, other=0x3F800000)
+    qs_base = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h
+    if QUERY_TOKEN:
+        query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
+    else:
+        query_bits = tl.load(qs_base)
     usable = usable_scale(query_bits)
     largest = 0
     if KEY_TOKEN:
@@ -306,16 +310,13 @@ def attention_kernel(
         most = tl.max(largest_bits, 0)
         usable = usable & (most < 0x7F800000) & (tl.min(smallest_bits, 0) > 0)
         largest = ((most >> 23) & 0xFF) - 150
-        key_mantissa = 1 << 23
+        key_mantissa = largest * 0 + (1 << 23)
         key_exponent = largest + 1
     else:
         key_bits = tl.load(ks_base)
         usable = usable & usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)
-    key_mantissa = tl.zeros((BLOCK_M,), tl.int32) + key_mantissa
-    mantissa, exponent = combine_scales(
-        query_bits[:, None], key_mantissa[:, None], key_exponent, constant_mantissa, constant_exponent
-    )
+    mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
     if MASK == "bias":
         multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16)
     elif KEY_TOKEN:
@@ -331,6 +332,7 @@ def attention_kernel(
     high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     value_sum = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     ones = tl.full((BLOCK_M, BLOCK_N), 1, tl.int8)
+    halves = tl.full((BLOCK_M, BLOCK_N), 64, tl.int8)
     count = 0
 
     if SINGLE:
@@ -338,7 +340,7 @@ def attention_kernel(
         s, valid = _scores(
             q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, d,
             queries, KEYS, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
-            CHECK_ROW, True,
+            CHECK_ROW, True, GUARD,
         )  # fmt: skip
         row_max = tl.max(s, 1)[:, None]
         word = _probability_words(
@@ -359,7 +361,9 @@ def attention_kernel(
             p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
             total = tl.dot(p, weight, total * 256, out_dtype=tl.int32)
         if BITS != 7:
-            accumulator = 128 * tl.dot(ones, v, out_dtype=tl.int32)
+            # 128 times the sum of V, in the tensor core: stored probabilities are 128 too small
+            accumulator = tl.dot(halves, v, out_dtype=tl.int32)
+            accumulator = tl.dot(halves, v, accumulator, out_dtype=tl.int32)
         accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
     else:
         weight = tl.full((BLOCK_N, 16), 1, tl.int8)
@@ -376,7 +380,7 @@ def attention_kernel(
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
                     n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, False, False,
+                    KEY_TOKEN, False, False, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
             for start in range(full, last, BLOCK_N):
@@ -384,7 +388,7 @@ def attention_kernel(
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
                     n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, True, False,
+                    KEY_TOKEN, True, False, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
         for phase in tl.static_range(2):
@@ -399,14 +403,14 @@ def attention_kernel(
                 s, valid = _scores(
                     q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
                     n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, phase == 1, False,
+                    KEY_TOKEN, phase == 1, False, GUARD,
                 )  # fmt: skip
                 if ONLINE:
                     new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
                     seen = row_max != MASKED
                     step = tl.where(seen, new_max - row_max, 0)
                     if KEY_TOKEN and MASK != "bias":
-                        step = multiply_high(step, multiplier)
+                        step = multiply_high(step, multiplier, GUARD)
                     elif MASK != "bias":
                         step = step * multiplier
                     factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
@@ -439,13 +443,13 @@ def attention_kernel(
         total += 128 * count
         if not SINGLE:
             accumulator += 128 * value_sum
-    bits, inverse = row_inverse(total)
+    bits, inverse = row_inverse(total, GUARD)
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
     else:
         scaled = accumulator << (24 - bits)
-    normalized = multiply_high(scaled, inverse)
+    normalized = multiply_high(scaled, inverse, GUARD)
     if FLOOR_OUTPUT:
         floor = normalized >> 21
         remainder = accumulator - floor * total
@@ -463,13 +467,13 @@ def attention_kernel(
     if o_ptr.dtype.element_ty == tl.int8:
         value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
         output_bits = tl.load(os_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if OUTPUT_CHANNEL else None)
-        out_multiplier, out_shift = output_multiplier(value_bits, output_bits)
-        tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift).to(tl.int8), mask=stored)
+        out_multiplier, out_shift = output_multiplier(value_bits, output_bits, GUARD)
+        tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift, GUARD), mask=stored)
     else:
         value_scale = tl.load(vs_ptrs, mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
         value_bits = value_scale.to(tl.int32, bitcast=True)
         result = normalized.to(tl.float32) * (value_scale * (1.0 / 2097152.0))
-        good = usable[:, None] & usable_scale(value_bits)
+        good = usable & usable_scale(value_bits)
         if MASK == "bias":
             good = good & (row_max < POISON)
         result = tl.where(good, result, float("nan"))
@@ -573,6 +577,7 @@ def attention_calls(
         "KEYS": keys if single else 0,
         "CHECK_ROW": is_causal or mask is not None,
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
+        "QUERY_TOKEN": query_scale.shape[2] > 1,
         "VALUE_CHANNEL": value_scale.shape[3] > 1,
         "OUTPUT_CHANNEL": output_scale is not None and output_scale.shape[3] > 1,
         **kernel_constants(recipe, head_dim, value_dim, kind, is_causal, key_scale.shape[2] > 1, guard),

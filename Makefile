@@ -36,6 +36,7 @@ setup: $(READY)
 $(READY): pyproject.toml Makefile
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; choose one with PYTHON=python3.x" >&2; exit 1; }
+	@echo "Installing into $(VENV): several minutes the first time, mostly PyTorch"
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[demo,dev]" $(REQUIREMENTS)

@@ -126,7 +126,7 @@ def quantize_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     the element is NaN the value is 0 (the NaN travels in the scale).
     """
     scaled = x.to(torch.float32) * (1.0 / scale)
-    return scaled.clamp(-128.0, 127.0).nan_to_num(0.0).round().to(torch.int8)
+    return scaled.clamp(-128.0, 127.0).nan_to_num(0.0).round().to(torch.int8, memory_format=torch.contiguous_format)
 
 
 def center_channels(x: torch.Tensor) -> torch.Tensor:

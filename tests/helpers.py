@@ -13,7 +13,7 @@ import random
 import torch
 
 import qflash
-from qflash.recipe import Recipe
+from qflash.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
@@ -156,7 +156,7 @@ GPU = Limits(
     head_dims=_HEAD_DIMS,
     tiles_m=(16, 32, 64, 64, 128),
     tiles_n=(32, 64, 128, 256),
-    work=1 << 30,
+    work=20_000,
 )
 
 
@@ -344,3 +344,23 @@ def random_scales(count: int, seed: int, low: int = -60, high: int = 40) -> torc
     kind = torch.randint(8, (count,), generator=generator)
     near = torch.where(kind == 1, torch.nextafter(exact, exact * 2), torch.nextafter(exact, exact / 2))
     return torch.where(kind > 2, spread, torch.where(kind == 0, exact, near))
+
+
+def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
+    """Return arguments of every operator in torch.ops.qflash."""
+    query, key, value = (x.to(device) for x in make_inputs(2, 2, 9, 12, 16))
+    q, k, v = quantize_all((query, key, value), qflash.DEFAULT)
+    mask = (torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(0)) < 0.7).to(device)
+    bias = mask.float()
+    tensors = (q.values, q.scale, k.values, k.scale, v.values, v.scale)
+    samples = {
+        "quantize_bias": (bias,),
+        "quantize_with_scale": (query, torch.full((), 0.02, device=device), backend),
+        "int8_attention": (*tensors, None, True, 0.25, v.scale, torch.int8, qflash.DEFAULT.key, backend),
+        "int8_attention to float": (*tensors, bias, False, 0.25, None, torch.float16, qflash.PAPER.key, backend),
+    }
+    for granularity in ("tensor", "head", "token", "channel"):
+        samples[f"quantize {granularity}"] = (query.mT, granularity, backend)
+    for name, recipe in PRESETS.items():
+        samples[f"attention {name}"] = (query, key, value, mask, False, 0.25, recipe.key, backend)
+    return samples

@@ -1,0 +1,231 @@
+"""What only a GPU can show: the compiled kernels' bits, CUDA graphs, no synchronisation, large batches.
+
+Run alone: ``python -m pytest tests/gpu``. Compiling dominates (one to three seconds a kernel), so every case of
+:func:`helpers.draw_case` is compiled once and run on several draws of its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import qflash
+from helpers import GPU, LAYOUTS, draw_case, lay_out, make_inputs, operator_samples, outlier_inputs, quantize_all, same_bits
+from qflash import ops, reference
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+GEOMETRIES = 80
+DRAWS = 10
+PRESETS = ("default", "accurate", "paper")
+
+
+def inputs_on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16, **options) -> tuple[torch.Tensor, ...]:
+    return tuple(x.to(CUDA) for x in make_inputs(*shape, seed=seed, dtype=dtype, **options))
+
+
+# --- bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", range(GEOMETRIES))
+def test_kernel_has_the_reference_bits(geometry: int) -> None:
+    from qflash.kernels.attention import launch_attention
+
+    case = draw_case(10_000 + geometry, GPU)
+    for draw in range(DRAWS):
+        amplitude = (case.amplitude, 1.0, 0.01, 30.0)[draw % 4]
+        varied = dataclasses.replace(case, data=1000 * geometry + draw, amplitude=amplitude, extreme=draw % 3 == 2)
+        arguments = varied.arguments(CUDA)
+        got = launch_attention(*arguments, tiles=case.tiles)
+        assert same_bits(got, reference.int8_attention(*arguments)), varied
+
+
+@pytest.mark.parametrize("geometry", range(200, 212))
+def test_reference_has_the_same_bits_on_cpu_and_gpu(geometry: int) -> None:
+    case = dataclasses.replace(draw_case(geometry, GPU), batch=1, mask_dims=(1, True, True, True))
+    on_gpu = reference.int8_attention(*case.arguments(CUDA))
+    assert same_bits(on_gpu.cpu(), reference.int8_attention(*case.arguments(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_quantisation_has_the_reference_bits(dtype: torch.dtype, granularity: str) -> None:
+    for seed, layout in enumerate(LAYOUTS):
+        x = lay_out(make_inputs(2, 3, 300 + seed, head_dim=64, seed=seed, dtype=dtype)[1] * 3 + 1, layout)
+        for center in (False, True):
+            got = ops._quantize(x.to(CUDA), granularity, center, "triton")
+            expected = ops._quantize(x, granularity, center, "reference")
+            assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True)), (layout, center)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_whole_call_has_the_bits_of_the_cpu(recipe: str) -> None:
+    for inputs in (make_inputs(2, 6, 197, head_dim=64, dtype=torch.float16), outlier_inputs()):
+        got = qflash.attention(*(x.to(CUDA) for x in inputs), recipe=recipe)
+        assert same_bits(got.cpu(), qflash.attention(*inputs, recipe=recipe, backend="reference"))
+
+
+def test_auto_is_triton() -> None:
+    inputs = inputs_on_gpu(1, 2, 50)
+    assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="triton"))
+
+
+def test_nan_reaches_the_output() -> None:
+    for where in range(3):
+        inputs = inputs_on_gpu(2, 2, 50)
+        inputs[where][1, 0, 2, 3] = torch.nan
+        out = qflash.attention(*inputs)
+        assert bool(out[1, 0].isnan().any())
+        assert not bool(out[0].isnan().any())
+        tensors = quantize_all(inputs)
+        assert bool(qflash.int8_attention(*tensors, out_dtype=torch.float16).isnan().all())  # type: ignore[union-attr]
+
+
+def test_empty_dimensions() -> None:
+    for shape in ((0, 2, 5, 6, 8), (2, 2, 0, 6, 8), (2, 2, 5, 0, 8), (2, 0, 5, 6, 8)):
+        out = qflash.attention(*inputs_on_gpu(*shape))
+        assert out.shape == (*shape[:3], 8)
+        assert not bool(out.any())
+
+
+# --- large batches ------------------------------------------------------------------------------------------
+
+WINDOWS, IMAGES = 3, 21_846
+
+
+@pytest.mark.parametrize("mask", ["none", "windows", "every window"])
+def test_more_windows_than_a_grid_dimension(mask: str) -> None:
+    query, key, value = inputs_on_gpu(WINDOWS * IMAGES, 1, 5, 7, 16)
+    assert query.shape[0] > 65535
+    inputs = [x.unflatten(0, (IMAGES, WINDOWS)) for x in (query, key, value)]
+    generator = torch.Generator(CUDA).manual_seed(0)
+    shape = (WINDOWS, 1, 5, 7) if mask == "windows" else (IMAGES, WINDOWS, 1, 5, 7)
+    bias = None if mask == "none" else torch.randn(shape, generator=generator, device=CUDA)
+    got = qflash.attention(*inputs, bias)
+    assert same_bits(got, qflash.attention(*inputs, bias, backend="reference"))
+
+
+@pytest.mark.parametrize("granularity", ["head", "token", "channel"])
+def test_more_heads_to_quantise_than_a_grid_dimension(granularity: str) -> None:
+    x = inputs_on_gpu(70_000, 1, 3, head_dim=16)[0]
+    got, expected = (qflash.quantize(x, granularity, backend=backend) for backend in ("triton", "reference"))
+    assert same_bits(got.values, expected.values)
+    assert same_bits(got.scale, expected.scale)
+
+
+# --- nothing waits for the device ---------------------------------------------------------------------------
+
+
+def integer_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    tensors = (qflash.quantize(query, "token"), qflash.quantize(key, "head"), qflash.quantize(value, "channel"))
+    out = qflash.int8_attention(*tensors, output_scale=0.01)
+    assert isinstance(out, qflash.QuantizedTensor)
+    return out.dequantize()
+
+
+def float_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return qflash.attention(query, key, value, query.float() @ key.float().mT / 8)
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "default": lambda q, k, v: qflash.attention(q, k, v),
+    "accurate": lambda q, k, v: qflash.attention(q, k, v, recipe="accurate"),
+    "rotated": lambda q, k, v: qflash.attention(q, k, v, recipe=qflash.DEFAULT.replace(rotate=True)),
+    "paper": lambda q, k, v: qflash.attention(q, k, v, recipe="paper"),
+    "causal": lambda q, k, v: qflash.attention(q, k, v, is_causal=True),
+    "float mask": float_mask,
+    "integer path": integer_path,
+}
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_guard_notices_a_synchronisation() -> None:
+    with pytest.raises(RuntimeError), no_synchronisation():
+        torch.ones((), device=CUDA).item()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_call_waits_for_the_device(name: str) -> None:
+    inputs = inputs_on_gpu(2, 3, 197, head_dim=64)
+    expected = CALLS[name](*inputs)
+    with no_synchronisation():
+        got = CALLS[name](*inputs)
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [197, 600])
+@pytest.mark.parametrize("name", CALLS)
+def test_captured_graph_replays_on_new_data(name: str, tokens: int) -> None:
+    inputs = inputs_on_gpu(2, 3, tokens, head_dim=64)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        CALLS[name](*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = CALLS[name](*inputs)
+    for seed in (1, 2):
+        fresh = inputs_on_gpu(2, 3, tokens, head_dim=64, seed=seed)
+        for static, x in zip(inputs, fresh, strict=True):
+            static.copy_(x)
+        graph.replay()
+        assert same_bits(out, CALLS[name](*fresh))
+
+
+# --- PyTorch's compilers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["default", "accurate", "paper", "integer path"])
+def test_compiled_without_a_graph_break_is_eager(name: str) -> None:
+    torch._dynamo.reset()
+    inputs = inputs_on_gpu(2, 3, 197, head_dim=64)
+    compiled = torch.compile(CALLS[name], fullgraph=True)
+    assert same_bits(compiled(*inputs), CALLS[name](*inputs))
+
+
+def test_compiled_for_changing_shapes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(CALLS["default"], fullgraph=True, dynamic=True)
+    for shape in ((5, 3, 100, 120), (2, 3, 197, 64), (7, 3, 33, 300)):
+        inputs = inputs_on_gpu(*shape)
+        assert same_bits(compiled(*inputs), CALLS["default"](*inputs))
+
+
+def test_compiled_with_cuda_graphs() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(CALLS["default"], fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        inputs = inputs_on_gpu(2, 3, 197, head_dim=64, seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same_bits(compiled(*inputs).clone(), CALLS["default"](*inputs))
+
+
+class Module(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return qflash.attention(query, key, value)
+
+
+def test_exported_program_is_eager() -> None:
+    program = torch.export.export(Module(), inputs_on_gpu(2, 3, 197, head_dim=64))
+    other = inputs_on_gpu(2, 3, 197, head_dim=64, seed=1)
+    assert same_bits(program.module()(*other), qflash.attention(*other))
+
+
+@pytest.mark.parametrize("sample", list(operator_samples(torch.device("cpu"), "reference")))
+def test_operators_pass_pytorchs_checks(sample: str) -> None:
+    arguments = operator_samples(CUDA, "triton")[sample]
+    torch.library.opcheck(getattr(torch.ops.qflash, sample.split()[0]).default, arguments)

@@ -106,19 +106,8 @@ def test_outlier_channels(recipe: str, least: float, seed: int) -> None:
 
 
 AMPLITUDES = (1e-4, 1e-2, 0.1, 1.0, 3.0, 10.0, 100.0, 1e3)
-
-
-def allowed_loss(grain: str, recipe: Recipe, tokens: int, head_dim: int, amplitude: float) -> float:
-    """Return how many dB below float softmax on the same int8 tensors an output may be: 2, and where it is more.
-
-    Eight bits of P round at 1/255 of the row's largest weight, which many keys of middling weight make visible.
-    A per-token key scale has 16 - log2(head_dim) bits, which sharp attention over wide heads makes visible.
-    """
-    if recipe.probability_bits == 8 and tokens >= 1024 and amplitude == 1.0:
-        return 3.2 if tokens == 1024 else 5.0
-    if grain == "the recipe's" and recipe.key_granularity == "token" and amplitude >= 3:
-        return 4.5
-    return 2.0
+# where one key takes nearly all the weight, the few rows whose int8 scores tie decide: those are judged together
+GROUPS = ((1e-4,), (1e-2,), (0.1,), (1.0,), (3.0,), (10.0, 100.0, 1e3))
 
 
 @pytest.mark.parametrize("grain", ["per tensor", "the recipe's"])
@@ -127,15 +116,20 @@ def allowed_loss(grain: str, recipe: Recipe, tokens: int, head_dim: int, amplitu
 @pytest.mark.parametrize("tokens", [1, 2, 17, 197, 1024, 4096])
 def test_any_amplitude_is_as_good_as_float_softmax(tokens: int, head_dim: int, recipe: Recipe, grain: str) -> None:
     heads = 32 if tokens < 20 else 4
-    for amplitude in AMPLITUDES:
-        inputs = make_inputs(1, heads, min(tokens, 48), tokens, head_dim, amplitude=amplitude, seed=tokens + head_dim)
-        exact = exact_attention(*inputs)
-        tensors = quantize_all(inputs, None if grain == "per tensor" else recipe)
-        arguments = [part for x in tensors for part in (x.values, x.scale)]
-        options = (None, False, head_dim**-0.5, None, torch.float32, recipe)
-        out = reference.int8_attention(*arguments, *options, checked=tokens <= 197)
-        ceiling = sqnr(exact, exact_attention(*dequantize_all(tensors)))
-        assert sqnr(exact, out) >= ceiling - allowed_loss(grain, recipe, tokens, head_dim, amplitude), amplitude
+    for group in GROUPS:
+        results = []
+        for amplitude in group:
+            inputs = make_inputs(1, heads, min(tokens, 128), tokens, head_dim, amplitude=amplitude, seed=tokens + head_dim)
+            tensors = quantize_all(inputs, None if grain == "per tensor" else recipe)
+            arguments = [part for x in tensors for part in (x.values, x.scale)]
+            options = (None, False, head_dim**-0.5, None, torch.float32, recipe)
+            out = reference.int8_attention(*arguments, *options, checked=tokens <= 197)
+            results.append((exact_attention(*inputs), exact_attention(*dequantize_all(tensors)), out))
+        exact, ceiling, out = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+        # 8 bits of P round at 1/255 of the row's largest weight, which thousands of middling weights show
+        coarse = recipe.probability_bits == 8 and group == (1.0,) and tokens >= 1024
+        allowed = {1024: 3.6, 4096: 5.0}[tokens] if coarse else 2.0
+        assert sqnr(exact, out) >= sqnr(exact, ceiling) - allowed, group
 
 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])

@@ -70,6 +70,8 @@ class Recipe:
     normalization: str = "two_pass"
     key_block: int = 64
     output: str = "accumulator"
+    key: str = dataclasses.field(init=False, repr=False, compare=False)
+    """A canonical string that :meth:`from_key` turns back into this recipe (operators take strings)."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -88,19 +90,17 @@ class Recipe:
         if self.output == "value_scale" and self.probability_bits == 15:
             raise ValueError("Recipe.output='value_scale' needs probability_bits 7 or 8, got 15")
 
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        object.__setattr__(self, "key", json.dumps(fields, sort_keys=True))
+
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with the named fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
-    @functools.cached_property
-    def key(self) -> str:
-        """A canonical string that :meth:`from_key` turns back into this recipe (operators take strings)."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> Recipe:
-        """Return the recipe that :attr:`key` named."""
+        """Return the recipe whose :attr:`key` this is."""
         return Recipe(**json.loads(key))
 
 

@@ -121,24 +121,29 @@ def _load_value(
 
 
 @triton.jit
+def _load_key(
+    k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr
+):  # fmt: skip
+    """Keys ``n`` as a (channels, keys) tile. Past the end the last key stands in, which leaves row maxima true."""
+    if not INSIDE:
+        n = tl.minimum(n, keys - 1)
+    ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if BLOCK_D == HEAD_DIM:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=d[:, None] < HEAD_DIM, other=0)
+
+
+@triton.jit
 def _scores(
-    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
-    rows, n, d, queries, keys, multiplier, fraction_bits, largest,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr, REPEAT_LAST: tl.constexpr, GUARD: tl.constexpr,
+    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
+    rows, n, queries, keys, multiplier, fraction_bits, largest,
+    COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of queries against keys ``n``, in a unit common to the row; and who takes part.
 
-    Keys past the end are read as the last key, which leaves every row maximum true; with CHECK whoever takes no
-    part is set to the minimum instead.
+    With CHECK whoever takes no part is set to the minimum.
     """
-    k_ptrs = k_base + tl.minimum(n, keys - 1)[None, :] * k_stride_n + d[:, None] * k_stride_d
-    if not (CHECK or REPEAT_LAST):
-        k_ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
-    if BLOCK_D == HEAD_DIM:
-        k = tl.load(k_ptrs)
-    else:
-        k = tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0)
     s = tl.dot(q, k, out_dtype=tl.int32)
     if KEY_TOKEN:
         bits = tl.load(ks_base + tl.minimum(n, keys - 1) * ks_stride_n)
@@ -198,6 +203,49 @@ def _probability_words(
 
 
 @triton.jit
+def _accumulate(
+    word, v, weight, halves, accumulator, high, total, high_total,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, ADD_OFFSET: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to the products with V and with ones (the row sums).
+
+    Stored 8- and 15-bit probabilities are 128 too small; with ADD_OFFSET the tensor core adds 128 times V back, as
+    two products with 64s.
+    """
+    p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    if BITS == 15:
+        high = tl.dot(p, v, high, out_dtype=tl.int32)
+        high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
+        p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    total = tl.dot(p, weight, total, out_dtype=tl.int32)
+    accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
+    if ADD_OFFSET:
+        accumulator = tl.dot(halves, v, accumulator, out_dtype=tl.int32)
+        accumulator = tl.dot(halves, v, accumulator, out_dtype=tl.int32)
+    return accumulator, high, total, high_total
+
+
+@triton.jit
+def pack_value_kernel(
+    v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded,
+    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring a head's V to the order the tensor core reads, (channels, keys), zero up to ``padded``; and sum each channel."""
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    head = z * tl.num_programs(1) + h
+    v_base = v_ptr + z * v_stride_z + h * v_stride_h
+    sums = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(0, padded, BLOCK_N):
+        v = _load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True)
+        sums += tl.sum(v.to(tl.int32), 0)
+        n = start + tl.arange(0, BLOCK_N)
+        out = packed_ptr + (head * VALUE_DIM + channels[None, :]) * padded + n[:, None]
+        tl.store(out, v, mask=channels[None, :] < VALUE_DIM)
+    tl.store(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+
+
+@triton.jit
 def attention_kernel(
     q_ptr,
     k_ptr,
@@ -208,6 +256,7 @@ def attention_kernel(
     vs_ptr,
     os_ptr,
     mask_ptr,
+    sums_ptr,
     q_stride_z,
     q_stride_h,
     q_stride_n,
@@ -262,9 +311,10 @@ def attention_kernel(
     ONLINE: tl.constexpr,
     FLOOR_OUTPUT: tl.constexpr,
     COLUMN_BITS: tl.constexpr,
-    SINGLE: tl.constexpr,
+    TILES: tl.constexpr,
     KEYS: tl.constexpr,
-    CHECK_ROW: tl.constexpr,
+    CHECK: tl.constexpr,
+    VALUE_SUMS: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
     QUERY_TOKEN: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr,
@@ -330,43 +380,56 @@ def attention_kernel(
     high_total = tl.zeros((BLOCK_M, 16), tl.int32)
     accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
     high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
-    value_sum = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
-    ones = tl.full((BLOCK_M, BLOCK_N), 1, tl.int8)
     halves = tl.full((BLOCK_M, BLOCK_N), 64, tl.int8)
-    count = 0
-
-    if SINGLE:
-        n = _key_order(tl.arange(0, BLOCK_N))
-        s, valid = _scores(
-            q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, d,
-            queries, KEYS, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
-            CHECK_ROW, True, GUARD,
-        )  # fmt: skip
-        row_max = tl.max(s, 1)[:, None]
-        word = _probability_words(
-            s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK_ROW, GUARD
-        )
-        # without a mask the columns past the end hold copies of the last key: V's zero rows drop them from the
-        # numerator, their weight of 0 from the denominator
-        weight = tl.full((BLOCK_N, 16), 1, tl.int8)
-        count = BLOCK_N
-        if not CHECK_ROW:
-            weight = tl.where(tl.arange(0, BLOCK_N)[:, None] < KEYS, weight, 0)
-            count = KEYS
-        v = _load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
-        p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
-        total = tl.dot(p, weight, out_dtype=tl.int32)
-        if BITS == 15:
-            high = tl.dot(p, v, out_dtype=tl.int32)
-            p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
-            total = tl.dot(p, weight, total * 256, out_dtype=tl.int32)
-        if BITS != 7:
-            # 128 times the sum of V, in the tensor core: stored probabilities are 128 too small
-            accumulator = tl.dot(halves, v, out_dtype=tl.int32)
-            accumulator = tl.dot(halves, v, accumulator, out_dtype=tl.int32)
-        accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
+    ones = tl.full((BLOCK_N, 16), 1, tl.int8)
+    ADD_OFFSET: tl.constexpr = BITS != 7 and not VALUE_SUMS
+    # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
+    # the row sum. Under a mask they are masked like any other.
+    if CHECK:
+        weight = ones
     else:
-        weight = tl.full((BLOCK_N, 16), 1, tl.int8)
+        weight = tl.where((keys & (-BLOCK_N)) + tl.arange(0, BLOCK_N)[:, None] < keys, ones, 0)
+
+    if TILES > 0:
+        # the whole row at once, in one tile or two; every load is under way before the first product
+        n = _key_order(tl.arange(0, BLOCK_N))
+        if TILES == 1:
+            weight = tl.where(tl.arange(0, BLOCK_N)[:, None] < KEYS, ones, 0) if not CHECK else ones
+        else:
+            weight = tl.where(BLOCK_N + tl.arange(0, BLOCK_N)[:, None] < KEYS, ones, 0) if not CHECK else ones
+        k0 = _load_key(k_base, k_stride_n, k_stride_d, n, d, KEYS, HEAD_DIM, BLOCK_D, TILES == 2)
+        if TILES == 2:
+            k1 = _load_key(k_base, k_stride_n, k_stride_d, BLOCK_N + n, d, KEYS, HEAD_DIM, BLOCK_D, False)
+        v0 = _load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, TILES == 1)
+        if TILES == 2:
+            v1 = _load_value(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
+        s0, valid0 = _scores(
+            q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, queries, KEYS, multiplier,
+            fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+        )  # fmt: skip
+        row_max = tl.max(s0, 1)[:, None]
+        if TILES == 2:
+            s1, valid1 = _scores(
+                q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, BLOCK_N + n, queries, KEYS,
+                multiplier, fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+            )  # fmt: skip
+            row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
+        word = _probability_words(
+            s0, valid0, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK, GUARD
+        )
+        accumulator, high, total, high_total = _accumulate(
+            word, v0, weight if TILES == 1 else ones, halves, accumulator, high, total, high_total, BLOCK_M, BLOCK_N, BITS,
+            ADD_OFFSET, GUARD,
+        )  # fmt: skip
+        if TILES == 2:
+            word = _probability_words(
+                s1, valid1, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK, GUARD
+            )
+            accumulator, high, total, high_total = _accumulate(
+                word, v1, weight, halves, accumulator, high, total, high_total, BLOCK_M, BLOCK_N, BITS, ADD_OFFSET, GUARD
+            )
+        count = TILES * BLOCK_N if CHECK else KEYS
+    else:
         last = keys
         full = keys & (-BLOCK_N)
         if CAUSAL:
@@ -375,40 +438,26 @@ def attention_kernel(
         if MASK != "none":
             full = 0
         if not ONLINE:
-            for start in range(0, full, BLOCK_N):
-                n = start + _key_order(tl.arange(0, BLOCK_N))
-                s, valid = _scores(
-                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, False, False, GUARD,
-                )  # fmt: skip
-                row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
-            for start in range(full, last, BLOCK_N):
-                n = start + _key_order(tl.arange(0, BLOCK_N))
-                s, valid = _scores(
-                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, True, False, GUARD,
-                )  # fmt: skip
-                row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+            for phase in tl.static_range(2):
+                for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
+                    n = start + _key_order(tl.arange(0, BLOCK_N))
+                    k = _load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
+                    s, valid = _scores(
+                        q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, queries, keys,
+                        multiplier, fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK and phase == 1, GUARD,
+                    )  # fmt: skip
+                    row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
         for phase in tl.static_range(2):
-            if phase == 0:
-                begin = 0
-                end = full
-            else:
-                begin = full
-                end = last
-            for start in range(begin, end, BLOCK_N):
+            for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
                 n = start + _key_order(tl.arange(0, BLOCK_N))
+                k = _load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
                 s, valid = _scores(
-                    q, k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows,
-                    n, d, queries, keys, multiplier, fraction_bits, largest, HEAD_DIM, BLOCK_D, COLUMN_BITS, MASK, CAUSAL,
-                    KEY_TOKEN, phase == 1, False, GUARD,
+                    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, queries, keys,
+                    multiplier, fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 if ONLINE:
                     new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
-                    seen = row_max != MASKED
-                    step = tl.where(seen, new_max - row_max, 0)
+                    step = tl.where(row_max != MASKED, new_max - row_max, 0)
                     if KEY_TOKEN and MASK != "bias":
                         step = multiply_high(step, multiplier, GUARD)
                     elif MASK != "bias":
@@ -419,30 +468,27 @@ def attention_kernel(
                     row_max = new_max
                 word = _probability_words(
                     s, valid, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
-                    phase == 1, GUARD,
+                    CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 v = _load_value(
                     v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, phase == 1
                 )
-                p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
-                if BITS == 15:
-                    high = tl.dot(p, v, high, out_dtype=tl.int32)
-                    high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
-                    p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
-                total = tl.dot(p, weight, total, out_dtype=tl.int32)
-                accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
-                if BITS != 7:
-                    value_sum = tl.dot(ones, v, value_sum, out_dtype=tl.int32)
-                count += BLOCK_N
+                accumulator, high, total, high_total = _accumulate(
+                    word, v, ones if phase == 0 else weight, halves, accumulator, high, total, high_total, BLOCK_M, BLOCK_N,
+                    BITS, ADD_OFFSET, GUARD,
+                )  # fmt: skip
+        count = keys
+        if CHECK:
+            count = tl.cdiv(last, BLOCK_N) * BLOCK_N
 
-    if BITS == 15 and not SINGLE:
-        total += high_total * 256
     total = tl.max(total, 1)[:, None]
+    if BITS == 15:
+        total += tl.max(high_total, 1)[:, None] * 256
     if BITS != 7:
-        # stored probabilities are 128 too small
         total += 128 * count
-        if not SINGLE:
-            accumulator += 128 * value_sum
+    if BITS != 7 and VALUE_SUMS:
+        sums = tl.load(sums_ptr + (z * tl.num_programs(1) // GROUP + kv_head) * VALUE_DIM + dv, mask=dv < VALUE_DIM, other=0)
+        accumulator += 128 * sums[None, :]
     bits, inverse = row_inverse(total, GUARD)
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
@@ -504,14 +550,20 @@ def kernel_constants(
     }
 
 
-def choose_tiles(recipe: Recipe, head_dim: int, queries: int, keys: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, warps, stages). Tiles change speed, never a bit."""
+def choose_tiles(
+    recipe: Recipe, head_dim: int, queries: int, keys: int, masked: bool, capability: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, warps, stages) for an architecture. Tiles change speed, never a bit."""
     block_m = 64 if queries > 32 else 32 if queries > 16 else 16
+    hopper = capability[0] == 9
+    wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
         return block_m, recipe.key_block, 4, 2
-    if keys <= 256:
-        return block_m, max(32, triton.next_power_of_2(keys)), 4, 1
-    return 64, 64 if recipe.probability_bits == 15 or head_dim > 128 else 128, 4, 3
+    if keys <= 256 and not (masked and keys > 128):
+        return block_m, max(32, min(128, triton.next_power_of_2(keys))), 8 if wide and not hopper and block_m == 64 else 4, 1
+    if not hopper and wide:
+        return block_m, 64, 8 if block_m == 64 else 4, 2
+    return block_m, 64, 4, 3
 
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -531,6 +583,35 @@ class Call(NamedTuple):
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
+def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
+    """Return V with its keys side by side, the sums of its channels, and the launches that fill both.
+
+    The view returned has V's shape; its storage is (batch, heads, channels, keys up to a multiple of 128), zero
+    past the end.
+    """
+    batch, heads, keys, channels = value.shape
+    padded = triton.cdiv(keys, 128) * 128
+    packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
+    sums = torch.empty((batch, heads, channels), dtype=torch.int32, device=value.device)
+    block = min(32, triton.next_power_of_2(channels))
+    calls = []
+    for start in range(0, batch, 65535):
+        arguments = {
+            "v_ptr": value[start:],
+            "packed_ptr": packed[start:],
+            "sums_ptr": sums[start:],
+            **{f"v_stride_{axis}": value.stride(dim) for dim, axis in enumerate("zhnd")},
+            "keys": keys,
+            "padded": padded,
+            "VALUE_DIM": channels,
+            "BLOCK_C": block,
+            "BLOCK_N": 128,
+        }
+        grid = (triton.cdiv(channels, block), heads, min(65535, batch - start))
+        calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
+    return packed[..., :keys].mT, sums, calls
+
+
 def attention_calls(
     query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -547,17 +628,30 @@ def attention_calls(
     *,
     tiles: tuple[int, int, int, int] | None = None,
     guard: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> list[Call]:
-    """Return the launches that fill ``out`` with the attention of int8 tensors (one per 65535 batch elements).
+    """Return the launches that fill ``out`` with the attention of int8 tensors, in order.
+
+    Rows that fit two tiles are one launch; longer ones first bring V to the tensor core's order, which pays
+    because every block of queries reads it. More than 65535 batch elements are split.
 
     Args:
         tiles: (BLOCK_M, BLOCK_N, warps, stages), for tests and tuning; chosen by shape if None.
         guard: compile for Triton's interpreter, without inline assembly.
+        capability: the architecture to choose tiles for; the query's device if None.
     """
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
-    block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys)
-    single = keys <= block_n and recipe.normalization == "two_pass"
+    if capability is None:
+        capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else (9, 0)
+    block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys, mask is not None, capability)
+    two_pass = recipe.normalization == "two_pass"
+    row_tiles = triton.cdiv(keys, block_n) if two_pass and keys <= 2 * block_n else 0
+    check = is_causal or mask is not None
+    sums: torch.Tensor | None = None
+    calls: list[Call] = []
+    if keys > 256 and two_pass:
+        value, sums, calls = _pack_value(value)
     kind = "none" if mask is None else "bias" if mask.dtype == torch.int32 else "bool"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constant = fp.split_float(softmax_scale * math.log2(math.e))
@@ -573,16 +667,16 @@ def attention_calls(
         "MASK_PERIOD": period,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "SINGLE": single,
-        "KEYS": keys if single else 0,
-        "CHECK_ROW": is_causal or mask is not None,
+        "TILES": row_tiles,
+        "KEYS": keys if row_tiles else 0,
+        "CHECK": check,
+        "VALUE_SUMS": sums is not None and not is_causal,
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
         "QUERY_TOKEN": query_scale.shape[2] > 1,
         "VALUE_CHANNEL": value_scale.shape[3] > 1,
         "OUTPUT_CHANNEL": output_scale is not None and output_scale.shape[3] > 1,
         **kernel_constants(recipe, head_dim, value_dim, kind, is_causal, key_scale.shape[2] > 1, guard),
     }
-    calls = []
     for start in range(0, batch, step):
 
         def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
@@ -600,6 +694,7 @@ def attention_calls(
             strides = _strides(x, tuple(dim for dim, _ in axes))
             arguments.update({f"{name}_stride_{axis}": stride for (_, axis), stride in zip(axes, strides, strict=True)})
         arguments["mask_ptr"] = mask_view if period else part(mask_view)
+        arguments["sums_ptr"] = query if sums is None else part(sums)
         strides = (0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))
         arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
         grid = (triton.cdiv(queries, block_m), heads, min(step, batch - start))

@@ -55,6 +55,7 @@ class Case:
         causal: whether query i sees only keys 0 to i.
         granularity: one granularity for all scales instead of the recipe's.
         key_heads: heads of key and value, fewer than query's 4 for grouped queries.
+        kernel: which of the launches the problem takes.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Case:
     causal: bool = False
     granularity: str | None = None
     key_heads: int = 4
+    kernel: str = "attention_kernel"
 
 
 CASES = (
@@ -80,10 +82,11 @@ CASES = (
     Case("long-128", 4096, 128),
     Case("long-causal-gqa", 4096, 64, causal=True, key_heads=1),
     Case("long-accurate", 4096, 64, recipe="accurate"),
+    Case("pack-value", 4096, 64, kernel="pack_value_kernel"),
 )
 
 
-def attention_call(case: Case) -> Any:
+def kernel_call(case: Case, target: str) -> Any:
     """Return the kernel launch of a case, spelt out by the launcher itself, on tensors without memory."""
     import torch
 
@@ -109,7 +112,8 @@ def attention_call(case: Case) -> Any:
         "bias": values(1, heads, tokens, tokens, dtype=torch.int32),
         "windows": values(batch // 2, heads, tokens, tokens, dtype=torch.int32),
     }[case.mask]
-    (call,) = attention_calls(
+    number = int(target.removeprefix("sm_"))
+    calls = attention_calls(
         query,
         scale(query, recipe.query_granularity),
         key,
@@ -122,8 +126,9 @@ def attention_call(case: Case) -> Any:
         scale(query, recipe.value_granularity),
         torch.empty_like(query),
         recipe,
+        capability=(number // 10, number % 10),
     )
-    return call
+    return next(call for call in calls if call.kernel.__name__ == case.kernel)
 
 
 # --- compiling without a GPU ------------------------------------------------------------------------------
@@ -464,21 +469,22 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     if not instructions:
         raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
     warps = compiled.metadata.num_warps
-    block_m, block_n = call.arguments.get("BLOCK_M"), call.arguments.get("BLOCK_N")
-    hot = hot_loop_sizes(instructions)
+    block_m, block_n, tiles = (call.arguments.get(name, 0) for name in ("BLOCK_M", "BLOCK_N", "TILES"))
+    scores = block_m * block_n * max(tiles, 1)
+    hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
     return Report(
         case=name,
         target=target,
         kernel=call.kernel.__name__,
-        tile=f"{block_m}x{block_n}" if block_n else "",
+        tile=f"{block_m}x{block_n * max(tiles, 1)}" if scores else "",
         warps=warps,
         stages=compiled.metadata.num_stages,
         float_instructions=dict(floats.most_common()),
         constant_moves=sum(map(is_constant_move, instructions)),
         tensor_core=dict(Counter(i.opcode for i in instructions if is_tensor_core(i)).most_common()),
         instructions=len(instructions),
-        per_score=round((sum(hot) or len(instructions)) * 32 * warps / (block_m * block_n), 2) if block_n else None,
+        per_score=round((sum(hot) or len(instructions)) * 32 * warps / scores, 2) if scores else None,
         hot_loops=hot,
         registers=usage.get("reg"),
         spills=sum(i.base in ("LDL", "STL") for i in instructions),
@@ -489,7 +495,7 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
 
 def _examine_case(case: Case, target: str, dump: pathlib.Path | None) -> Report:
     try:
-        return examine(attention_call(case), case.name, target, dump)
+        return examine(kernel_call(case, target), case.name, target, dump)
     except VerificationError:
         raise
     except Exception as error:  # a kernel that does not compile is a finding, and Triton raises anything

@@ -346,7 +346,7 @@ LANES = 1024
 
 
 @triton.jit
-def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, GUARD: tl.constexpr, LANES: tl.constexpr):  # fmt: skip  # noqa: E501, N803
+def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, GUARD: tl.constexpr, LANES: tl.constexpr):  # fmt: skip  # noqa: E501
     """Apply one function of kernels/integer.py to up to three int32 vectors; two results."""
     lane = tl.arange(0, LANES)
     a = tl.load(a_ptr + lane)
@@ -358,19 +358,19 @@ def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM:
         mantissa, exponent = integer.split_scale(b)
         x, y = integer.combine_scales(a, mantissa, exponent, c, MOST)
     elif WHAT == "narrow":
-        x, y = integer.narrow_multiplier(a, b, HEAD_DIM, GUARD)
+        x, y = integer.narrow_multiplier(a, b, MOST, HEAD_DIM, GUARD)
     elif WHAT == "wide":
         x, y = integer.wide_multiplier(a, b, COLUMN_BITS, MOST)
     elif WHAT == "column":
         x = integer.column_multiplier(a, b, COLUMN_BITS)
     elif WHAT == "reciprocal":
-        x = integer.reciprocal(a)
+        x = integer.reciprocal(a, GUARD)
     elif WHAT == "bit_length":
-        x = integer.bit_length(a)
+        x = integer.bit_length(a, GUARD)
     elif WHAT == "output_multiplier":
-        x, y = integer.output_multiplier(a, b)
+        x, y = integer.output_multiplier(a, b, GUARD)
     elif WHAT == "requantize":
-        x = integer.requantize(a, b, c)
+        x = integer.requantize(a, b, c, GUARD)
     elif WHAT == "release":
         x = integer.release_factor(a, b, GUARD)
     elif WHAT == "offset":
@@ -416,7 +416,9 @@ def test_twin_multipliers(head_dim: int) -> None:
     mantissa, exponent, _ = combined(head_dim + 7, 2 * LANES)
     exponent = exponent + torch.arange(2 * LANES) % 60 - 30
     bits = fp.column_bits(head_dim)
-    assert_twins(run_twin("narrow", mantissa, exponent, HEAD_DIM=head_dim), *fp.narrow_multiplier(mantissa, exponent, head_dim))
+    most = fp.MULTIPLIER_BUDGET // head_dim
+    got = run_twin("narrow", mantissa, exponent, MOST=most, HEAD_DIM=most.bit_length())
+    assert_twins(got, *fp.narrow_multiplier(mantissa, exponent, head_dim))
     for most in (fp.BIAS_FRACTION_BITS, fp.MAX_FRACTION_BITS):
         got = run_twin("wide", mantissa, exponent, COLUMN_BITS=bits, MOST=most)
         assert_twins(got, *fp.wide_multiplier(mantissa, exponent, head_dim, most))

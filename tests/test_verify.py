@@ -4,8 +4,6 @@ conftest.py turns Triton's interpreter on, under which nothing is compiled; what
 of its own with that variable removed. Run as a script, this file prints the planted kernels' reports.
 """
 
-# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
-
 from __future__ import annotations
 
 import json

@@ -39,7 +39,7 @@ def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     Leading dimensions that are a run of ones followed by the query's own (Swin's windows inside a batch of
     images) become a period that repeats over the batch.
     """
-    if mask is None or mask.dim() == 4 and query.dim() == 4:
+    if mask is None or (mask.dim() == 4 and query.dim() == 4):
         return mask
     if mask.dim() < query.dim():
         mask = mask.reshape((1,) * (max(query.dim(), 4) - mask.dim()) + tuple(mask.shape))

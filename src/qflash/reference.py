@@ -169,8 +169,8 @@ def int8_attention(
     width = min(tile, keys)
     rows = max(1, _ROWS_AT_ONCE // max(1, heads * queries * width))
 
-    def part(x: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-        return x if x is None or x.shape[0] == 1 else x[start:stop]
+    def part(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return x if x.shape[0] == 1 else x[start:stop]
 
     for start in range(0, batch, rows):
         stop = min(batch, start + rows)
@@ -181,7 +181,7 @@ def int8_attention(
             part(query_scale, start, stop),
             part(key_scale, start, stop),
             softmax_scale,
-            part(mask, start, stop),
+            None if mask is None else part(mask, start, stop),
             is_causal,
             check,
             torch.int64 if checked else torch.int32,
@@ -192,7 +192,7 @@ def int8_attention(
             numerator,
             denominator,
             part(value_scale, start, stop),
-            part(output_scale, start, stop),
+            None if output_scale is None else part(output_scale, start, stop),
             out_dtype,
             recipe,
         )

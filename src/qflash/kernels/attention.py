@@ -4,8 +4,6 @@ One program computes one block of queries of one head. With the whole row in one
 once; longer rows are walked twice (row maximum first), or once with ScaleRelease when the recipe is online.
 """
 
-# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
-
 from __future__ import annotations
 
 import math
@@ -311,6 +309,8 @@ def attention_kernel(
     ONLINE: tl.constexpr,
     FLOOR_OUTPUT: tl.constexpr,
     COLUMN_BITS: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_BITS: tl.constexpr,
     TILES: tl.constexpr,
     KEYS: tl.constexpr,
     CHECK: tl.constexpr,
@@ -372,7 +372,7 @@ def attention_kernel(
     elif KEY_TOKEN:
         multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 28)
     else:
-        multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, HEAD_DIM, GUARD)
+        multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
 
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
     # row sums are a product with a matrix of ones: the tensor core adds them up for nothing
@@ -546,6 +546,8 @@ def kernel_constants(
         "ONLINE": recipe.normalization == "online",
         "FLOOR_OUTPUT": recipe.output == "value_scale",
         "COLUMN_BITS": fp.column_bits(head_dim),
+        "MOST": fp.MULTIPLIER_BUDGET // head_dim,
+        "MOST_BITS": (fp.MULTIPLIER_BUDGET // head_dim).bit_length(),
         "GUARD": guard,
     }
 

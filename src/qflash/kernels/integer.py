@@ -5,11 +5,8 @@ Triton's interpreter, where inline assembly does not exist and a shift by 32 or 
 the PTX shifts clamp.
 """
 
-# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
-
 import triton
 import triton.language as tl
-
 
 # four 32-bit integers -> four bytes, saturating
 SATURATE = tl.constexpr("""{.reg .b32 a;
@@ -65,28 +62,9 @@ def combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, co
 
 
 @triton.jit
-def narrow_multiplier(mantissa, exponent, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr):
-    """(M, F): one 32-bit multiply-add a score."""
-    MOST: tl.constexpr = 57344 // HEAD_DIM
-    SHIFT: tl.constexpr = (
-        31
-        - (MOST >= 1)
-        - (MOST >= 2)
-        - (MOST >= 4)
-        - (MOST >= 8)
-        - (MOST >= 16)
-        - (MOST >= 32)
-        - (MOST >= 64)
-        - (MOST >= 128)
-        - (MOST >= 256)
-        - (MOST >= 512)
-        - (MOST >= 1024)
-        - (MOST >= 2048)
-        - (MOST >= 4096)
-        - (MOST >= 8192)
-        - (MOST >= 16384)
-        - (MOST >= 32768)
-    )
+def narrow_multiplier(mantissa, exponent, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr):
+    """(M, F): one 32-bit multiply-add a score. MOST is 57344 // head_dim, MOST_BITS its bit length."""
+    SHIFT: tl.constexpr = 31 - MOST_BITS
     rounded = ((mantissa >> (SHIFT - 1)) + 1) >> 1
     shift = SHIFT + tl.where(rounded > MOST, 1, 0)
     fraction = exponent - shift
@@ -130,10 +108,9 @@ def probability_word(
     """
     if QUADRATIC:
         exp2 = mantissa * mantissa + (1 << 17)
-        UP: tl.constexpr = 13 if BITS != 8 else 14
     else:
         exp2 = (mantissa + 1) * ((1 << BITS) - 1)
-        UP: tl.constexpr = 7 if BITS == 15 else 15
+    UP: tl.constexpr = (14 if BITS == 8 else 13) if QUADRATIC else (7 if BITS == 15 else 15)
     if BITS == 15:
         wide = (exp2 << UP).to(tl.uint32, bitcast=True)
         value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)

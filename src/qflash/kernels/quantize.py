@@ -1,7 +1,5 @@
 """Quantisation kernels: the bits of :mod:`qflash.quantization`, in one pass per token or two per head."""
 
-# ruff: noqa: N803  (constexpr parameters are upper case, as everywhere in Triton)
-
 from __future__ import annotations
 
 import torch

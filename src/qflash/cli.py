@@ -48,7 +48,7 @@ def _main(
 
 @app.command()
 def demo(
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for the results.")] = pathlib.Path("qflash-demo"),
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the results.")] = pathlib.Path("qflash-report"),
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many images.")] = None,
 ) -> None:
     """Run a small vision transformer with integer attention and compare it with float attention."""

@@ -147,7 +147,8 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
 
     Both arguments are ``(batch, heads, tokens, channels)``; the key may have fewer heads, and all query heads
     of a group then share its exponents. Powers of two are exact, so the scores do not change. ``e`` is half
-    the difference of the binary exponents of the two amplitudes; channels that are zero or not finite stay.
+    the difference of the binary exponents of the two amplitudes, truncated towards zero so that amplitudes which merely
+    straddle a power of two stay; so do channels that are zero or not finite.
     """
     query, key = query.to(torch.float32), key.to(torch.float32)
     if query.numel() == 0 or key.numel() == 0:
@@ -157,7 +158,7 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
     above = query.abs().amax(dim=-2).reshape(batch, key_heads, heads // key_heads, channels).amax(dim=2)
     below = key.abs().amax(dim=-2)
     usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
-    exponent = (torch.frexp(above).exponent - torch.frexp(below).exponent + 1) >> 1
+    exponent = torch.div(torch.frexp(above).exponent - torch.frexp(below).exponent, 2, rounding_mode="trunc")
     exponent = torch.where(usable, exponent, 0)[:, :, None, :]
     key = torch.ldexp(key, exponent)
     return torch.ldexp(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key

@@ -37,7 +37,7 @@ class Recipe:
         key_granularity: the same for the key.
         value_granularity: ``"tensor"``, ``"head"`` or ``"channel"`` (one scale per batch, head and channel).
         exponential: ``"linear"`` is the paper's ShiftExp2 (Algorithm 2), a chord of ``2**x`` between two
-            integers, at most 6.1 % off; ``"quadratic"`` adds one square and is at most 0.18 % off.
+            integers, up to 6.1 % above it; ``"quadratic"`` adds one square and stays within 0.35 %.
         probability_bits: width of the unnormalised probabilities P: 7 (the paper's int8), 8 (stored with
             an offset of 128) or 15 (two int8 products).
         probability_rounding: ``"nearest"`` or the paper's ``"floor"`` (the right shift of Equation 10).

@@ -284,7 +284,8 @@ def _online(
         scores.check("O", numerator, -(1 << 31), (1 << 31) - 1)
         scores.check("l", denominator, 0, (1 << 24) - 1)
     assert numerator is not None and denominator is not None and row_max is not None
-    return numerator, denominator, row_max
+    # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l; no average can be there
+    return numerator.clamp(-128 * denominator, 128 * denominator), denominator, row_max
 
 
 def _finish(

@@ -489,6 +489,9 @@ def attention_kernel(
     if BITS != 7 and VALUE_SUMS:
         sums = tl.load(sums_ptr + (z * tl.num_programs(1) // GROUP + kv_head) * VALUE_DIM + dv, mask=dv < VALUE_DIM, other=0)
         accumulator += 128 * sums[None, :]
+    if ONLINE:
+        # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l
+        accumulator = tl.minimum(tl.maximum(accumulator, -128 * total), 128 * total)
     bits, inverse = row_inverse(total, GUARD)
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)

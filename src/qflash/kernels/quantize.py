@@ -1,4 +1,4 @@
-"""Quantisation kernels: the bits of :mod:`qflash.quantization`, in one pass per token or two per head."""
+"""Quantisation kernels: the bits of :mod:`qflash.quantization`, one launch a tensor (two for one scale in all)."""
 
 from __future__ import annotations
 
@@ -37,32 +37,92 @@ def magnitude(x):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, scale_ptr, center_ptr, values_ptr, out_scale_ptr,
+    x_ptr, scale_ptr, center_ptr, values_ptr,
     x_stride_z, x_stride_h, x_stride_n, x_stride_d,
     s_stride_z, s_stride_h, s_stride_n, s_stride_d,
-    tokens, channels,
-    PER_TOKEN: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a block of tokens of one head with given scales, or (PER_TOKEN) with one scale found per token."""
+    """Quantise a block of tokens of one head with given scales."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
     x_ptrs = x_ptr + z * x_stride_z + h * x_stride_h + n[:, None] * x_stride_n + d[None, :] * x_stride_d
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    head = z * heads + h
+    head = z * tl.num_programs(1) + h
     if CENTER:
         x = x - tl.load(center_ptr + head * channels + d, mask=d < channels, other=0.0)[None, :]
-        x = tl.where(inside, x, 0.0)
-    if PER_TOKEN:
-        scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
-        tl.store(out_scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
-    else:
-        s_ptrs = scale_ptr + z * s_stride_z + h * s_stride_h + n[:, None] * s_stride_n + d[None, :] * s_stride_d
-        scale = tl.load(s_ptrs, mask=inside, other=1.0)
-    values_ptrs = values_ptr + (head * tokens + n[:, None]) * channels + d[None, :]
-    tl.store(values_ptrs, to_int8(x, scale), mask=inside)
+    s_ptrs = scale_ptr + z * s_stride_z + h * s_stride_h + n[:, None] * s_stride_n + d[None, :] * s_stride_d
+    scale = tl.load(s_ptrs, mask=inside, other=1.0)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
+
+
+@triton.jit
+def quantize_token_kernel(
+    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of tokens of one head with one scale found per token."""
+    block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < tokens) & (d[None, :] < channels)
+    x_ptrs = x_ptr + z * x_stride_z + h * x_stride_h + n[:, None] * x_stride_n + d[None, :] * x_stride_d
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    head = z * tl.num_programs(1) + h
+    scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+    tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
+
+
+@triton.jit
+def _channel_range(
+    x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
+    low = tl.full((BLOCK_D,), float("inf"), tl.float32)
+    high = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < tokens) & (d[None, :] < channels)
+        x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+        low = tl.minimum(low, tl.min(tl.where(inside, tl.where(x == x, x, float("-inf")), float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(inside, tl.where(x == x, x, float("inf")), float("-inf")), 0))
+    return low, high
+
+
+@triton.jit
+def quantize_head_kernel(
+    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
+    GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Quantise one head, finding its scales: a pass for the range of its channels, a pass for the values."""
+    h, z = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head = z * tl.num_programs(0) + h
+    d = tl.arange(0, BLOCK_D)
+    x_base = x_ptr + z * x_stride_z + h * x_stride_h
+    low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    if GRANULARITY == "head":
+        scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+        tl.store(scale_ptr + head + tl.zeros((1, 1), tl.int32), scale)
+    elif GRANULARITY == "channel":
+        scale = amplitude_to_scale(amplitude)[None, :]
+        tl.store(scale_ptr + head * channels + d[None, :], scale, mask=d[None, :] < channels)
+    for start in range(0, tokens, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < tokens) & (d[None, :] < channels)
+        x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            x = tl.where(inside, x - middle[None, :], 0.0)
+        if GRANULARITY == "token":
+            scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+            tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
+        tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
 
 
 @triton.jit
@@ -72,14 +132,12 @@ def range_kernel(
 ):  # fmt: skip
     """Lowest and highest value of every channel over one chunk of tokens of one head."""
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    inside = (n[:, None] < tokens) & (d[None, :] < channels)
-    x_ptrs = x_ptr + z * x_stride_z + h * x_stride_h + n[:, None] * x_stride_n + d[None, :] * x_stride_d
-    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    finite = x == x
-    low = tl.min(tl.where(inside, tl.where(finite, x, float("-inf")), float("inf")), 0)
-    high = tl.max(tl.where(inside, tl.where(finite, x, float("inf")), float("-inf")), 0)
+    begin = chunk * BLOCK_N
+    low, high = _channel_range(
+        x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + BLOCK_N, tokens, channels, d, BLOCK_N,
+        BLOCK_D,
+    )  # fmt: skip
     out = ((z * tl.num_programs(1) + h) * tl.num_programs(0) + chunk) * channels + d
     tl.store(low_ptr + out, low, mask=d < channels)
     tl.store(high_ptr + out, high, mask=d < channels)
@@ -101,9 +159,9 @@ def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.T
         stop = min(batch, start + 65535)
         centers = values if center is None else center[start:stop].contiguous()
         quantize_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
-            x[start:stop], spread[start:stop], centers, values[start:stop], scale,
+            x[start:stop], spread[start:stop], centers, values[start:stop],
             *x.stride(), *spread.stride(), tokens, channels,
-            PER_TOKEN=False, CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels),
+            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels),
         )  # fmt: skip
     return values
 
@@ -121,37 +179,33 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, device=x.device)
     block = _tokens_per_block(channels)
     width = triton.next_power_of_2(channels)
-    middle = None
-    low = high = None
-    if center or granularity != "token":
-        chunks = triton.cdiv(tokens, block)
-        low = torch.empty((batch, heads, chunks, channels), device=x.device)
-        high = torch.empty_like(low)
-        for start in range(0, batch, 65535):
-            stop = min(batch, start + 65535)
-            range_kernel[(chunks, heads, stop - start)](
-                x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens, channels, BLOCK_N=block, BLOCK_D=width
-            )
-        low, high = low.amin(dim=2, keepdim=True), high.amax(dim=2, keepdim=True)
-        if center:
-            middle = (low + high) * 0.5
-            low, high = low - middle, high - middle
-    if granularity == "token":
+    if granularity != "tensor":
         values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
         scale = torch.empty(shape, device=x.device)
         for start in range(0, batch, 65535):
             stop = min(batch, start + 65535)
-            quantize_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
-                x[start:stop], scale, scale if middle is None else middle[start:stop], values[start:stop], scale[start:stop],
-                *x.stride(), 0, 0, 0, 0, tokens, channels,
-                PER_TOKEN=True, CENTER=center, BLOCK_N=block, BLOCK_D=width,
-            )  # fmt: skip
+            arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
+            constants = {"CENTER": center, "BLOCK_N": block, "BLOCK_D": width}
+            if granularity == "token" and not center:
+                quantize_token_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
+                    *arguments, BLOCK_N=block, BLOCK_D=width
+                )
+            else:
+                quantize_head_kernel[(heads, stop - start)](*arguments, GRANULARITY=granularity, **constants)
         return values, scale
-    assert low is not None and high is not None
-    amplitude = torch.maximum(low.abs(), high.abs())
-    if granularity != "channel":
-        amplitude = amplitude.amax(dim=3, keepdim=True)
-    if granularity == "tensor":
-        amplitude = amplitude.amax().reshape(shape)
-    scale = scale_from_amplitude(amplitude)
+    # one scale for everything: the ranges of all heads have to be in before the first value is written
+    chunks = triton.cdiv(tokens, block)
+    low = torch.empty((batch, heads, chunks, channels), device=x.device)
+    high = torch.empty_like(low)
+    for start in range(0, batch, 65535):
+        stop = min(batch, start + 65535)
+        range_kernel[(chunks, heads, stop - start)](
+            x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens, channels, BLOCK_N=block, BLOCK_D=width
+        )
+    middle = None
+    if center:
+        low, high = low.amin(dim=2, keepdim=True), high.amax(dim=2, keepdim=True)
+        middle = (low + high) * 0.5
+        low, high = low - middle, high - middle
+    scale = scale_from_amplitude(torch.maximum(low.abs().amax(), high.abs().amax()).reshape(shape))
     return launch_quantize_values(x, scale, middle), scale

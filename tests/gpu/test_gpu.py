@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 GEOMETRIES = 80
-DRAWS = 10
+DRAWS = 6
 PRESETS = ("default", "accurate", "paper")
 
 

@@ -216,7 +216,7 @@ class Case:
             shape = (self.batch, self.heads, 1, self.value_dim)
             spread = [size if full else 1 for size, full in zip(shape, self.scale_dims[3], strict=True)]
             ratio = torch.exp2(torch.randn(spread, generator=generator) * 2 - 1)
-            output_scale = (arguments[5].amax() * ratio).to(device)
+            output_scale = arguments[5].amax() * ratio.to(device)
         mask = self._mask(generator)
         return (
             *arguments,
@@ -285,6 +285,8 @@ def draw_case(seed: int, limits: Limits) -> Case:
             stages = rng.choice((1, 2, 3))
             width = max(32, 1 << (head_dim - 1).bit_length()) + max(32, 1 << (value_dim - 1).bit_length())
             if block_n * width * stages > 1 << 16 or block_m * block_n > 1 << 14:
+                continue
+            if block_m << (value_dim - 1).bit_length() > 1 << 14:  # the launcher refuses them
                 continue
             tiles = (block_m, block_n, 8 if block_m == 128 else 4, stages)
         if batch * key_heads * group * math.ceil(queries / block_m) * math.ceil(keys / block_n) <= limits.work:

@@ -181,7 +181,6 @@ def test_what_is_not_finite_reaches_the_output(where: int, bad: float, backend: 
         assert not touched[1, 1].any()
 
 
-@pytest.mark.xfail(strict=True, reason="on the CPU int8_attention refuses the NaN scale that quantize made")
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_what_is_not_finite_reaches_the_float_output_of_the_integer_path(where: int) -> None:
     inputs = make_inputs(2, 2, 9, head_dim=16)

@@ -144,7 +144,7 @@ def quantize(
             raise ValueError(f"granularity={granularity!r} needs at least 2 dimensions, got shape {tuple(x.shape)}")
         if x.shape[-1] == 0:
             raise ValueError(f"x must have at least one channel, got shape {tuple(x.shape)}")
-        return QuantizedTensor(*torch.ops.qflash.quantize(x, granularity, backend))
+        return QuantizedTensor.from_kernel(*torch.ops.qflash.quantize(x, granularity, backend))
     scales = _scale_tensor(scale, "scale", x.device)
     try:
         fits = torch.broadcast_shapes(scales.shape, x.shape) == x.shape
@@ -218,7 +218,6 @@ def int8_attention(
     ):
         if x.scale.dim() >= -dim and x.scale.shape[dim] != 1 and x.scale.numel() != 1:
             raise ValueError(f"{name} must have one scale per {allowed}, got scale of shape {tuple(x.scale.shape)}")
-        check_scale_values(x.scale, f"{name}.scale")
     check_mask(attn_mask, query.values, key.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
     check_backend(backend)
     choices = resolve_recipe(recipe)
@@ -261,7 +260,7 @@ def int8_attention(
     )
     if query.values.dim() != 4:
         out = out.reshape(shape)
-    return QuantizedTensor(out, given) if given is not None else out
+    return QuantizedTensor.from_kernel(out, given) if given is not None else out
 
 
 def quantize_bias(bias: torch.Tensor) -> torch.Tensor:

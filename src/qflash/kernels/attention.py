@@ -650,6 +650,9 @@ def attention_calls(
     if capability is None:
         capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else (9, 0)
     block_m, block_n, warps, stages = tiles or choose_tiles(recipe, head_dim, queries, keys, mask is not None, capability)
+    if block_m * triton.next_power_of_2(value_dim) > 16384:
+        # past this the accumulators crowd out everything else and the compiler has been seen to emit a broken kernel
+        raise ValueError(f"BLOCK_M must be at most {16384 // triton.next_power_of_2(value_dim)} here, got {block_m}")
     two_pass = recipe.normalization == "two_pass"
     row_tiles = triton.cdiv(keys, block_n) if two_pass and keys <= 2 * block_n else 0
     check = is_causal or mask is not None

@@ -185,13 +185,17 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         for start in range(0, batch, 65535):
             stop = min(batch, start + 65535)
             arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
-            constants = {"CENTER": center, "BLOCK_N": block, "BLOCK_D": width}
             if granularity == "token" and not center:
                 quantize_token_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
                     *arguments, BLOCK_N=block, BLOCK_D=width
                 )
             else:
-                quantize_head_kernel[(heads, stop - start)](*arguments, GRANULARITY=granularity, **constants)
+                # a head of up to 256 tokens is one block: its second pass finds it in the cache
+                whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
+                quantize_head_kernel[(heads, stop - start)](
+                    *arguments, GRANULARITY=granularity, CENTER=center, BLOCK_N=whole, BLOCK_D=width,
+                    num_warps=8 if whole * width >= 8192 else 4,
+                )  # fmt: skip
         return values, scale
     # one scale for everything: the ranges of all heads have to be in before the first value is written
     chunks = triton.cdiv(tokens, block)

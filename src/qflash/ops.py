@@ -119,6 +119,11 @@ def attention(
     """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
     choices = Recipe.from_key(recipe)
     dtype = query.dtype
+    if resolve_backend(backend, query.device) == "triton":
+        from .kernels.attention import fusable, launch_fused
+
+        if fusable(choices, query.shape[3], value.shape[3], key.shape[2]):
+            return launch_fused(query, key, value, mask, is_causal, scale, choices)
     center = choices.smooth_key
     if choices.balance or choices.rotate:
         if center:

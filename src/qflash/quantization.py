@@ -132,10 +132,11 @@ def scale_from_amplitude(amplitude: torch.Tensor) -> torch.Tensor:
 def quantize_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return ``round(x / scale)`` saturated to [-128, 127] (Equations 1-2), ties to even.
 
-    The quotient is formed as ``x * (1 / scale)`` in float32, both roundings to nearest. Where the scale or
-    the element is NaN the value is 0 (the NaN travels in the scale).
+    The quotient is the exact product of ``x`` and the float32 ``1 / scale``, rounded once: one fused multiply-add where
+    there is one, and float64 holds it here. Where the scale or the element is NaN the value is 0 (the NaN travels in
+    the scale).
     """
-    scaled = x.to(torch.float32) * (1.0 / scale)
+    scaled = x.to(torch.float64) * (1.0 / scale).to(torch.float64)
     return scaled.clamp(-128.0, 127.0).nan_to_num(0.0).round().to(torch.int8, memory_format=torch.contiguous_format)
 
 

@@ -66,22 +66,22 @@ class Case:
     causal: bool = False
     granularity: str | None = None
     key_heads: int = 4
-    kernel: str = "attention_kernel"
+    kernel: str = "short_kernel"
 
 
 CASES = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
-    Case("vit-paper", 197, 64, recipe="paper"),
+    Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
     Case("swin-windows", 49, 32, mask="windows"),
     Case("swin-causal", 49, 32, causal=True),
-    Case("long-64", 4096, 64),
-    Case("long-128", 4096, 128),
-    Case("long-causal-gqa", 4096, 64, causal=True, key_heads=1),
-    Case("long-accurate", 4096, 64, recipe="accurate"),
+    Case("long-64", 4096, 64, kernel="long_kernel"),
+    Case("long-128", 4096, 128, kernel="long_kernel"),
+    Case("long-causal-gqa", 4096, 64, causal=True, key_heads=1, kernel="long_kernel"),
+    Case("long-accurate", 4096, 64, recipe="accurate", kernel="long_kernel"),
     Case("pack-value", 4096, 64, kernel="pack_value_kernel"),
 )
 

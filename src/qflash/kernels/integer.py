@@ -23,6 +23,14 @@ def shift_right(x, amount, GUARD: tl.constexpr):
 
 
 @triton.jit
+def shift_right_signed(x, amount, GUARD: tl.constexpr):
+    """Arithmetic right shift of a 32-bit integer; 0 or -1 for amounts of 32 and more."""
+    if GUARD:
+        return x >> tl.minimum(amount, 31)
+    return tl.inline_asm_elementwise("shr.s32 $0, $1, $2;", "=r,r,r", [x, amount], tl.int32, True, 1)
+
+
+@triton.jit
 def shift_left(x, amount, GUARD: tl.constexpr):
     """Left shift of 32 bits, wrapping; 0 for amounts of 32 and more."""
     if GUARD:
@@ -103,8 +111,8 @@ def probability_word(
 ):
     """A probability in the top bits of a word: byte 3 is what the matrix product reads.
 
-    For 8 bits byte 3 is P - 128, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is
-    g = 511 - fraction. Rounding and the offset of 128 ride in one added constant, and taking a byte costs no shift.
+    For 8 bits byte 3 is 127 - P, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is
+    g = 511 - fraction. Rounding and the offset ride in one added constant, and taking a byte costs no shift.
     """
     if QUADRATIC:
         exp2 = mantissa * mantissa + (1 << 17)
@@ -115,7 +123,11 @@ def probability_word(
         wide = (exp2 << UP).to(tl.uint32, bitcast=True)
         value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         return value + (0x8000 if NEAREST else 0)
-    OFFSET: tl.constexpr = (1 << 23 if NEAREST else 0) - (1 << 31 if BITS == 8 else 0)
+    if BITS == 8:
+        # 127 - P is an int8, and so is the -127 that brings the offset back; the shifted constant carries the sign
+        LESS: tl.constexpr = 2147483647 - (1 << 23 if NEAREST else 0)
+        return exp2 * shift_right_signed(tl.full(octaves.shape, -(1 << UP), tl.int32), octaves, GUARD) + LESS
+    OFFSET: tl.constexpr = 1 << 23 if NEAREST else 0
     return exp2 * shift_right(tl.full(octaves.shape, 1 << UP, tl.int32), octaves, GUARD) + OFFSET
 
 

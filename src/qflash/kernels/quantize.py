@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
+from .. import fixed_point as fp
 from ..quantization import SMALLEST_SCALE, scale_from_amplitude, scale_shape
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to nearest, ties to even
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
+# Added to a number this rounds it to nearest, ties to even, in its lowest bits: 1.5 * 2**23, and 1.5 * 2**52 for float64.
+ROUND = tl.constexpr(12582912.0)
+ROUND_WIDE = tl.constexpr(6755399441055744.0)
+# log2(e) * 2**16 and the limit of quantize_bias
+BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
+BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
+BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
+BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
+# minima and maxima of two 16-bit floats at a time; a NaN wins
+MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
+MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
+MIN_BF16 = tl.constexpr("min.NaN.bf16x2 $0, $1, $2;")
+MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
+
+
+@triton.jit
+def nan_min(a, b):
+    """The smaller of the two; NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nan_max(a, b):
+    """The larger of the two; NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def lower(a, b, GUARD: tl.constexpr):
+    """:func:`nan_min` of two tiles as they were loaded."""
+    if a.dtype == tl.float16 and not GUARD:
+        return tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16 and not GUARD:
+        return tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        return nan_min(a, b)
+
+
+@triton.jit
+def higher(a, b, GUARD: tl.constexpr):
+    """:func:`nan_max` of two tiles as they were loaded."""
+    if a.dtype == tl.float16 and not GUARD:
+        return tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16 and not GUARD:
+        return tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        return nan_max(a, b)
 
 
 @triton.jit
@@ -21,12 +70,47 @@ def amplitude_to_scale(amplitude):
 
 
 @triton.jit
-def to_int8(x, scale):
+def inverse_scale(scale):
+    """1 / scale, correctly rounded."""
+    return tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def round_to_int8(x, inverse, GUARD: tl.constexpr):
+    """The exact product x * inverse rounded to nearest even, for a scale found on x itself: it stays within +-127."""
+    if GUARD:
+        # the interpreter's fma rounds twice; float64 holds the product of two float32 exactly
+        wide = x.to(tl.float64) * inverse.to(tl.float64) + ROUND_WIDE
+        return wide.to(tl.int64, bitcast=True).to(tl.int8)
+    same = inverse + tl.zeros(x.shape, tl.float32)
+    return tl.fma(x, same, tl.full(x.shape, ROUND, tl.float32)).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def to_int8(x, scale, GUARD: tl.constexpr):
     """Round x / scale to nearest even, saturated to [-128, 127]; 0 where the quotient is NaN."""
-    scaled = x * tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    inverse = inverse_scale(scale)
+    if GUARD:
+        scaled = x.to(tl.float64) * inverse.to(tl.float64)
+        scaled = (scaled + ROUND_WIDE) - ROUND_WIDE
+    else:
+        scaled = tl.fma(x, inverse + tl.zeros(x.shape, tl.float32), tl.full(x.shape, ROUND, tl.float32)) - ROUND
     scaled = tl.where(scaled == scaled, scaled, 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
-    return ((scaled + ROUND) - ROUND).to(tl.int8)
+    return tl.minimum(tl.maximum(scaled, -128.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def bias_to_fixed(bias, GUARD: tl.constexpr):
+    """:func:`qflash.ops.quantize_bias` of a tile: nats to 1/65536 octaves, with its marks for infinities and NaN."""
+    x = bias.to(tl.float32)
+    scaled = tl.minimum(tl.maximum(x * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
+    if GUARD:
+        scaled = tl.where(x == x, scaled, 0.0)
+        fixed = (scaled.to(tl.float64) + ROUND_WIDE).to(tl.int64, bitcast=True).to(tl.int32)
+    else:
+        fixed = tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [scaled], tl.int32, True, 1)
+    fixed = tl.where(x == float("-inf"), BIAS_MASKED, fixed)
+    return tl.where((x != x) | (x == float("inf")), BIAS_POISON, fixed)
 
 
 @triton.jit
@@ -40,7 +124,7 @@ def quantize_kernel(
     x_ptr, scale_ptr, center_ptr, values_ptr,
     x_stride_z, x_stride_h, x_stride_n, x_stride_d,
     s_stride_z, s_stride_h, s_stride_n, s_stride_d,
-    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of tokens of one head with given scales."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -54,13 +138,13 @@ def quantize_kernel(
         x = x - tl.load(center_ptr + head * channels + d, mask=d < channels, other=0.0)[None, :]
     s_ptrs = scale_ptr + z * s_stride_z + h * s_stride_h + n[:, None] * s_stride_n + d[None, :] * s_stride_d
     scale = tl.load(s_ptrs, mask=inside, other=1.0)
-    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
 
 
 @triton.jit
 def quantize_token_kernel(
     x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of tokens of one head with one scale found per token."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -72,7 +156,7 @@ def quantize_token_kernel(
     head = z * tl.num_programs(1) + h
     scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
     tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
-    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
 
 
 @triton.jit
@@ -94,7 +178,7 @@ def _channel_range(
 @triton.jit
 def quantize_head_kernel(
     x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
-    GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise one head, finding its scales: a pass for the range of its channels, a pass for the values."""
     h, z = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -122,7 +206,7 @@ def quantize_head_kernel(
         if GRANULARITY == "token":
             scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
             tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
-        tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale), mask=inside)
+        tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
 
 
 @triton.jit
@@ -161,7 +245,8 @@ def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.T
         quantize_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
             x[start:stop], spread[start:stop], centers, values[start:stop],
             *x.stride(), *spread.stride(), tokens, channels,
-            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels),
+            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels), GUARD=x.device.type == "cpu",
+            enable_fp_fusion=False,
         )  # fmt: skip
     return values
 
@@ -179,6 +264,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, device=x.device)
     block = _tokens_per_block(channels)
     width = triton.next_power_of_2(channels)
+    guard = x.device.type == "cpu"
     if granularity != "tensor":
         values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
         scale = torch.empty(shape, device=x.device)
@@ -187,13 +273,14 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
             arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
             if granularity == "token" and not center:
                 quantize_token_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
-                    *arguments, BLOCK_N=block, BLOCK_D=width
+                    *arguments, BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False
                 )
             else:
                 # a head of up to 256 tokens is one block: its second pass finds it in the cache
                 whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
                 quantize_head_kernel[(heads, stop - start)](
-                    *arguments, GRANULARITY=granularity, CENTER=center, BLOCK_N=whole, BLOCK_D=width,
+                    *arguments, GRANULARITY=granularity, CENTER=center, BLOCK_N=whole, BLOCK_D=width, GUARD=guard,
+                    enable_fp_fusion=False,
                     num_warps=8 if whole * width >= 8192 else 4,
                 )  # fmt: skip
         return values, scale

@@ -1,0 +1,329 @@
+"""What every attention kernel does with one tile: load it, score it, exponentiate it, accumulate it, finish a row.
+
+Everything here is inlined into the kernels of :mod:`.short` and :mod:`.long`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import fixed_point as fp
+from .integer import (
+    column_multiplier,
+    combine_scales,
+    exponent_offset,
+    multiply_high,
+    narrow_multiplier,
+    output_multiplier,
+    probability_word,
+    requantize,
+    row_inverse,
+    shift_left,
+    shift_right,
+    split_scale,
+    usable_scale,
+    wide_multiplier,
+)
+from .quantize import bias_to_fixed
+
+MASKED = tl.constexpr(fp.SCORE_MASKED)
+POISON = tl.constexpr(fp.SCORE_POISON)
+BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
+BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
+
+# Two words, each a probability in its top bytes -> two packed bytes: byte 3 of each, or byte 2 less 128.
+PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
+PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
+# Byte 3 of a left-aligned fraction with a 1 put above it. The 1 comes from a register that the assembler cannot
+# see through: as an immediate it would cost a move a score.
+MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
+OPAQUE_ONE = tl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 1;}")
+
+
+@triton.jit
+def _negative(x, GUARD: tl.constexpr):
+    """-x, formed once a row: the compiler would rather negate every score."""
+    if GUARD:
+        return -x
+    return tl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
+def _high_bytes(word, GUARD: tl.constexpr):
+    """Byte 3 of every probability word, as int8."""
+    if GUARD:
+        return (word >> 24).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_HIGH, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def _low_bytes(word, GUARD: tl.constexpr):
+    """Byte 2 of every probability word less 128, as int8."""
+    if GUARD:
+        return (((word >> 16) & 255) - 128).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_LOW, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def key_order(columns):
+    """Which key of its sixteen stands in which column of the scores.
+
+    A thread of the tensor core holds two neighbouring columns of a product but must hand over four neighbouring
+    bytes of an operand. With the keys dealt like this what it holds is what it must hand over: no shuffle.
+    """
+    return (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
+
+
+@triton.jit
+def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Put the columns of P back into the order of the keys (undoes :func:`key_order`)."""
+    dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def load_value(
+    v_base, v_stride_n, v_stride_d, start, keys, dv,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """A (keys, channels) tile of V, zero beyond the edges.
+
+    The tensor core wants the keys of a channel side by side. Where they are not (VALUE_ROWS) four rows are
+    interleaved in registers, so that they reach shared memory four bytes at a time instead of one.
+    """
+    if not VALUE_ROWS:
+        n = start + tl.arange(0, BLOCK_N)
+        ptrs = v_base + n[:, None] * v_stride_n + dv[None, :] * v_stride_d
+        if CHECK:
+            return tl.load(ptrs, mask=(n[:, None] < keys) & (dv[None, :] < VALUE_DIM), other=0)
+        if BLOCK_DV != VALUE_DIM:
+            return tl.load(ptrs, mask=dv[None, :] < VALUE_DIM, other=0)
+        return tl.load(ptrs)
+    n = start + 4 * tl.arange(0, BLOCK_N // 4)[:, None]
+    ptrs = v_base + n * v_stride_n + dv[None, :] * v_stride_d
+    inside = dv[None, :] < VALUE_DIM
+    v0 = tl.load(ptrs, mask=inside & (n < keys), other=0)
+    v1 = tl.load(ptrs + v_stride_n, mask=inside & (n + 1 < keys), other=0)
+    v2 = tl.load(ptrs + 2 * v_stride_n, mask=inside & (n + 2 < keys), other=0)
+    v3 = tl.load(ptrs + 3 * v_stride_n, mask=inside & (n + 3 < keys), other=0)
+    fours = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+    return tl.reshape(tl.permute(fours, (0, 2, 3, 1)), (BLOCK_N, BLOCK_DV))
+
+
+@triton.jit
+def load_key(
+    k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr
+):  # fmt: skip
+    """Keys ``n`` as a (channels, keys) tile. Past the end the last key stands in, which leaves row maxima true."""
+    if not INSIDE:
+        n = tl.minimum(n, keys - 1)
+    ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if BLOCK_D == HEAD_DIM:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=d[:, None] < HEAD_DIM, other=0)
+
+
+@triton.jit
+def to_rows(q, row_bits, BLOCK_D: tl.constexpr):
+    """Bring one integer a row to where the tensor core keeps its rows.
+
+    The compiler then works out there what a row needs, instead of moving each derived quantity through shared memory.
+    It follows the layout of a product, so the integer rides on one.
+    """
+    carrier = tl.dot(q, tl.full((BLOCK_D, 16), 1, tl.int8), out_dtype=tl.int32)
+    return tl.max(tl.where(carrier == 2147483647, carrier, row_bits), 1)[:, None]
+
+
+@triton.jit
+def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
+    """Where the mask of a head starts; with a PERIOD it repeats over the batch."""
+    if PERIOD > 0:
+        return mask_ptr + (z % PERIOD) * stride_z + h * stride_h
+    else:
+        return mask_ptr + z * stride_z + h * stride_h
+
+
+@triton.jit
+def column_scales(ks_base, ks_stride_n, keys, BLOCK_N: tl.constexpr, KEY_TOKEN: tl.constexpr):
+    """(usable, mantissa, exponent) of the key scale common to a head, and per token the largest exponent."""
+    if KEY_TOKEN:
+        largest_bits = tl.full((BLOCK_N,), 0, tl.int32)
+        smallest_bits = tl.full((BLOCK_N,), 0x3F800000, tl.int32)
+        for start in range(0, keys, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            bits = tl.load(ks_base + columns * ks_stride_n, mask=columns < keys, other=0x00800000)
+            largest_bits = tl.maximum(largest_bits, tl.where(usable_scale(bits), bits, 0x7F800000))
+            smallest_bits = tl.minimum(smallest_bits, bits)
+        most = tl.max(largest_bits, 0)
+        usable = (most < 0x7F800000) & (tl.min(smallest_bits, 0) > 0)
+        largest = ((most >> 23) & 0xFF) - 150
+        mantissa = largest * 0 + (1 << 23)
+        exponent = largest + 1
+    else:
+        bits = tl.load(ks_base)
+        usable = usable_scale(bits)
+        mantissa, exponent = split_scale(bits)
+        largest = 0
+    return usable, mantissa, exponent, largest
+
+
+@triton.jit
+def row_multiplier(
+    query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK: tl.constexpr, KEY_TOKEN: tl.constexpr,
+    COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """(multiplier, fraction bits) of the rows' scores."""
+    mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
+    if MASK == "bias":
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16)
+    elif KEY_TOKEN:
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 28)
+    else:
+        multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
+    return multiplier, fraction_bits
+
+
+@triton.jit
+def scores(
+    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
+    rows, n, queries, keys, multiplier, fraction_bits, largest,
+    COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
+    GUARD: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of queries against keys ``n``, in a unit common to the row.
+
+    With CHECK whoever takes no part is set to the minimum, which no honest score reaches.
+    """
+    s = tl.dot(q, k, out_dtype=tl.int32)
+    if KEY_TOKEN:
+        bits = tl.load(ks_base + tl.minimum(n, keys - 1) * ks_stride_n)
+        s = s * column_multiplier(bits, largest, COLUMN_BITS)[None, :]
+    valid = n[None, :] < keys
+    if CAUSAL:
+        valid = valid & (n[None, :] <= rows[:, None])
+    if MASK != "none":
+        inside = (rows[:, None] < queries) & (n[None, :] < keys)
+        part = tl.load(mask_base + rows[:, None] * mask_stride_m + n[None, :] * mask_stride_n, mask=inside, other=0)
+        if MASK == "bool":
+            valid = valid & (part != 0)
+        else:
+            if not part.dtype.is_int():
+                part = bias_to_fixed(part, GUARD)
+            if not KEY_TOKEN:
+                s = s << COLUMN_BITS
+            valid = valid & (part != BIAS_MASKED)
+            s = multiply_high(s, multiplier, GUARD) + (part >> (16 - fraction_bits))
+            s = tl.where(part == BIAS_POISON, POISON, s)
+    if CHECK:
+        s = tl.where(valid, s, MASKED)
+    return s
+
+
+@triton.jit
+def probability_words(
+    s, row_max, multiplier, fraction_bits,
+    MASK: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr, CHECK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised probabilities of a block of scores, as words (see :func:`.integer.probability_word`)."""
+    base = row_max
+    if CHECK:
+        base = tl.where(row_max == MASKED, 0, row_max)
+    begin = exponent_offset(OFFSET, fraction_bits)
+    up = 32 - fraction_bits
+    if MASK == "bias" or KEY_TOKEN:
+        t = base - s
+        if MASK != "bias":
+            t = multiply_high(t, multiplier, GUARD)
+        t += begin
+        flipped = ~shift_left(t, up, GUARD)
+    else:
+        # two multiply-adds a score: the exponent, and the complement of its fraction alone, left-aligned
+        begin += base * multiplier
+        t = s * _negative(multiplier, GUARD) + begin
+        flipped = s * shift_left(multiplier, up, GUARD) + ~shift_left(begin, up, GUARD)
+    octaves = shift_right(t, fraction_bits, GUARD)
+    if GUARD:
+        mantissa = ((flipped >> 24) & 255) | 256
+    else:
+        one = tl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [fraction_bits], tl.int32, True, 1)
+        mantissa = tl.inline_asm_elementwise(MANTISSA, "=r,r,r", [flipped, one], tl.int32, True, 1)
+    word = probability_word(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
+    if CHECK:
+        word = tl.where(s != MASKED, word, 2147483647 if BITS == 8 else 0)
+    return word
+
+
+@triton.jit
+def accumulate(
+    word, v, weight, offsets, accumulator, high, total, high_total,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, ADD_OFFSET: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to the products with V and with ones (the row sums).
+
+    8-bit probabilities are stored as 127 - P: with ADD_OFFSET the tensor core takes 127 V off again, and the
+    accumulator is the numerator's negative. Of 15-bit ones the low byte is 128 too small: two products with 64s.
+    """
+    p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    if BITS == 15:
+        high = tl.dot(p, v, high, out_dtype=tl.int32)
+        high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
+        p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    total = tl.dot(p, weight, total, out_dtype=tl.int32)
+    accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
+    if ADD_OFFSET:
+        accumulator = tl.dot(offsets, v, accumulator, out_dtype=tl.int32)
+        if BITS == 15:
+            accumulator = tl.dot(offsets, v, accumulator, out_dtype=tl.int32)
+    return accumulator, high, total, high_total
+
+
+@triton.jit
+def finish(
+    accumulator, high, total, high_total, count, row_max, usable, value_scale, o_ptrs, stored, vs_ptrs, vs_stride_d, os_ptrs,
+    os_stride_d, dv, BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, VALUE_DIM: tl.constexpr,
+    LOAD_SCALE: tl.constexpr, VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Normalise by the row sums and store; ``count`` columns went into the sums. Without LOAD_SCALE V's scale is given."""
+    total = tl.max(total, 1)[:, None]
+    if BITS == 15:
+        total += tl.max(high_total, 1)[:, None] * 256
+    if BITS == 15:
+        total += 128 * count
+    elif BITS == 8:
+        total = 127 * count - total
+    bits, inverse = row_inverse(total, GUARD)
+    if BITS == 8:
+        inverse = -inverse
+    if BITS == 15:
+        numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
+        scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
+    else:
+        scaled = accumulator << (24 - bits)
+    normalized = multiply_high(scaled, inverse, GUARD)
+    if FLOOR_OUTPUT:
+        floor = normalized >> 21
+        remainder = (-accumulator if BITS == 8 else accumulator) - floor * total
+        floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
+        normalized = floor << 21
+
+    if VALUE_CHANNEL:
+        vs_ptrs += dv[None, :] * vs_stride_d
+    if OUTPUT_CHANNEL:
+        os_ptrs += dv[None, :] * os_stride_d
+    if o_ptrs.dtype.element_ty == tl.int8:
+        value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
+        output_bits = tl.load(os_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if OUTPUT_CHANNEL else None)
+        out_multiplier, out_shift = output_multiplier(value_bits, output_bits, GUARD)
+        tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift, GUARD), mask=stored)
+    else:
+        if LOAD_SCALE:
+            value_scale = tl.load(vs_ptrs, mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
+        good = usable_scale(value_scale.to(tl.int32, bitcast=True))
+        result = normalized.to(tl.float32) * tl.where(good, value_scale * (1.0 / 2097152.0), float("nan"))
+        if MASK == "bias":
+            usable = usable & (row_max < POISON)
+        # a factor a row is cheaper than a choice an element
+        result = result * tl.where(usable, 1.0, float("nan"))
+        tl.store(o_ptrs, result.to(o_ptrs.dtype.element_ty), mask=stored)

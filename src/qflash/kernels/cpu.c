@@ -215,8 +215,11 @@ typedef struct {
 typedef struct {
     float *key, *value, *query, *scores, *p, *upper, *product;
     int32_t *s, *column;
-    int64_t *numerator, *output;
-    int64_t head; /* whose key and value are packed, -1 none */
+    int64_t *numerator;
+    int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
+    float *scale;                /* float output: value scale / 2^21, NaN where it is not usable */
+    int64_t head;                /* whose key and value are packed, -1 none */
+    int64_t out_head;            /* whose output scales are prepared */
     pair reference;
     int usable_key;
 } workspace;
@@ -229,11 +232,18 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     for (int64_t start = 0; start < n; start += WIDTH) {
         float *panel = w->key + start * d;
         int64_t inside = at_most(WIDTH, n - start);
-        for (int64_t k = 0; k < d; k++) {
-            const int8_t *from = key + start * x->k[2] + k * x->k[3];
-            for (int64_t j = 0; j < inside; j++) panel[k * WIDTH + j] = from[j * x->k[2]];
-            for (int64_t j = inside; j < WIDTH; j++) panel[k * WIDTH + j] = 0;
+        float rows[WIDTH * 256];
+        for (int64_t j = 0; j < WIDTH; j++) {
+            const int8_t *from = key + (start + j) * x->k[2];
+            if (j >= inside)
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = 0;
+            else if (x->k[3] == 1)
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k];
+            else
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k * x->k[3]];
         }
+        for (int64_t k = 0; k < d; k++)
+            for (int64_t j = 0; j < WIDTH; j++) panel[k * WIDTH + j] = rows[j * d + k];
     }
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
         float *panel = w->value + start * n;
@@ -291,41 +301,52 @@ static void row_scores(
     for (int64_t j = x->causal && i + 1 < n ? i + 1 : n; j < width; j++) s[j] = MASKED;
 }
 
+/* What the channels of a head are multiplied with at the end. */
+static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) {
+    const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
+    const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
+    for (int64_t c = 0; c < x->value_dim; c++) {
+        float scale = value_scale[c * x->vs[2]];
+        w->scale[c] = usable(scale) ? scale * 0x1p-21f : NAN;
+        if (!x->int8_output) continue;
+        pair by = output_multiplier(scale, output_scale[c * x->os[2]]);
+        w->multiplier[c] = (int32_t)by.mantissa;
+        w->shift[c] = (int32_t)by.exponent;
+    }
+}
+
 static void finish_row(
-    const problem *x, const int64_t *numerator, int64_t denominator, int bad, int64_t z, int64_t h, int64_t i, int64_t *restrict o
+    const problem *x, const workspace *w, const int64_t *restrict numerator, int64_t denominator, int bad, int64_t at
 ) {
-    const int64_t channels = x->value_dim, group = x->heads / x->key_heads;
-    const float *value_scale = x->value_scale + z * x->vs[0] + h / group * x->vs[1];
+    const int64_t channels = x->value_dim;
     const int bits = bit_length(denominator);
-    const int64_t inverse = denominator ? reciprocal(denominator << (31 - bits)) : 0;
+    const int32_t inverse = denominator ? (int32_t)reciprocal(denominator << (31 - bits)) : 0;
+    int32_t o[256];
     for (int64_t c = 0; c < channels; c++) {
-        int64_t scaled = (int64_t)((uint64_t)numerator[c] << 24) >> bits;
-        o[c] = denominator ? multiply_high(scaled, inverse) : 0;
+        int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+        o[c] = (int32_t)((int64_t)scaled * inverse >> 32);
     }
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
             int64_t whole = o[c] >> 21, remainder = numerator[c] - whole * denominator;
             if (denominator) whole += (remainder >= denominator) - (remainder < 0);
-            o[c] = whole * (1 << 21);
+            o[c] = (int32_t)(whole * (1 << 21));
         }
-    const int64_t at = ((z * x->heads + h) * x->queries + i) * channels;
     if (x->int8_output) {
-        int8_t *out = (int8_t *)x->out + at;
-        const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
-        pair by = {0, 0};
+        int8_t *restrict out = (int8_t *)x->out + at;
+        const int32_t *restrict multiplier = w->multiplier, *restrict shift = w->shift;
         for (int64_t c = 0; c < channels; c++) {
-            if (c == 0 || x->vs[2] || x->os[2]) by = output_multiplier(value_scale[c * x->vs[2]], output_scale[c * x->os[2]]);
-            int64_t wide = multiply_high(o[c] * 4, by.mantissa);
-            out[c] = (int8_t)clamp(by.exponent > 0 ? round_shift(wide, by.exponent) : wide, -128, 127);
+            int32_t wide = (int32_t)((int64_t)(o[c] * 4) * multiplier[c] >> 32);
+            int32_t rounded = ((wide >> (shift[c] > 0 ? shift[c] - 1 : 0)) + 1) >> 1;
+            rounded = shift[c] > 0 ? rounded : wide;
+            rounded = rounded > 127 ? 127 : rounded;
+            out[c] = (int8_t)(rounded < -128 ? -128 : rounded);
         }
         return;
     }
-    float *out = (float *)x->out + at;
-    for (int64_t c = 0; c < channels; c++) {
-        float scale = value_scale[c * x->vs[2]];
-        float result = (float)(int32_t)o[c] * (scale * 0x1p-21f);
-        out[c] = bad || !usable(scale) ? NAN : result;
-    }
+    float *restrict out = (float *)x->out + at;
+    const float *restrict scale = w->scale;
+    for (int64_t c = 0; c < channels; c++) out[c] = bad ? NAN : (float)o[c] * scale[c];
 }
 
 /* A block of up to ROWS queries, from scores to output. */
@@ -392,11 +413,13 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         }
         for (int64_t c = 0; c < channels; c += WIDTH) {
             for (int high = by.bits == 15; high >= 0; high--) {
-                const float *p = high ? w->upper : w->p;
+                const float *p = high ? w->upper : w->p, *restrict product = w->product;
+                const int32_t weight = high ? 256 : 1;
                 tile(rows, p + start, line, w->value + c * x->keys + start * WIDTH, depth, w->product, WIDTH);
-                for (int r = 0; r < rows; r++)
-                    for (int j = 0; j < WIDTH; j++)
-                        w->numerator[r * channels + c + j] += (int64_t)(int32_t)w->product[r * WIDTH + j] << (high ? 8 : 0);
+                for (int r = 0; r < rows; r++) {
+                    int64_t *restrict sum = w->numerator + r * channels + c;
+                    for (int j = 0; j < WIDTH; j++) sum[j] += (int64_t)(int32_t)product[r * WIDTH + j] * weight;
+                }
             }
         }
     }
@@ -404,28 +427,31 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         int64_t *numerator = w->numerator + r * channels;
         if (by.online)
             for (int64_t c = 0; c < channels; c++) numerator[c] = clamp(numerator[c], -128 * total[r], 128 * total[r]);
-        finish_row(x, numerator, total[r], bad[r], z, h, first + r, w->output);
+        finish_row(x, w, numerator, total[r], bad[r], ((z * x->heads + h) * x->queries + first + r) * x->value_dim);
     }
 }
 
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = padded(x->keys), channels = padded(x->value_dim), d = x->head_dim;
-    const size_t floats = line * d + channels * x->keys + ROWS * (d + 3 * line + WIDTH), integers = ROWS * line + line;
-    const size_t longs = ROWS * channels + channels;
+    const size_t floats = line * d + channels * x->keys + ROWS * (d + 3 * line + WIDTH) + channels;
+    const size_t integers = ROWS * line + line + 2 * channels;
+    const size_t longs = ROWS * channels;
     *memory = malloc(8 * longs + 4 * (floats + integers));
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
-    w->output = w->numerator + ROWS * channels;
-    w->key = (float *)(w->output + channels);
+    w->key = (float *)(w->numerator + longs);
     w->value = w->key + line * d;
     w->query = w->value + channels * x->keys;
     w->scores = w->query + ROWS * d;
     w->p = w->scores + ROWS * line;
     w->upper = w->p + ROWS * line;
     w->product = w->upper + ROWS * line;
-    w->s = (int32_t *)(w->product + ROWS * WIDTH);
+    w->scale = w->product + ROWS * WIDTH;
+    w->s = (int32_t *)(w->scale + channels);
     w->column = w->s + ROWS * line;
-    w->head = -1;
+    w->multiplier = w->column + line;
+    w->shift = w->multiplier + channels;
+    w->head = w->out_head = -1;
     return 1;
 }
 
@@ -453,6 +479,10 @@ int qflash_attention(const problem *x) {
                 if (w.head != z * x->key_heads + h / group) {
                     w.head = z * x->key_heads + h / group;
                     pack_head(x, &w, z, h / group);
+                }
+                if (w.out_head != z * x->heads + h) {
+                    w.out_head = z * x->heads + h;
+                    output_scales(x, &w, z, h);
                 }
                 attend(x, &w, z, h, first, (int)at_most(ROWS, x->queries - first));
             }
@@ -491,28 +521,87 @@ INLINE int8_t to_int8(float x, float inverse) {
     return (int8_t)(int32_t)rintf(scaled);
 }
 
-/* Copy a head to consecutive floats, less every channel's midrange if asked for. `range` holds three rows. */
-static void load_head(const conversion *a, int64_t head, float *restrict x, float *restrict range) {
-    const int64_t n = a->tokens, d = a->channels;
+typedef struct {
+    const float *x;
+    int64_t line; /* floats from one token to the next */
+} rows_of;
+
+/* A head with its channels side by side: in place, or copied to `copy`, less every channel's midrange if asked for.
+ * `range` holds three rows. */
+static rows_of load_head(const conversion *a, int64_t head, float *restrict copy, float *restrict range) {
+    const int64_t n = a->tokens, d = a->channels, line = a->stride[2], across = a->stride[3];
     const float *from = a->x + head / a->heads * a->stride[0] + head % a->heads * a->stride[1];
+    if (!a->center && across == 1) return (rows_of){from, line};
     for (int64_t i = 0; i < n; i++)
-        if (a->stride[3] == 1)
-            memcpy(x + i * d, from + i * a->stride[2], sizeof(float) * d);
+        if (across == 1)
+            for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c];
         else
-            for (int64_t c = 0; c < d; c++) x[i * d + c] = from[i * a->stride[2] + c * a->stride[3]];
-    if (!a->center) return;
+            for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c * across];
+    if (!a->center) return (rows_of){copy, d};
     float *low = range, *high = range + d, *odd = range + 2 * d;
-    for (int64_t c = 0; c < d; c++) low[c] = high[c] = x[c], odd[c] = 0;
+    for (int64_t c = 0; c < d; c++) low[c] = high[c] = copy[c], odd[c] = 0;
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) {
-            float one = x[i * d + c];
+            float one = copy[i * d + c];
             low[c] = one < low[c] ? one : low[c];
             high[c] = one > high[c] ? one : high[c];
             odd[c] = one == one ? odd[c] : 1;
         }
     for (int64_t c = 0; c < d; c++) low[c] = odd[c] != 0 ? NAN : (low[c] + high[c]) * 0.5f;
     for (int64_t i = 0; i < n; i++)
-        for (int64_t c = 0; c < d; c++) x[i * d + c] -= low[c];
+        for (int64_t c = 0; c < d; c++) copy[i * d + c] -= low[c];
+    return (rows_of){copy, d};
+}
+
+static int32_t largest(const float *x, int64_t n) {
+    int32_t most = 0;
+    for (int64_t e = 0; e < n; e++) most = magnitude(x[e]) > most ? magnitude(x[e]) : most;
+    return most;
+}
+
+static int32_t largest_of_head(rows_of x, int64_t n, int64_t d) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t row = largest(x.x + i * x.line, d);
+        most = row > most ? row : most;
+    }
+    return most;
+}
+
+static void quantize_head(const conversion *a, rows_of x, int64_t head, int32_t all, float *restrict range) {
+    const int64_t n = a->tokens, d = a->channels;
+    int8_t *restrict out = a->values + head * n * d;
+    float *inverse = range;
+    if (a->granularity == PER_CHANNEL) {
+        int32_t *amplitude = (int32_t *)(range + d);
+        for (int64_t c = 0; c < d; c++) amplitude[c] = 0;
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t c = 0; c < d; c++) {
+                int32_t one = magnitude(x.x[i * x.line + c]);
+                amplitude[c] = one > amplitude[c] ? one : amplitude[c];
+            }
+        for (int64_t c = 0; c < d; c++) {
+            float scale = scale_from_amplitude(amplitude[c]);
+            a->scale[head * d + c] = scale;
+            inverse[c] = 1.0f / scale;
+        }
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x.x[i * x.line + c], inverse[c]);
+        return;
+    }
+    float scale = 1;
+    if (a->granularity == PER_TENSOR) {
+        scale = scale_from_amplitude(all);
+        if (head == 0) *a->scale = scale;
+    } else if (a->granularity == PER_HEAD) {
+        scale = a->scale[head] = scale_from_amplitude(largest_of_head(x, n, d));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const float *row = x.x + i * x.line;
+        if (a->granularity == PER_TOKEN) scale = a->scale[head * n + i] = scale_from_amplitude(largest(row, d));
+        const float by = 1.0f / scale;
+        for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(row[c], by);
+    }
 }
 
 int qflash_quantize(const conversion *a) {
@@ -523,7 +612,6 @@ int qflash_quantize(const conversion *a) {
     {
         float *x = malloc(sizeof(float) * (n * d + 3 * d));
         float *range = x + n * d;
-        int32_t *amplitude = (int32_t *)range; /* the ranges are done with by then */
         int64_t begin = 0, end = heads;
 #ifdef _OPENMP
         begin = heads * omp_get_thread_num() / omp_get_num_threads();
@@ -536,48 +624,14 @@ int qflash_quantize(const conversion *a) {
         if (x && a->granularity == PER_TENSOR) {
             int32_t most = 0;
             for (int64_t head = begin; head < end; head++) {
-                load_head(a, head, x, range);
-                for (int64_t e = 0; e < n * d; e++) most = magnitude(x[e]) > most ? magnitude(x[e]) : most;
+                int32_t one = largest_of_head(load_head(a, head, x, range), n, d);
+                most = one > most ? one : most;
             }
 #pragma omp critical
             all = most > all ? most : all;
         }
 #pragma omp barrier
-        if (x) {
-            for (int64_t head = begin; head < end; head++) {
-                int8_t *out = a->values + head * n * d;
-                load_head(a, head, x, range);
-                if (a->granularity == PER_TOKEN) {
-                    for (int64_t i = 0; i < n; i++) {
-                        int32_t most = 0;
-                        for (int64_t c = 0; c < d; c++) most = magnitude(x[i * d + c]) > most ? magnitude(x[i * d + c]) : most;
-                        float scale = scale_from_amplitude(most), inverse = 1.0f / scale;
-                        a->scale[head * n + i] = scale;
-                        for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x[i * d + c], inverse);
-                    }
-                } else if (a->granularity == PER_CHANNEL) {
-                    for (int64_t c = 0; c < d; c++) amplitude[c] = 0;
-                    for (int64_t i = 0; i < n; i++)
-                        for (int64_t c = 0; c < d; c++) {
-                            int32_t one = magnitude(x[i * d + c]);
-                            amplitude[c] = one > amplitude[c] ? one : amplitude[c];
-                        }
-                    for (int64_t c = 0; c < d; c++) {
-                        a->scale[head * d + c] = scale_from_amplitude(amplitude[c]);
-                        range[d + c] = 1.0f / a->scale[head * d + c];
-                    }
-                    for (int64_t i = 0; i < n; i++)
-                        for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x[i * d + c], range[d + c]);
-                } else {
-                    int32_t most = a->granularity == PER_TENSOR ? all : 0;
-                    if (a->granularity == PER_HEAD)
-                        for (int64_t e = 0; e < n * d; e++) most = magnitude(x[e]) > most ? magnitude(x[e]) : most;
-                    float scale = scale_from_amplitude(most), inverse = 1.0f / scale;
-                    if (a->granularity == PER_HEAD || head == 0) a->scale[a->granularity == PER_HEAD ? head : 0] = scale;
-                    for (int64_t e = 0; e < n * d; e++) out[e] = to_int8(x[e], inverse);
-                }
-            }
-        }
+        for (int64_t head = begin; x && head < end; head++) quantize_head(a, load_head(a, head, x, range), head, all, range);
         free(x);
     }
     return failed;

@@ -24,9 +24,9 @@ from .. import fixed_point as fp
 from ..quantization import GRANULARITIES, scale_shape
 from ..recipe import Recipe
 
-_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Best first. -fopenmp shares PyTorch's own threads (one libgomp in the process); Apple's clang has none.
-_TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
+_TRIES = (("-march=native", "-mprefer-vector-width=512", "-fopenmp"), ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 _SERIAL_WORK = 1 << 19
 """Multiply-adds below which waking other threads costs more than they bring."""
 

@@ -26,7 +26,13 @@ from ..recipe import Recipe
 
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Best first. -fopenmp shares PyTorch's own threads (one libgomp in the process); Apple's clang has none.
-_TRIES = (("-march=native", "-mprefer-vector-width=512", "-fopenmp"), ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
+_TRIES = (
+    ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    (),
+)
 _SERIAL_WORK = 1 << 19
 """Multiply-adds below which waking other threads costs more than they bring."""
 

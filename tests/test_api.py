@@ -237,7 +237,7 @@ def test_int8_attention_takes_any_rank(grains: tuple[str, ...], rank: int) -> No
 # --- back ends ----------------------------------------------------------------------------------------------
 
 
-def test_auto_is_the_reference_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_has_the_reference_bits_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(1, 1, 5)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))

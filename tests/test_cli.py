@@ -38,9 +38,9 @@ def test_info_json() -> None:
     assert data["versions"]["qflash"] == version("qflash")
     assert data["versions"]["triton"]
     assert data["devices"][0]["device"] == "cpu"
-    assert data["devices"][0]["auto"] == "reference"
+    assert data["devices"][0]["auto"] == ("reference" if data["devices"][0]["cpu_unavailable"] else "cpu")
     assert [row["architecture"] for row in data["architectures"]] == list(verify.TARGETS)
-    assert all({"feature", "reference", "interpreter", "triton"} == set(row) for row in data["features"])
+    assert all({"feature", "reference", "cpu", "interpreter", "triton"} == set(row) for row in data["features"])
     assert all(row["package"] for row in data["patching"])
 
 

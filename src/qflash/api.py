@@ -80,7 +80,7 @@ def attention(
         enable_gqa: key and value may have fewer heads, a divisor of query's.
         recipe: the numerical choices: a :class:`qflash.Recipe`, a preset's name or None for
             :data:`qflash.DEFAULT`.
-        backend: ``"auto"``, ``"reference"`` or ``"triton"``; all give the same integers.
+        backend: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"triton"``; all give the same integers.
 
     Returns:
         ``(..., heads, queries, value_dim)`` in query's dtype. A row with no key is zero. NaN or infinity in

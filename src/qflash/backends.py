@@ -47,19 +47,37 @@ def triton_unavailable(device: torch.device) -> str | None:
     return f"the kernels run on CUDA devices, not on {device.type}"
 
 
+@functools.cache
+def cpu_missing() -> str | None:
+    """Return why the compiled CPU kernels cannot be had here, or None. The first look compiles them (seconds, once)."""
+    from .kernels import cpu
+
+    try:
+        cpu.load()
+    except cpu.BuildError as error:
+        return str(error)
+    return None
+
+
+def cpu_unavailable(device: torch.device) -> str | None:
+    """Return why ``backend="cpu"`` cannot run on ``device``, or None when it can."""
+    return cpu_missing() if device.type == "cpu" else f"it runs on the CPU, not on {device.type}"
+
+
 def resolve_backend(backend: str, device: torch.device) -> str:
     """Turn ``"auto"`` into a back end's name; check that a named one can run on ``device``.
 
-    ``"auto"`` is Triton on an NVIDIA GPU it supports and the reference everywhere else. A named back end is
-    never replaced by another.
+    ``"auto"`` is Triton on an NVIDIA GPU it supports, the compiled kernels on a CPU where they can be had, and the
+    reference everywhere else. A named back end is never replaced by another.
 
     Raises:
-        ValueError: ``"triton"`` was asked for and cannot run there; the message says why.
+        ValueError: ``"triton"`` or ``"cpu"`` was asked for and cannot run there; the message says why.
     """
     if backend == "auto":
+        if device.type == "cpu":
+            return "reference" if cpu_missing() else "cpu"
         return "triton" if device.type == "cuda" and triton_unavailable(device) is None else "reference"
-    if backend == "triton":
-        reason = triton_unavailable(device)
-        if reason:
-            raise ValueError(f"backend='triton' cannot run on {device}: {reason}")
+    reason = {"triton": triton_unavailable, "cpu": cpu_unavailable}.get(backend, lambda _: None)(device)
+    if reason:
+        raise ValueError(f"backend={backend!r} cannot run on {device}: {reason}")
     return backend

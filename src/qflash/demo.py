@@ -1,6 +1,6 @@
 """The demonstration behind ``qflash demo``: accuracy of real models, SQNR on the paper's workloads, a report.
 
-Everything is measured in the call; nothing is downloaded. On a CPU the reference back end computes the same
+Everything is measured in the call; nothing is downloaded. The CPU back ends compute the same
 integers as the GPU kernel, so the accuracy is the kernel's; speed is measured on a CUDA device only.
 """
 
@@ -35,7 +35,7 @@ from .workloads import WORKLOADS, Workload, paper_inputs
 
 RECIPES = ("paper", "default", "accurate")
 CPU_IMAGES = 128
-"""Held-out images used on a CPU unless a limit says otherwise; the reference back end is not fast."""
+"""Held-out images used on a CPU unless a limit says otherwise."""
 
 PAPER_SQNR_DB = {"A2": 32.50, "A7": 31.02}
 """What the paper reports for its int8 attention on uniform inputs."""
@@ -65,8 +65,9 @@ def _describe(device: torch.device) -> dict[str, str]:
 def _where(device: dict[str, str]) -> str:
     if device["backend"] == "triton":
         return f"QFlash ran as its Triton kernel on {device['name']}."
+    name = {"cpu": "its compiled CPU kernel", "reference": "its PyTorch reference"}[device["backend"]]
     return (
-        f"QFlash ran as its PyTorch reference on {device['name']}. It computes the same integers as the GPU kernel, "
+        f"QFlash ran as {name} on {device['name']}. It computes the same integers as the GPU kernel, "
         "so the accuracy carries over; no GPU ran and no speed was measured."
     )
 

@@ -20,27 +20,27 @@ from .patching import ADAPTERS
 from .validation import FLOAT_DTYPES
 from .verify import TARGETS
 
-_BACKENDS = ("reference", "interpreter", "triton")
+_BACKENDS = ("reference", "cpu", "interpreter", "triton")
 _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
 
-# Feature -> (reference, interpreter, triton). The kernels are one source for all architectures, so that what
+# Feature -> (reference, cpu, interpreter, triton). The kernels are one source for all architectures, so that what
 # differs between architectures is in _ARCHITECTURES and not in a column each.
-_FEATURES: dict[str, tuple[str, str, str]] = {
-    "runs on": ("any PyTorch device", "CPU, TRITON_INTERPRET=1", "NVIDIA sm_80 or newer"),
-    "int8 in, int8 out": ("yes", "yes", "yes, no float instruction"),
-    "int8 in, float out": (_FLOATS, _FLOATS, _FLOATS),
-    "float in, float out": (_FLOATS, _FLOATS, _FLOATS),
-    "bool mask, any broadcast": ("yes", "yes", "yes"),
-    "additive mask (bias), any broadcast": ("yes", "yes", "yes"),
-    "causal": ("yes", "yes", "yes"),
-    "grouped-query attention": ("yes", "yes", "yes"),
-    "cross-attention (queries ≠ keys)": ("yes", "yes", "yes"),
-    "head dimension": (f"1-{MAX_HEAD_DIM}", f"1-{MAX_HEAD_DIM}", f"1-{MAX_HEAD_DIM}"),
-    "keys": (f"0-{MAX_KEYS}", f"0-{MAX_KEYS}", f"0-{MAX_KEYS}"),
-    "every recipe": ("yes", "yes", "yes"),
-    "torch.compile": ("yes, as operators", "yes, as operators", "yes, as operators"),
-    "CUDA graphs": ("not tested", "no", "yes"),
-    "backward": ("no", "no", "no"),
+_FEATURES: dict[str, tuple[str, str, str, str]] = {
+    "runs on": ("any PyTorch device", "CPU, C compiler", "CPU, TRITON_INTERPRET=1", "NVIDIA sm_80 or newer"),
+    "int8 in, int8 out": ("yes", "yes", "yes", "yes, no float instruction"),
+    "int8 in, float out": (_FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    "float in, float out": (_FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    "bool mask, any broadcast": ("yes", "yes", "yes", "yes"),
+    "additive mask (bias), any broadcast": ("yes", "yes", "yes", "yes"),
+    "causal": ("yes", "yes", "yes", "yes"),
+    "grouped-query attention": ("yes", "yes", "yes", "yes"),
+    "cross-attention (queries ≠ keys)": ("yes", "yes", "yes", "yes"),
+    "head dimension": (f"1-{MAX_HEAD_DIM}",) * 4,
+    "keys": (f"0-{MAX_KEYS}",) * 4,
+    "every recipe": ("yes", "yes", "yes", "yes"),
+    "torch.compile": ("yes, as operators",) * 4,
+    "CUDA graphs": ("not tested", "no", "no", "yes"),
+    "backward": ("no", "no", "no", "no"),
 }
 
 _ARCHITECTURES: dict[str, tuple[str, str]] = {
@@ -93,6 +93,7 @@ def _devices() -> list[dict[str, Any]]:
             entry["architecture"] = f"sm_{properties.major}{properties.minor}"
             entry["memory_gib"] = round(properties.total_memory / 2**30, 1)
         entry["auto"] = backends.resolve_backend("auto", device)
+        entry["cpu_unavailable"] = backends.cpu_unavailable(device)
         entry["triton_unavailable"] = backends.triton_unavailable(device)
         result.append(entry)
     return result
@@ -162,7 +163,7 @@ def print_info() -> None:
     show("Versions", ("", ""), list(data["versions"].items()))
     show(
         "Devices",
-        ("device", "name", "architecture", "memory", "backend='auto'", "backend='triton'"),
+        ("device", "name", "architecture", "memory", "auto", "cpu", "triton"),
         [
             (
                 entry["device"],
@@ -170,6 +171,7 @@ def print_info() -> None:
                 entry.get("architecture"),
                 f"{entry['memory_gib']} GiB" if "memory_gib" in entry else None,
                 entry["auto"],
+                entry["cpu_unavailable"] or "available",
                 entry["triton_unavailable"] or "available",
             )
             for entry in data["devices"]

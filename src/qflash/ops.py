@@ -37,8 +37,12 @@ def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Ten
 
 
 def _quantize(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if resolve_backend(backend, x.device) == "triton":
-        from .kernels.quantize import launch_quantize
+    resolved = resolve_backend(backend, x.device)
+    if resolved != "reference":
+        if resolved == "cpu":
+            from .kernels.cpu import launch_quantize
+        else:
+            from .kernels.quantize import launch_quantize
 
         shape = x.shape
         four = x.reshape((1,) * (4 - x.dim()) + tuple(shape)) if x.dim() < 4 else x.flatten(0, -4)
@@ -99,8 +103,12 @@ def int8_attention(
         query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
         Recipe.from_key(recipe),
     )  # fmt: skip
-    if resolve_backend(backend, query.device) == "triton":
-        from .kernels.attention import launch_attention
+    resolved = resolve_backend(backend, query.device)
+    if resolved != "reference":
+        if resolved == "cpu":
+            from .kernels.cpu import launch_attention
+        else:
+            from .kernels.attention import launch_attention
 
         return launch_attention(*arguments)
     return reference.int8_attention(*arguments)

@@ -9,7 +9,7 @@ import torch
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -1,0 +1,638 @@
+/* Integer attention and quantisation on the CPU: the bits of reference.py and quantization.py, fused.
+ *
+ * Names follow fixed_point.py, which has the bounds. The matrix products run in float32, whose fused multiply-adds every
+ * CPU has in vectors: all partial sums are integers below 2^24, so nothing is rounded. Everything between them is integer
+ * arithmetic, a few rows of scores at a time, so that scores stay in the cache.
+ *
+ * Compiled on first use by cpu.py; plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#else
+#define LANES 4
+#define ROWS 6
+#endif
+#define WIDTH (2 * LANES) /* columns of one tile of a product */
+#define CHUNK 512         /* keys whose products 255 * 128 * 512 < 2^24 add up exactly in float32 */
+#define MASKED INT32_MIN
+#define POISON (1 << 30)
+#define BIAS_MASKED INT32_MIN
+#define BIAS_POISON INT32_MAX
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* --- fixed point, one to one with fixed_point.py ------------------------------------------------------------ */
+
+typedef struct {
+    int64_t mantissa, exponent;
+} pair;
+
+INLINE int32_t bits_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
+
+INLINE pair split_scale(float scale) {
+    int64_t bits = bits_of(scale);
+    return (pair){(bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF) - 150};
+}
+
+INLINE int64_t multiply_high(int64_t a, int64_t b) { return (a * b) >> 32; }
+INLINE int64_t round_shift(int64_t x, int64_t shift) { return ((x >> (shift - 1)) + 1) >> 1; }
+INLINE int64_t at_most(int64_t x, int64_t most) { return x < most ? x : most; }
+INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+INLINE int bit_length(int64_t x) { return x ? 64 - __builtin_clzll((uint64_t)x) : 0; }
+INLINE int column_bits(int64_t head_dim) { return bit_length(65536 / head_dim) - 1; }
+
+INLINE pair combine_scales(pair query, pair key, pair constant) {
+    int64_t product = ((((query.mantissa * key.mantissa) >> 22) * constant.mantissa) >> 22) << 3;
+    int64_t extra = (product < 1 << 30) + (product < 1 << 29);
+    return (pair){product << extra, -(query.exponent + key.exponent + constant.exponent + 41 - extra)};
+}
+
+/* Multiplier and fraction bits of a row, as a pair. */
+INLINE pair narrow_multiplier(pair s, int64_t head_dim) {
+    int64_t most = 57344 / head_dim, shift = 31 - bit_length(most);
+    shift += round_shift(s.mantissa, shift) > most;
+    int64_t fraction = s.exponent - shift;
+    shift = at_most(shift + (fraction > 28 ? fraction - 28 : 0), 33);
+    return (pair){fraction < 0 ? most : round_shift(s.mantissa, shift), clamp(fraction, 0, 28)};
+}
+
+INLINE pair wide_multiplier(pair s, int64_t head_dim, int64_t most) {
+    int64_t fraction = s.exponent + column_bits(head_dim) - 32;
+    return (pair){fraction < 0 ? INT32_MAX : s.mantissa >> clamp(fraction - most, 0, 31), clamp(fraction, 0, most)};
+}
+
+INLINE int64_t reciprocal(int64_t divisor) {
+    int64_t x = 1515870810 - multiply_high(divisor, 2021161080);
+    for (int step = 0; step < 3; step++) x += multiply_high(x, ((1 << 28) - multiply_high(divisor, x)) << 4);
+    return x;
+}
+
+INLINE pair output_multiplier(float value_scale, float output_scale) {
+    pair value = split_scale(value_scale), output = split_scale(output_scale);
+    int64_t ratio = multiply_high(value.mantissa << 7, reciprocal(output.mantissa << 7)) * 4;
+    int small = ratio < 1 << 30;
+    return (pair){small ? ratio << 1 : ratio, clamp(30 - (value.exponent - output.exponent) + small - 9, 0, 31)};
+}
+
+INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
+    uint32_t octaves = step >> fraction_bits;
+    uint32_t fraction = fraction_bits < 8 ? step << (8 - fraction_bits) : step >> (fraction_bits - 8);
+    return (int64_t)((512 - (fraction & 255)) << 15) >> (octaves < 31 ? octaves : 31);
+}
+
+/* --- matrix product --------------------------------------------------------------------------------------- */
+
+/* c[r][0:WIDTH] = sum over k of a[r][k] * b[k][0:WIDTH]; every partial sum is an exact integer. */
+INLINE void tile_rows(const int rows, const float *a, int64_t a_stride, const float *b, int64_t depth, float *c, int64_t c_stride) {
+    vector low[ROWS], high[ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
+    for (int64_t k = 0; k < depth; k++) {
+        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            float x = a[r * a_stride + k];
+            low[r] += x * b_low;
+            high[r] += x * b_high;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        *(vector *)(c + r * c_stride) = low[r];
+        *(vector *)(c + r * c_stride + LANES) = high[r];
+    }
+}
+
+static void tile(int rows, const float *a, int64_t a_stride, const float *b, int64_t depth, float *c, int64_t c_stride) {
+    switch (rows) {
+#define CASE(n) \
+    case n: \
+        tile_rows(n, a, a_stride, b, depth, c, c_stride); \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+/* --- one row of scores ------------------------------------------------------------------------------------ */
+
+enum { NARROW, TOKEN, BIAS }; /* how an exponent follows from a score; see reference._Scores */
+
+typedef struct {
+    int quadratic, bits, nearest, offset, up, down, key_block, online, floor_output;
+} recipe;
+
+INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplier) {
+    if (kind == NARROW) return (int32_t)(((uint32_t)base - (uint32_t)s) * (uint32_t)multiplier);
+    if (kind == TOKEN) return (int32_t)(((int64_t)base - s) * multiplier >> 32);
+    return (int32_t)((uint32_t)base - (uint32_t)s);
+}
+
+/* Probabilities of scores [0, n) as floats: p, and for 15 bits their high part in `upper`. Returns their sum. */
+INLINE int64_t probabilities(
+    const int kind, const int quadratic, const int wide, const recipe *by, const int32_t *restrict s, int64_t n, int32_t base,
+    int32_t multiplier, int fraction_bits, float *restrict p, float *restrict upper
+) {
+    const uint32_t begin = (uint32_t)((((int64_t)by->offset << fraction_bits) + 511) >> 9);
+    const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
+    const int up = by->up, down = by->down;
+    const uint32_t half = by->nearest ? 1u << (down - 1) : 0, full = (1u << by->bits) - 1;
+    uint32_t total = 0; /* below 2^31: 32767 * 65536 */
+    for (int64_t j = 0; j < n; j++) {
+        uint32_t t = (uint32_t)row_exponent(kind, base, s[j], multiplier) + begin;
+        uint32_t octaves = t >> fraction_bits;
+        octaves = octaves < 31 ? octaves : 31;
+        uint32_t fraction = ((t << left) >> right) & 255;
+        uint32_t mantissa = quadratic ? (511 - fraction) * (511 - fraction) + (1 << 17) : (512 - fraction) * full;
+        uint32_t value = wide ? (mantissa << up) >> octaves : mantissa * ((1u << up) >> octaves);
+        value = (value + half) >> down;
+        value = s[j] == MASKED ? 0 : value;
+        total += value;
+        if (wide) {
+            upper[j] = (float)(int32_t)(value >> 8);
+            value &= 255;
+        }
+        p[j] = (float)(int32_t)value;
+    }
+    return total;
+}
+
+static int64_t row_probabilities(
+    int kind, const recipe *by, const int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, float *p,
+    float *upper
+) {
+#define CASE(k, q, w) \
+    if (kind == k && by->quadratic == q && (by->bits == 15) == w) \
+        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, p, upper);
+    CASE(NARROW, 1, 0) CASE(NARROW, 0, 0) CASE(NARROW, 1, 1) CASE(NARROW, 0, 1)
+    CASE(TOKEN, 1, 0) CASE(TOKEN, 0, 0) CASE(TOKEN, 1, 1) CASE(TOKEN, 0, 1)
+    CASE(BIAS, 1, 0) CASE(BIAS, 0, 0) CASE(BIAS, 1, 1) CASE(BIAS, 0, 1)
+#undef CASE
+    return 0;
+}
+
+/* --- attention -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int8_t *query, *key, *value;
+    const float *query_scale, *key_scale, *value_scale, *output_scale;
+    const void *mask;
+    void *out;
+    int64_t batch, heads, key_heads, queries, keys, head_dim, value_dim;
+    int64_t q[4], k[4], v[4]; /* strides, in elements; 0 where a size of 1 is broadcast */
+    int64_t qs[3], ks[3];     /* batch, head, token */
+    int64_t vs[3], os[3];     /* batch, head, channel */
+    int64_t m[4], period;
+    int64_t masked;           /* 0 no mask, 1 bool, 2 fixed-point bias */
+    int64_t causal, key_token, output_group, int8_output;
+    int64_t constant_mantissa, constant_exponent;
+    int64_t quadratic, bits, nearest, offset, up, down, key_block, online, floor_output;
+    int64_t threads;
+} problem;
+
+typedef struct {
+    float *key, *value, *query, *scores, *p, *upper, *product;
+    int32_t *s, *column;
+    int64_t *numerator;
+    int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
+    float *scale;                /* float output: value scale / 2^21, NaN where it is not usable */
+    int64_t head;                /* whose key and value are packed, -1 none */
+    int64_t out_head;            /* whose output scales are prepared */
+    pair reference;
+    int usable_key;
+} workspace;
+
+INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
+    const int64_t d = x->head_dim, n = x->keys;
+    const int8_t *key = x->key + z * x->k[0] + head * x->k[1], *value = x->value + z * x->v[0] + head * x->v[1];
+    for (int64_t start = 0; start < n; start += WIDTH) {
+        float *panel = w->key + start * d;
+        int64_t inside = at_most(WIDTH, n - start);
+        float rows[WIDTH * 256];
+        for (int64_t j = 0; j < WIDTH; j++) {
+            const int8_t *from = key + (start + j) * x->k[2];
+            if (j >= inside)
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = 0;
+            else if (x->k[3] == 1)
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k];
+            else
+                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k * x->k[3]];
+        }
+        for (int64_t k = 0; k < d; k++)
+            for (int64_t j = 0; j < WIDTH; j++) panel[k * WIDTH + j] = rows[j * d + k];
+    }
+    for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
+        float *panel = w->value + start * n;
+        int64_t inside = at_most(WIDTH, x->value_dim - start);
+        for (int64_t j = 0; j < n; j++) {
+            const int8_t *from = value + j * x->v[2] + start * x->v[3];
+            for (int64_t c = 0; c < inside; c++) panel[j * WIDTH + c] = from[c * x->v[3]];
+            for (int64_t c = inside; c < WIDTH; c++) panel[j * WIDTH + c] = 0;
+        }
+    }
+    const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
+    w->reference = split_scale(*scale);
+    w->usable_key = usable(*scale);
+    if (x->key_token) {
+        int64_t largest = INT64_MIN;
+        for (int64_t j = 0; j < n; j++) {
+            pair one = split_scale(scale[j * x->ks[2]]);
+            largest = one.exponent > largest ? one.exponent : largest;
+            w->usable_key &= usable(scale[j * x->ks[2]]);
+        }
+        for (int64_t j = 0; j < n; j++) {
+            pair one = split_scale(scale[j * x->ks[2]]);
+            w->column[j] = (int32_t)round_shift(one.mantissa, at_most(24 - column_bits(d) + largest - one.exponent, 31));
+        }
+        w->reference = (pair){1 << 23, largest + 1};
+    }
+}
+
+/* Scores of one row in the unit reference._Scores.tile gives them; keys that take no part are MASKED. */
+static void row_scores(
+    const problem *x, const workspace *w, const float *restrict product, int32_t *restrict s, int64_t n, int64_t width,
+    int64_t z, int64_t h, int64_t i, pair by
+) {
+    const int bits = column_bits(x->head_dim);
+    const int64_t m_stride = x->m[3];
+    const int64_t mask_at = x->masked ? (z % x->period) * x->m[0] + h * x->m[1] + i * x->m[2] : 0;
+    if (x->key_token)
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)product[j] * w->column[j];
+    else if (x->masked == 2)
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)((uint32_t)(int32_t)product[j] << bits);
+    else
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)product[j];
+    if (x->masked == 2) {
+        const int32_t *mask = (const int32_t *)x->mask + mask_at;
+        const int shift = 16 - (int)by.exponent;
+        for (int64_t j = 0; j < n; j++) {
+            int32_t bias = mask[j * m_stride];
+            int32_t sum = (int32_t)((int64_t)s[j] * by.mantissa >> 32) + (bias >> shift);
+            s[j] = bias == BIAS_POISON ? POISON : bias == BIAS_MASKED ? MASKED : sum;
+        }
+    } else if (x->masked == 1) {
+        const uint8_t *mask = (const uint8_t *)x->mask + mask_at;
+        for (int64_t j = 0; j < n; j++) s[j] = mask[j * m_stride] ? s[j] : MASKED;
+    }
+    for (int64_t j = x->causal && i + 1 < n ? i + 1 : n; j < width; j++) s[j] = MASKED;
+}
+
+/* What the channels of a head are multiplied with at the end. */
+static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) {
+    const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
+    const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
+    for (int64_t c = 0; c < x->value_dim; c++) {
+        float scale = value_scale[c * x->vs[2]];
+        w->scale[c] = usable(scale) ? scale * 0x1p-21f : NAN;
+        if (!x->int8_output) continue;
+        pair by = output_multiplier(scale, output_scale[c * x->os[2]]);
+        w->multiplier[c] = (int32_t)by.mantissa;
+        w->shift[c] = (int32_t)by.exponent;
+    }
+}
+
+static void finish_row(
+    const problem *x, const workspace *w, const int64_t *restrict numerator, int64_t denominator, int bad, int64_t at
+) {
+    const int64_t channels = x->value_dim;
+    const int bits = bit_length(denominator);
+    const int32_t inverse = denominator ? (int32_t)reciprocal(denominator << (31 - bits)) : 0;
+    int32_t o[256];
+    for (int64_t c = 0; c < channels; c++) {
+        int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+        o[c] = (int32_t)((int64_t)scaled * inverse >> 32);
+    }
+    if (x->floor_output)
+        for (int64_t c = 0; c < channels; c++) {
+            int64_t whole = o[c] >> 21, remainder = numerator[c] - whole * denominator;
+            if (denominator) whole += (remainder >= denominator) - (remainder < 0);
+            o[c] = (int32_t)(whole * (1 << 21));
+        }
+    if (x->int8_output) {
+        int8_t *restrict out = (int8_t *)x->out + at;
+        const int32_t *restrict multiplier = w->multiplier, *restrict shift = w->shift;
+        for (int64_t c = 0; c < channels; c++) {
+            int32_t wide = (int32_t)((int64_t)(o[c] * 4) * multiplier[c] >> 32);
+            int32_t rounded = ((wide >> (shift[c] > 0 ? shift[c] - 1 : 0)) + 1) >> 1;
+            rounded = shift[c] > 0 ? rounded : wide;
+            rounded = rounded > 127 ? 127 : rounded;
+            out[c] = (int8_t)(rounded < -128 ? -128 : rounded);
+        }
+        return;
+    }
+    float *restrict out = (float *)x->out + at;
+    const float *restrict scale = w->scale;
+    for (int64_t c = 0; c < channels; c++) out[c] = bad ? NAN : (float)o[c] * scale[c];
+}
+
+/* A block of up to ROWS queries, from scores to output. */
+static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
+    const int64_t d = x->head_dim, channels = padded(x->value_dim), line = padded(x->keys);
+    const recipe by = {
+        (int)x->quadratic, (int)x->bits, (int)x->nearest, (int)x->offset, (int)x->up, (int)x->down, (int)x->key_block,
+        (int)x->online, (int)x->floor_output,
+    };
+    const int kind = x->masked == 2 ? BIAS : x->key_token ? TOKEN : NARROW;
+    /* causal: keys that no query of the block sees are left out */
+    const int64_t n = x->causal ? at_most(x->keys, first + rows) : x->keys, width = padded(n);
+    const int64_t step = by.online ? by.key_block : CHUNK, blocks = (n + step - 1) / step;
+    pair multiplier[ROWS];
+    int32_t row_max[ROWS];
+    int bad[ROWS];
+    int64_t total[ROWS];
+
+    for (int r = 0; r < rows; r++) {
+        const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
+        for (int64_t k = 0; k < d; k++) w->query[r * d + k] = from[k * x->q[3]];
+    }
+    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, d, w->key + start * d, d, w->scores + start, line);
+    for (int r = 0; r < rows; r++) {
+        const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
+        pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
+        multiplier[r] = kind == NARROW ? narrow_multiplier(unit, d) : wide_multiplier(unit, d, kind == BIAS ? 16 : 28);
+        int32_t *s = w->s + r * line;
+        row_scores(x, w, w->scores + r * line, s, n, width, z, h, first + r, multiplier[r]);
+        int32_t most = MASKED;
+        for (int64_t j = 0; j < width; j++) most = s[j] > most ? s[j] : most;
+        row_max[r] = most;
+        bad[r] = !usable(scale) || !w->usable_key || (kind == BIAS && most >= POISON);
+        total[r] = 0;
+        if (!by.online)
+            total[r] = row_probabilities(
+                kind, &by, s, width, most == MASKED ? 0 : most, (int32_t)multiplier[r].mantissa, (int)multiplier[r].exponent,
+                w->p + r * line, w->upper + r * line
+            );
+        else
+            row_max[r] = MASKED;
+    }
+    memset(w->numerator, 0, sizeof(int64_t) * rows * channels);
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * step, depth = at_most(step, n - start);
+        if (by.online) {
+            for (int r = 0; r < rows; r++) {
+                const int32_t *s = w->s + r * line + start;
+                int32_t most = row_max[r], factor = (int32_t)multiplier[r].mantissa;
+                const int fraction_bits = (int)multiplier[r].exponent;
+                for (int64_t j = 0; j < depth; j++) most = s[j] > most ? s[j] : most;
+                if (row_max[r] != MASKED && most > row_max[r]) {
+                    int64_t release = release_factor((uint32_t)row_exponent(kind, most, row_max[r], factor), fraction_bits);
+                    for (int64_t c = 0; c < channels; c++)
+                        w->numerator[r * channels + c] = w->numerator[r * channels + c] * release >> 24;
+                    total[r] = total[r] * release >> 24;
+                }
+                row_max[r] = most;
+                total[r] += row_probabilities(
+                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
+                    w->upper + r * line + start
+                );
+            }
+        }
+        for (int64_t c = 0; c < channels; c += WIDTH) {
+            for (int high = by.bits == 15; high >= 0; high--) {
+                const float *p = high ? w->upper : w->p, *restrict product = w->product;
+                const int32_t weight = high ? 256 : 1;
+                tile(rows, p + start, line, w->value + c * x->keys + start * WIDTH, depth, w->product, WIDTH);
+                for (int r = 0; r < rows; r++) {
+                    int64_t *restrict sum = w->numerator + r * channels + c;
+                    for (int j = 0; j < WIDTH; j++) sum[j] += (int64_t)(int32_t)product[r * WIDTH + j] * weight;
+                }
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        int64_t *numerator = w->numerator + r * channels;
+        if (by.online)
+            for (int64_t c = 0; c < channels; c++) numerator[c] = clamp(numerator[c], -128 * total[r], 128 * total[r]);
+        finish_row(x, w, numerator, total[r], bad[r], ((z * x->heads + h) * x->queries + first + r) * x->value_dim);
+    }
+}
+
+static int allocate(const problem *x, workspace *w, char **memory) {
+    const size_t line = padded(x->keys), channels = padded(x->value_dim), d = x->head_dim;
+    const size_t floats = line * d + channels * x->keys + ROWS * (d + 3 * line + WIDTH) + channels;
+    const size_t integers = ROWS * line + line + 2 * channels;
+    const size_t longs = ROWS * channels;
+    *memory = malloc(8 * longs + 4 * (floats + integers));
+    if (!*memory) return 0;
+    w->numerator = (int64_t *)*memory;
+    w->key = (float *)(w->numerator + longs);
+    w->value = w->key + line * d;
+    w->query = w->value + channels * x->keys;
+    w->scores = w->query + ROWS * d;
+    w->p = w->scores + ROWS * line;
+    w->upper = w->p + ROWS * line;
+    w->product = w->upper + ROWS * line;
+    w->scale = w->product + ROWS * WIDTH;
+    w->s = (int32_t *)(w->scale + channels);
+    w->column = w->s + ROWS * line;
+    w->multiplier = w->column + line;
+    w->shift = w->multiplier + channels;
+    w->head = w->out_head = -1;
+    return 1;
+}
+
+/* Returns 0, or 1 when memory ran out. */
+int qflash_attention(const problem *x) {
+    const int64_t blocks = (x->queries + ROWS - 1) / ROWS, group = x->heads / x->key_heads;
+    const int64_t tasks = x->batch * x->heads * blocks;
+    int failed = 0;
+#pragma omp parallel num_threads((int)x->threads)
+    {
+        workspace w = {0};
+        char *memory;
+        if (!allocate(x, &w, &memory)) {
+#pragma omp atomic write
+            failed = 1;
+        } else {
+            int64_t begin = 0, end = tasks;
+#ifdef _OPENMP
+            begin = tasks * omp_get_thread_num() / omp_get_num_threads();
+            end = tasks * (omp_get_thread_num() + 1) / omp_get_num_threads();
+#endif
+            /* neighbouring tasks share a head, which is packed once */
+            for (int64_t task = begin; task < end; task++) {
+                int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * ROWS;
+                if (w.head != z * x->key_heads + h / group) {
+                    w.head = z * x->key_heads + h / group;
+                    pack_head(x, &w, z, h / group);
+                }
+                if (w.out_head != z * x->heads + h) {
+                    w.out_head = z * x->heads + h;
+                    output_scales(x, &w, z, h);
+                }
+                attend(x, &w, z, h, first, (int)at_most(ROWS, x->queries - first));
+            }
+            free(memory);
+        }
+    }
+    return failed;
+}
+
+/* --- quantisation, one to one with quantization.py -------------------------------------------------------- */
+
+enum { PER_TENSOR, PER_HEAD, PER_TOKEN, PER_CHANNEL };
+
+typedef struct {
+    const float *x;
+    int8_t *values;
+    float *scale;
+    int64_t batch, heads, tokens, channels, stride[4], granularity, center, threads;
+} conversion;
+
+INLINE float scale_from_amplitude(int32_t bits) {
+    float amplitude;
+    memcpy(&amplitude, &bits, 4);
+    if (bits >= 0x7F800000) return NAN;
+    float scale = amplitude / 127.0f;
+    return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale;
+}
+
+INLINE int32_t magnitude(float x) { return bits_of(x) & INT32_MAX; }
+
+INLINE int8_t to_int8(float x, float inverse) {
+    float scaled = x * inverse;
+    scaled = scaled > 127.0f ? 127.0f : scaled;
+    scaled = scaled < -128.0f ? -128.0f : scaled;
+    scaled = scaled == scaled ? scaled : 0.0f;
+    return (int8_t)(int32_t)rintf(scaled);
+}
+
+typedef struct {
+    const float *x;
+    int64_t line; /* floats from one token to the next */
+} rows_of;
+
+/* A head with its channels side by side: in place, or copied to `copy`, less every channel's midrange if asked for.
+ * `range` holds three rows. */
+static rows_of load_head(const conversion *a, int64_t head, float *restrict copy, float *restrict range) {
+    const int64_t n = a->tokens, d = a->channels, line = a->stride[2], across = a->stride[3];
+    const float *from = a->x + head / a->heads * a->stride[0] + head % a->heads * a->stride[1];
+    if (!a->center && across == 1) return (rows_of){from, line};
+    for (int64_t i = 0; i < n; i++)
+        if (across == 1)
+            for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c];
+        else
+            for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c * across];
+    if (!a->center) return (rows_of){copy, d};
+    float *low = range, *high = range + d, *odd = range + 2 * d;
+    for (int64_t c = 0; c < d; c++) low[c] = high[c] = copy[c], odd[c] = 0;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < d; c++) {
+            float one = copy[i * d + c];
+            low[c] = one < low[c] ? one : low[c];
+            high[c] = one > high[c] ? one : high[c];
+            odd[c] = one == one ? odd[c] : 1;
+        }
+    for (int64_t c = 0; c < d; c++) low[c] = odd[c] != 0 ? NAN : (low[c] + high[c]) * 0.5f;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < d; c++) copy[i * d + c] -= low[c];
+    return (rows_of){copy, d};
+}
+
+static int32_t largest(const float *x, int64_t n) {
+    int32_t most = 0;
+    for (int64_t e = 0; e < n; e++) most = magnitude(x[e]) > most ? magnitude(x[e]) : most;
+    return most;
+}
+
+static int32_t largest_of_head(rows_of x, int64_t n, int64_t d) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t row = largest(x.x + i * x.line, d);
+        most = row > most ? row : most;
+    }
+    return most;
+}
+
+static void quantize_head(const conversion *a, rows_of x, int64_t head, int32_t all, float *restrict range) {
+    const int64_t n = a->tokens, d = a->channels;
+    int8_t *restrict out = a->values + head * n * d;
+    float *inverse = range;
+    if (a->granularity == PER_CHANNEL) {
+        int32_t *amplitude = (int32_t *)(range + d);
+        for (int64_t c = 0; c < d; c++) amplitude[c] = 0;
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t c = 0; c < d; c++) {
+                int32_t one = magnitude(x.x[i * x.line + c]);
+                amplitude[c] = one > amplitude[c] ? one : amplitude[c];
+            }
+        for (int64_t c = 0; c < d; c++) {
+            float scale = scale_from_amplitude(amplitude[c]);
+            a->scale[head * d + c] = scale;
+            inverse[c] = 1.0f / scale;
+        }
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x.x[i * x.line + c], inverse[c]);
+        return;
+    }
+    float scale = 1;
+    if (a->granularity == PER_TENSOR) {
+        scale = scale_from_amplitude(all);
+        if (head == 0) *a->scale = scale;
+    } else if (a->granularity == PER_HEAD) {
+        scale = a->scale[head] = scale_from_amplitude(largest_of_head(x, n, d));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const float *row = x.x + i * x.line;
+        if (a->granularity == PER_TOKEN) scale = a->scale[head * n + i] = scale_from_amplitude(largest(row, d));
+        const float by = 1.0f / scale;
+        for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(row[c], by);
+    }
+}
+
+int qflash_quantize(const conversion *a) {
+    const int64_t n = a->tokens, d = a->channels, heads = a->batch * a->heads;
+    int32_t all = 0;
+    int failed = 0;
+#pragma omp parallel num_threads((int)a->threads)
+    {
+        float *x = malloc(sizeof(float) * (n * d + 3 * d));
+        float *range = x + n * d;
+        int64_t begin = 0, end = heads;
+#ifdef _OPENMP
+        begin = heads * omp_get_thread_num() / omp_get_num_threads();
+        end = heads * (omp_get_thread_num() + 1) / omp_get_num_threads();
+#endif
+        if (!x) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        if (x && a->granularity == PER_TENSOR) {
+            int32_t most = 0;
+            for (int64_t head = begin; head < end; head++) {
+                int32_t one = largest_of_head(load_head(a, head, x, range), n, d);
+                most = one > most ? one : most;
+            }
+#pragma omp critical
+            all = most > all ? most : all;
+        }
+#pragma omp barrier
+        for (int64_t head = begin; x && head < end; head++) quantize_head(a, load_head(a, head, x, range), head, all, range);
+        free(x);
+    }
+    return failed;
+}

@@ -1,0 +1,174 @@
+"""The compiled CPU kernels return the reference's bits; where they cannot be compiled the back end says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+
+import pytest
+import torch
+
+import qflash
+from helpers import GPU, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, same_bits
+from qflash import backends, quantization, reference
+from qflash.kernels import cpu
+from qflash.recipe import PRESETS
+
+CPU = torch.device("cpu")
+LARGE = dataclasses.replace(GPU, work=40)
+"""The GPU's tokens (up to 2049) and head counts, with few enough blocks for a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler(request: pytest.FixtureRequest) -> None:
+    if "without" not in request.node.name and backends.cpu_missing():
+        pytest.skip(str(backends.cpu_missing()))
+
+
+@pytest.mark.parametrize("first", range(0, 600, 30))
+def test_kernel_has_the_reference_bits(first: int) -> None:
+    for number in range(first, first + 30):
+        case = draw_case(number, INTERPRETER)
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("first", range(2000, 2040, 5))
+def test_long_rows_have_the_reference_bits(first: int) -> None:
+    for number in range(first, first + 5):
+        case = draw_case(number, LARGE)
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("flags", [(), ("-march=haswell", "-fopenmp")], ids=["baseline", "avx2"])
+def test_other_vector_widths_have_the_reference_bits(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    if flags and not (pathlib.Path("/proc/cpuinfo").is_file() and "avx2" in pathlib.Path("/proc/cpuinfo").read_text()):
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setattr(cpu, "_TRIES", (flags,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = cpu.load.__wrapped__()
+    assert len(list((tmp_path / "qflash").iterdir())) == 1
+    monkeypatch.setattr(cpu, "load", lambda: library)
+    for number in range(3000, 3120):
+        case = draw_case(number, INTERPRETER)
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_threads_leave_the_bits_alone(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(2, 3, 130, 200, head_dim=48)
+    expected = qflash.attention(*inputs, recipe=recipe, backend="reference")
+    for threads in (1, 2, 5, 64):
+        monkeypatch.setattr(cpu, "_threads", lambda work, threads=threads: threads)
+        assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected), threads
+
+
+def quantize_both(x: torch.Tensor, granularity: str, center: bool) -> tuple[torch.Tensor, ...]:
+    """Return values and scale of the compiled kernel, then those of the specification."""
+    y = quantization.center_channels(x) if center else x
+    scale = quantization.scale_from_amplitude(quantization.amplitude(y, granularity))
+    return (*cpu.launch_quantize(x, granularity, center), quantization.quantize_values(y, scale), scale)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantisation_has_the_reference_bits(layout: str, granularity: str, center: bool) -> None:
+    for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
+        for amplitude in (1e-42, 1e-3, 1.0, 1e4):
+            x = make_inputs(2, 3, 37, head_dim=20, seed=number)[0] * amplitude
+            values, scale, expected, expected_scale = quantize_both(lay_out(x.to(dtype), layout), granularity, center)
+            assert same_bits(values, expected) and same_bits(scale, expected_scale), (dtype, amplitude)
+    ties = torch.arange(-254, 254).view(1, 2, 2, 127) / 2
+    ties[..., 0] = 127
+    values, scale, expected, expected_scale = quantize_both(ties, granularity, center)
+    assert same_bits(values, expected) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, 0.0])
+def test_quantisation_agrees_on_what_is_not_finite(bad: float, granularity: str, center: bool) -> None:
+    x = make_inputs(2, 2, 9, head_dim=20)[0]
+    x[1, 0, 3, 7] = bad
+    x[0, 1] = bad
+    x[0, 0, 2, 1] = -bad
+    values, scale, expected, expected_scale = quantize_both(x, granularity, center)
+    assert same_bits(values, expected) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_call_has_the_reference_bits(layout: str, recipe: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        inputs = make_inputs(4, 6, 33, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout)
+        generator = torch.Generator().manual_seed(0)
+        bias = torch.randn((4, 1, 33, 70), generator=generator)
+        for options in ({"is_causal": True}, {"attn_mask": bias}, {"attn_mask": bias > 0}):
+            got = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="cpu")
+            expected = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="reference")
+            assert same_bits(got, expected), (dtype, options)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_what_is_not_finite_reaches_the_same_outputs(recipe: str, where: int) -> None:
+    inputs = make_inputs(2, 2, 9, 33, head_dim=16)
+    inputs[where][1, 0, 3, 5] = math.nan
+    expected = qflash.attention(*inputs, recipe=recipe, backend="reference")
+    assert expected.isnan().any()
+    assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected)
+
+
+def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.resolve_backend("auto", CPU) == "cpu"
+    called: list[str] = []
+    monkeypatch.setattr(reference, "int8_attention", lambda *_: called.append("reference"))
+    qflash.attention(*make_inputs(1, 1, 5))
+    assert not called
+    with pytest.raises(ValueError, match="not on cuda"):
+        backends.resolve_backend("cpu", torch.device("cuda"))
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """A machine that has compiled nothing yet, for this test only."""
+    monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
+    monkeypatch.setattr(backends, "cpu_missing", backends.cpu_missing.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("uncached")
+def test_without_a_compiler_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert backends.resolve_backend("auto", CPU) == "reference"
+    inputs = make_inputs(1, 1, 5)
+    assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))
+    with pytest.raises(ValueError, match="no C compiler"):
+        qflash.attention(*inputs, backend="cpu")
+    with pytest.raises(ValueError, match="no C compiler"):
+        qflash.quantize(inputs[0], backend="cpu")
+
+
+@pytest.mark.usefixtures("uncached")
+def test_without_a_working_compiler_its_words_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'fatal error: limits of taste exceeded' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert "limits of taste" in str(backends.cpu_missing())
+    assert not list((tmp_path / "cache" / "qflash").iterdir())
+
+
+@pytest.mark.usefixtures("uncached")
+def test_a_home_that_cannot_be_written_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert backends.cpu_missing() is None

@@ -18,9 +18,11 @@ import json
 import math
 import pathlib
 import platform
+import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -172,7 +174,7 @@ def make_problems(
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Query, key and value ``(batch, heads, tokens, head_dim)`` of a problem and its bias ``(windows, heads, queries, keys)``."""
+    """A problem's query, key and value ``(batch, heads, tokens, head_dim)`` and bias ``(windows, heads, queries, keys)``."""
 
     problem: Problem
     query: torch.Tensor
@@ -231,6 +233,16 @@ def swin_bias(windows: int, heads: int, queries: int, keys: int, generator: torc
     return bias
 
 
+def check_input(kind: str) -> None:
+    """Require one of :data:`INPUTS`.
+
+    Raises:
+        ValueError: another value.
+    """
+    if kind not in INPUTS:
+        raise ValueError(f"input must be one of {INPUTS}, got {kind!r}")
+
+
 def make_inputs(problem: Problem, kind: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
     """Draw a problem's tensors on the CPU (the same on every device).
 
@@ -244,8 +256,7 @@ def make_inputs(problem: Problem, kind: str, dtype: torch.dtype, device: torch.d
     Raises:
         ValueError: another ``kind``.
     """
-    if kind not in INPUTS:
-        raise ValueError(f"input must be one of {INPUTS}, got {kind!r}")
+    check_input(kind)
     generator = torch.Generator().manual_seed(seed)
     batch, heads, queries, head_dim = problem.shape
 
@@ -601,6 +612,21 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add to SDPA's "no kernel" the reason, which it gives as warnings only; other warnings pass by unseen."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except RuntimeError as error:
+            if not re.search("No (available kernel|viable backend)", str(error)):
+                raise
+            texts = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in said]
+            reasons = [text for text in texts if not re.search("not used because|runtime disabled", text)]
+            raise RuntimeError("; ".join(dict.fromkeys(reasons)) or str(error)) from error
+
+
 def _tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -693,9 +719,10 @@ def measure(
             runners.append(runner)
             try:
                 if call is None:
-                    with method.context():
-                        call = method.prepare(inputs)
-                        got = as_tensor(call(), problem)[part]
+                    with explained(), method.context():
+                        made = method.prepare(inputs)
+                        got = as_tensor(made(), problem)[part]
+                    call = made
                     base["sqnr_db"], base["sqnr_of"] = round(sqnr(wanted, got), 2), words
                     runner.row |= {"sqnr_db": base["sqnr_db"], "sqnr_of": words}
                     del got
@@ -846,6 +873,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
             name = method if place == 0 else f"_{method}"
             axes.bar(spots, middle, width, yerr=spread, color=colours[index], hatch=hatch, label=name, error_kw={"lw": 0.6})
         axes.set_yscale("log")
+        axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * min(row["median_us"] for row in here))))
         axes.set_xticks(range(len(labels)), labels)
         axes.set_ylabel("µs a call")
         axes.set_title("given shapes" if batch is None else f"batch {batch}", loc="left", fontsize="medium")
@@ -1007,6 +1035,7 @@ def run_bench(
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    check_input(kind)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     record: dict[str, Any] = {

@@ -146,7 +146,7 @@ def measure(
         rows.append(row)
         timer = None
         try:
-            with method.context():
+            with bench.explained(), method.context():
                 call = method.prepare(inputs)
                 got = bench.as_tensor(call(), problem)[part]
                 row |= {"sqnr_db": round(sqnr(wanted, got), 2), "sqnr_of": words}
@@ -215,6 +215,7 @@ def run_energy(
         qflash.nvml.NvmlError: no GPU, no NVML or no energy counter.
         ValueError: ``seconds`` or ``rounds`` is not positive.
     """
+    bench.check_input(kind)
     if seconds <= 0 or rounds < 1:
         raise ValueError(f"seconds and rounds must be positive, got {seconds} and {rounds}")
     if device.type != "cuda":
@@ -226,8 +227,9 @@ def run_energy(
     record: dict[str, Any] = {
         "what": "energy of one attention call",
         "environment": bench.environment(device),
-        "timing": f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s after its start; "
-        f"methods in turns (order reversed every round), median of {rounds} rounds; idle power is part of a call's energy",
+        "timing": f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s "
+        f"after its start; methods in turns (order reversed every round), median of {rounds} rounds; idle power "
+        "counts",
         "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",
         "ratio": f"energy ÷ energy of {REFERENCE!r}",
         "idle_watts": round(idle, 1),

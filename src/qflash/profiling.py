@@ -262,10 +262,11 @@ def child(path: pathlib.Path) -> None:
             found: dict[str, Any] = {"error": None, "sqnr_db": None, "sqnr_of": words}
             with method.context():
                 try:
-                    call = method.prepare(inputs)
-                    found["sqnr_db"] = round(sqnr(wanted, bench.as_tensor(call(), problem)[part]), 2)
-                    for _ in range(2):
-                        call()
+                    with bench.explained():
+                        call = method.prepare(inputs)
+                        found["sqnr_db"] = round(sqnr(wanted, bench.as_tensor(call(), problem)[part]), 2)
+                        for _ in range(2):
+                            call()
                 except Exception as error:
                     found["error"], call = bench._describe(error), None
                 torch.cuda.synchronize()
@@ -362,6 +363,7 @@ def run_profile(
     Raises:
         ProfileError: no GPU; ncu is missing, lacks permission or fails.
     """
+    bench.check_input(kind)
     _ncu()
     if device.type != "cuda":
         raise ProfileError("Nsight Compute profiles kernels on an NVIDIA GPU, and there is no GPU here")
@@ -383,8 +385,8 @@ def run_profile(
     record = {
         "what": "tensor-core utilisation of one attention call, percent of the peak while a multiprocessor is active",
         "environment": bench.environment(device),
-        "timing": "Nsight Compute, one call after three, clocks and caches left alone; of several kernels in a call durations are "
-        "added and percentages weighted by duration",
+        "timing": "Nsight Compute, one call after three, clocks and caches left alone; of several kernels in a call "
+        "durations are added and percentages weighted by duration",
         "columns": {column: [list(group) for group in groups] for column, groups in _COLUMNS.items()},
         "metrics": metrics,
         "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",

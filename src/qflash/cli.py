@@ -1,4 +1,4 @@
-"""The ``qflash`` command: demo, verify, info.
+"""The ``qflash`` command.
 
 Nothing heavy is imported before a command runs, so that help and version answer at once.
 """
@@ -116,3 +116,132 @@ def info(output_format: FormatOption = Format.TABLE) -> None:
         typer.echo(json.dumps(collect_info(), indent=2))
     else:
         print_info()
+
+
+WorkloadOption = Annotated[list[str] | None, typer.Option(help="A1 to A7, all, or long (rows of 1024 to 16384); repeatable.")]
+ShapeOption = Annotated[list[str] | None, typer.Option(help="Z,H,N,D or Z,H,N,D,Nk; repeatable.")]
+BatchOption = Annotated[list[int] | None, typer.Option(min=1, help="Images, for the workloads; repeatable.")]
+MethodOption = Annotated[list[str] | None, typer.Option(help="Only this method, by its name in the table; repeatable.")]
+PeerOption = Annotated[
+    list[str] | None, typer.Option(help="NAME=module:callable, called as f(q, k, v, attn_mask, is_causal, scale); repeatable.")
+]
+RecipeOption = Annotated[list[str] | None, typer.Option(help="paper, default, accurate or per-tensor; repeatable.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float16, bfloat16 or float32.")]
+InputOption = Annotated[str, typer.Option("--input", help="uniform in [-4, 4), as in the paper, or normal.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu; the GPU if there is one.")]
+OutputOption = Annotated[pathlib.Path | None, typer.Option(help="Folder for JSON, CSV and plots.")]
+
+
+@app.command()
+def bench(
+    workload: WorkloadOption = None,
+    shape: ShapeOption = None,
+    batch: BatchOption = None,
+    mode: Annotated[list[str] | None, typer.Option(help="kernel, end-to-end or eager; repeatable.")] = None,
+    method: MethodOption = None,
+    peer: PeerOption = None,
+    recipe: RecipeOption = None,
+    bias: Annotated[bool, typer.Option("--bias", help="Also with an additive bias (Swin's, shifted windows).")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
+    dtype: DtypeOption = None,
+    inputs: InputOption = "uniform",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Samples a method.")] = None,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Time QFlash beside PyTorch's attention and others, with the accuracy of each.
+
+    Modes: kernel (int8 to int8 on tensors quantised beforehand) and end-to-end (float to float, quantisation
+    included) on CUDA graphs; eager, calls without a graph. Without a GPU the CPU back ends are timed.
+    """
+    from . import bench as module
+
+    try:
+        where = module.pick_device(device)
+        batches = batch or (module.GPU_BATCHES if where.type == "cuda" else module.CPU_BATCHES)
+        module.run_bench(
+            module.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias),
+            module.make_methods(where, recipe or ("default",), peer or (), method or ()),
+            modes=mode or ("kernel", "end-to-end"),
+            kind=inputs,
+            dtype=module.pick_dtype(dtype, where),
+            device=where,
+            rounds=rounds or 15,
+            output=output,
+        )
+    except ValueError as error:
+        typer.echo(f"qflash bench: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def energy(
+    workload: WorkloadOption = None,
+    shape: ShapeOption = None,
+    batch: BatchOption = None,
+    method: MethodOption = None,
+    peer: PeerOption = None,
+    recipe: RecipeOption = None,
+    dtype: DtypeOption = None,
+    inputs: InputOption = "uniform",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Replay a method for this long.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements a method.")] = 3,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure the energy of a call by the GPU's counter (NVML); by default on A2 with 8 images (the paper's Table 3)."""
+    from . import bench as module
+    from .energy import run_energy
+    from .nvml import NvmlError
+
+    try:
+        where = module.pick_device(device)
+        methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
+        run_energy(
+            module.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,)),
+            module.select(methods, method or ()),
+            kind=inputs,
+            dtype=module.pick_dtype(dtype, where),
+            device=where,
+            seconds=seconds,
+            rounds=rounds,
+            output=output,
+        )
+    except (ValueError, NvmlError) as error:
+        typer.echo(f"qflash energy: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def profile(
+    workload: WorkloadOption = None,
+    shape: ShapeOption = None,
+    batch: BatchOption = None,
+    method: MethodOption = None,
+    peer: PeerOption = None,
+    recipe: RecipeOption = None,
+    dtype: DtypeOption = None,
+    inputs: InputOption = "uniform",
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Tensor-core utilisation by Nsight Compute (ncu); by default on A2 and A7 with 8 images (the paper's Table 2)."""
+    from . import bench as module
+    from .profiling import ProfileError, run_profile
+
+    try:
+        where = module.pick_device(device)
+        methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
+        run_profile(
+            module.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,)),
+            module.select(methods, method or ()),
+            recipes=recipe or ("default",),
+            peers=peer or (),
+            kind=inputs,
+            dtype=module.pick_dtype(dtype, where),
+            device=where,
+            output=output,
+        )
+    except (ValueError, ProfileError) as error:
+        typer.echo(f"qflash profile: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -786,10 +787,14 @@ def _plot(report: dict[str, Any], path: Path) -> None:
 
     results = report["models"]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.family": "sans-serif"}):
-        height = 0.9 + 0.28 * max(len(result["methods"]) for result in results)
-        figure = Figure(figsize=(1.6 + 3.4 * len(results), height), layout="constrained")
-        panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
-        for axes, result in zip(panels, results, strict=True):
+        columns = min(len(results), 4)
+        lines = math.ceil(len(results) / columns)
+        height = lines * (0.8 + 0.28 * len(results[0]["methods"])) + 0.4
+        figure = Figure(figsize=(1.6 + 3.2 * columns, height), layout="constrained")
+        panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+        for axes in panels[len(results) :]:
+            axes.set_axis_off()
+        for axes, result in zip(panels, results, strict=False):
             summaries = result["methods"]
             for place, s in enumerate(summaries):
                 low, high = s["top1_interval_percent"]
@@ -801,9 +806,9 @@ def _plot(report: dict[str, Any], path: Path) -> None:
             axes.set_title(result["model"], fontsize="medium")
             axes.set_xlabel("Top-1, %")
             axes.spines[["top", "right"]].set_visible(False)
-        panels[0].invert_yaxis()
+        panels[0].set_ylim(len(results[0]["methods"]) - 0.4, -0.6)
         marks = [matplotlib.lines.Line2D([], [], color=c, marker=m, label=t) for c, m, t in (
-            ("#3b82c4", "o", "integer-only"), ("#6b7480", "s", "with float softmax"),
+            ("#3b82c4", "o", "integer-only"), ("#6b7480", "s", "not integer-only"),
         )]  # fmt: skip
         figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False)
         figure.savefig(path, metadata={"Date": None})

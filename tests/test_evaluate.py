@@ -31,6 +31,7 @@ from PIL import Image  # noqa: E402
 
 from qflash import classification, evaluate  # noqa: E402
 from qflash.classification import draw_subset, load_classifier  # noqa: E402
+from qflash.outcomes import load_outcomes  # noqa: E402
 
 torch.set_num_threads(2)
 MODEL = "test_vit"
@@ -98,7 +99,7 @@ def test_top1_and_top5_are_those_of_the_patched_model(
         with torch.no_grad():
             logits = torch.cat([(patched or qflash.patch(model))(part) for part in inputs.split(4)])
         order = logits.argsort(1, descending=True)
-        outcomes = evaluate.load_outcomes(output / MODEL / f"{summary['method']}.csv")
+        outcomes = load_outcomes(output / MODEL / f"{summary['method']}.csv")
         assert [outcome.predictions for outcome in outcomes] == [tuple(row) for row in order.tolist()]
         assert [outcome.id for outcome in outcomes] == [f"{name}/{index}.png" for name in CLASSES for index in range(PER_CLASS)]
         assert summary["right"] == int((order[:, 0] == torch.tensor(images.labels)).sum())
@@ -118,12 +119,12 @@ def test_files_and_table(whole: tuple[Path, dict[str, Any], str]) -> None:
     assert report["conditions"]["data"] == "val"
     assert set(per_image(output)) == {"fp32.csv", "qflash-default.csv"}
     comparison = report["models"][0]["methods"][1]["against_fp32"]
-    outcomes = [evaluate.load_outcomes(output / MODEL / f"{name}.csv") for name in ("fp32", *QUICK)]
+    outcomes = [load_outcomes(output / MODEL / f"{name}.csv") for name in ("fp32", *QUICK)]
     assert evaluate.compare_outcomes(*outcomes).items() <= comparison.items()
     with pytest.raises(ValueError, match="same order"):
         evaluate.compare_outcomes(outcomes[0], outcomes[1][1:])
     with pytest.raises(ValueError, match="per-image"):
-        evaluate.load_outcomes(output / "evaluate.csv")
+        load_outcomes(output / "evaluate.csv")
 
 
 def test_checkpoints_of_every_kind_give_the_same(
@@ -189,7 +190,7 @@ def test_another_run_is_refused_or_starts_anew(folder: Path, weights: Path, tmp_
     report, _ = run([MODEL], ("fp32",), batch=3, subset=6, overwrite=True, **options)
     assert report["models"][0]["images"] == 6
     assert mine.read_text() == "kept"
-    outcomes = evaluate.load_outcomes(tmp_path / MODEL / "fp32.csv")
+    outcomes = load_outcomes(tmp_path / MODEL / "fp32.csv")
     assert collections.Counter(outcome.label for outcome in outcomes) == {0: 2, 1: 2, 2: 2}
     (tmp_path / MODEL / "run.json").unlink()
     with pytest.raises(ValueError, match="says whose"):
@@ -230,7 +231,7 @@ def test_two_processes_give_the_same(
 def test_digits(tmp_path: Path) -> None:
     report, _ = run(["digits-vit"], QUICK, subset=20, batch=16, output=tmp_path)
     (result,) = report["models"]
-    outcomes = evaluate.load_outcomes(tmp_path / "digits-vit" / "qflash-default.csv")
+    outcomes = load_outcomes(tmp_path / "digits-vit" / "qflash-default.csv")
     assert collections.Counter(outcome.label for outcome in outcomes) == dict.fromkeys(range(10), 2)
     assert [summary["top5_percent"] for summary in result["methods"]] == [100.0, 100.0]
     assert all(summary["right"] >= 18 for summary in result["methods"])

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import dataclasses
 import datetime
 import functools
 import hashlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -24,7 +22,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from torch import nn
 
 from .baselines import METHODS, get_method
 from .classification import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
+from .outcomes import MOST_GUESSES, Outcome, Store, to_csv, write_whole
 from .patching import patch, unpatch
 from .significance import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
 
@@ -44,36 +43,6 @@ REFERENCE = "fp32"
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIGNIFICANCE = 1.0 - CONFIDENCE
-
-_MOST_GUESSES = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of one image.
-
-    Attributes:
-        index: its place in the whole set.
-        id: its path below the image folder, or its place in the split.
-        label: its class.
-        predictions: up to five classes, most likely first; empty where the logits were not finite.
-    """
-
-    index: int
-    id: str
-    label: int
-    predictions: tuple[int, ...]
-
-    @property
-    def top1(self) -> bool:
-        """Whether the first prediction is right."""
-        return self.predictions[:1] == (self.label,)
-
-    @property
-    def top5(self) -> bool:
-        """Whether one of the predictions is right."""
-        return self.label in self.predictions
-
 
 # --- processes ----------------------------------------------------------------------------------------------
 
@@ -122,118 +91,6 @@ class _Processes:
         if isinstance(result, Exception):
             raise result
         return result
-
-
-# --- results on disk ----------------------------------------------------------------------------------------
-
-
-class _Store:
-    """Per-image outcomes in one folder: ``run.json`` says of which run, ``METHOD.csv`` is a finished method.
-
-    While a method runs, every process appends whole batches to a ``METHOD.part-*.csv`` of its own.
-    """
-
-    def __init__(self, folder: Path, guesses: int) -> None:
-        self.folder = folder
-        self.header = ["index", "id", "label", *(f"top{k + 1}" for k in range(guesses)), "correct1", "correct5"]
-
-    def open(self, fingerprint: dict[str, Any], overwrite: bool) -> None:
-        """Make the folder, or make sure that what it holds belongs to this run.
-
-        Raises:
-            ValueError: it holds another run's results, and ``overwrite`` is not set.
-        """
-        record = self.folder / "run.json"
-        # what was not written by this command stays
-        written = [record, *(path for name in METHODS for path in (self._final(name), *self._parts(name)))]
-        if overwrite:
-            for path in written:
-                path.unlink(missing_ok=True)
-        if record.exists():
-            before = json.loads(record.read_text(encoding="utf-8"))
-            differing = sorted(key for key in before.keys() | fingerprint.keys() if before.get(key) != fingerprint.get(key))
-            if differing:
-                changes = "; ".join(f"{key} was {before.get(key)!r} and is {fingerprint.get(key)!r}" for key in differing)
-                raise ValueError(
-                    f"{self.folder} holds the results of another run: {changes}. "
-                    "Give another output folder, or overwrite to start anew"
-                )
-            return
-        if any(path.exists() for path in written):
-            raise ValueError(f"{self.folder} holds results without a run.json that says whose; overwrite starts anew")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write(record, json.dumps(fingerprint, indent=1) + "\n")
-
-    def _final(self, method: str) -> Path:
-        return self.folder / f"{method}.csv"
-
-    def _parts(self, method: str) -> list[Path]:
-        return sorted(self.folder.glob(f"{method}.part-*.csv"))
-
-    def load(self, method: str) -> list[Outcome]:
-        """Return what is there of ``method``, finished or not; a line cut off in writing is left out."""
-        paths = [self._final(method)] if self._final(method).exists() else self._parts(method)
-        outcomes: dict[int, Outcome] = {}
-        for path in paths:
-            text = path.read_text(encoding="utf-8")
-            for row in list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))[1:]:
-                predictions = tuple(int(cell) for cell in row[3:-2] if cell)
-                outcomes[int(row[0])] = Outcome(int(row[0]), row[1], int(row[2]), predictions)
-        return list(outcomes.values())
-
-    def appender(self, method: str, rank: int) -> _Appender:
-        """Open this process's part of ``method``."""
-        return _Appender(self.folder / f"{method}.part-{rank}.csv", self.header, self._row)
-
-    def consolidate(self, method: str, outcomes: Sequence[Outcome], finished: bool) -> None:
-        """Replace the parts of ``method`` by one file that holds ``outcomes``, in the order of the images."""
-        parts = self._parts(method)
-        rest = self.folder / f"{method}.part-kept.csv"
-        lines = [self.header, *(self._row(outcome) for outcome in sorted(outcomes, key=lambda o: o.index))]
-        _write(self._final(method) if finished else rest, _csv(lines))
-        if not finished:
-            self._final(method).unlink(missing_ok=True)
-        for path in parts:
-            if finished or path != rest:
-                path.unlink()
-
-    def _row(self, outcome: Outcome) -> list[Any]:
-        guesses = len(self.header) - 5
-        cells = [*outcome.predictions, *[""] * (guesses - len(outcome.predictions))]
-        return [outcome.index, outcome.id, outcome.label, *cells, int(outcome.top1), int(outcome.top5)]
-
-
-class _Appender:
-    """Writes batches to the end of a file, each flushed as a whole."""
-
-    def __init__(self, path: Path, header: list[str], row: Callable[[Outcome], list[Any]]) -> None:
-        self._row = row
-        # consolidate() has removed the parts of a former run, so that this one starts with its header
-        self._file = path.open("w", encoding="utf-8", newline="")
-        self._file.write(_csv([header]))
-
-    def __enter__(self) -> _Appender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def add(self, outcomes: Iterable[Outcome]) -> None:
-        self._file.write(_csv([self._row(outcome) for outcome in outcomes]))
-        self._file.flush()
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is either the old or the new one, never half of it."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8", newline="")
-    beside.replace(path)
 
 
 # --- one method on one model --------------------------------------------------------------------------------
@@ -303,7 +160,7 @@ def _classify(
     for places, (inputs, _) in zip(batches, loader, strict=True):
         logits = model(inputs.to(device=device, dtype=dtype, non_blocking=True)).float()
         finite = logits.isfinite().all(1).tolist()
-        best = logits.topk(min(_MOST_GUESSES, logits.shape[1]), dim=1).indices.tolist()
+        best = logits.topk(min(MOST_GUESSES, logits.shape[1]), dim=1).indices.tolist()
         yield [
             Outcome(place, images.ids[place], int(images.labels[place]), tuple(best[row]) if finite[row] else ())
             for row, place in enumerate(places)
@@ -381,20 +238,6 @@ def compare_outcomes(first: Sequence[Outcome], second: Sequence[Outcome], seed: 
     if [o.index for o in first] != [o.index for o in second]:
         raise ValueError("second must hold first's images in the same order")
     return _comparison([o.top1 for o in first], [o.top1 for o in second], seed)
-
-
-def load_outcomes(path: Path | str) -> list[Outcome]:
-    """Read the per-image results of one finished method (``MODEL/METHOD.csv`` in the output folder).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
-    """
-    path = Path(path)
-    with path.open(encoding="utf-8") as file:
-        if not file.readline().startswith("index,id,label,top1"):
-            raise ValueError(f"path must be a file of per-image results, got {path}")
-    return _Store(path.parent, _MOST_GUESSES).load(path.name.removesuffix(".csv"))
 
 
 def _integer_verdict(
@@ -517,7 +360,7 @@ def _evaluate_model(
         raise ValueError(
             f"the processes do not agree on the run of {name}: data, weights, device and versions must be the same"
         )
-    store = _Store(settings.output / _folder_name(name), min(_MOST_GUESSES, images.classes))
+    store = Store(settings.output / _folder_name(name), min(MOST_GUESSES, images.classes), METHODS)
     processes.from_first(lambda: store.open(fingerprint, settings.overwrite))
     products = attention_products(model, images.dataset[0][0].shape)
     model.to(device=settings.device, dtype=dtype)
@@ -718,11 +561,11 @@ def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 def _publish(report: dict[str, Any], folder: Path, console: Console) -> None:
     """Print the table and write the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "evaluate.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_whole(folder / "evaluate.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
     rows = _rows(report)
-    _write(
+    write_whole(
         folder / "evaluate.csv",
-        _csv([_COLUMNS, *([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)]),
+        to_csv([_COLUMNS, *([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)]),
     )
     _plot(report, folder / "evaluate.svg")
     conditions = report["conditions"]

@@ -14,6 +14,7 @@ pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from qflash import evaluate
+from qflash.outcomes import load_outcomes
 
 pytestmark = pytest.mark.gpu
 IMAGES = 40
@@ -31,11 +32,11 @@ def test_all_methods_agree_with_the_cpu(tmp_path: Path) -> None:
     run(tmp_path / "cpu", device="cpu")
     assert on_gpu["conditions"]["device"] == torch.cuda.get_device_name(0)
     for result in on_gpu["models"]:
-        assert [summary["method"] for summary in result["methods"]][0] == evaluate.REFERENCE
+        assert result["methods"][0]["method"] == evaluate.REFERENCE
         for summary in result["methods"]:
             assert summary["not_finite"] == 0
             place = f"{result['model']}/{summary['method']}.csv"
-            ours, theirs = (evaluate.load_outcomes(tmp_path / where / place) for where in ("gpu", "cpu"))
+            ours, theirs = (load_outcomes(tmp_path / where / place) for where in ("gpu", "cpu"))
             same = sum(a.predictions[:1] == b.predictions[:1] for a, b in zip(ours, theirs, strict=True))
             # the layers around the attention round differently on the two devices
             assert same >= IMAGES - 2, place

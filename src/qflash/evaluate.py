@@ -129,7 +129,7 @@ def bit_operations(products: Sequence[tuple[int, int]], method: Any) -> tuple[fl
 
     The usual one is multiply-adds times the widths of both operands, summed over both products. Table 5 gives no
     formula. Its figures are 192 H N² D per layer where both products are int8 and 384 H N² D where P and V have 16
-    bits, for DeiT and Swin to the printed digit: Q Kᵀ counted twice and P V once, at the widths of their operands.
+    bits: Q Kᵀ counted twice and P V once, at the widths of their operands (DeiT-B prints 137.0 where this gives 137.3).
     Its ViT-S and ViT-B rows are half of what their heads (Table 1) give.
 
     Args:

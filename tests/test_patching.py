@@ -215,6 +215,44 @@ def test_swin_mask_is_never_expanded_over_the_batch(monkeypatch: pytest.MonkeyPa
     assert shapes == {(1, 2, 49, 49), (4, 2, 49, 49), (1, 4, 49, 49)}
 
 
+@torch.no_grad()
+def test_any_attention_function(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    exact, keys = model(x), list(model.state_dict())
+    default = qflash.patch(model)(x)
+    ranks: set[int] = set()
+
+    def exchanged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+        ranks.add(query.dim())
+        return nn.functional.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
+
+    assert sqnr(exact, qflash.patch(model, attention=exchanged)(x)) > 100.0
+    assert ranks == {4}
+    assert "exchanged" in repr(model)
+    # the same attention, whether the mask repeats over the images or has been expanded over them
+    assert torch.equal(qflash.patch(model, attention=qflash.attention)(x), default)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), default)
+    qflash.patch(model, attention=nn.Identity())
+    assert list(model.state_dict()) == keys
+    assert torch.equal(qflash.patch(model)(x), default)
+    assert torch.equal(qflash.unpatch(model)(x), exact)
+
+
+@torch.no_grad()
+def test_attention_function_sees_causal_and_masks() -> None:
+    torch.manual_seed(0)
+    module = Attention(64, num_heads=2).eval()
+    x = torch.randn(2, 20, 64)
+    keep = torch.rand(20, 20) > 0.4
+    keep |= torch.eye(20, dtype=torch.bool)
+    want = qflash.patch(module)(x, is_causal=True), module(x, attn_mask=keep)
+    qflash.patch(module, attention=qflash.attention)
+    assert torch.equal(module(x, is_causal=True), want[0])
+    assert torch.equal(module(x, attn_mask=keep), want[1])
+    with pytest.raises(ValueError, match="exclude"):
+        module(x, attn_mask=keep, is_causal=True)
+
+
 def test_attention_dropout_raises_in_training() -> None:
     model = qflash.patch(build_vit(attn_drop_rate=0.1))
     x = torch.randn(1, 3, 32, 32)
@@ -264,6 +302,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         qflash.patch(model, "best")
     with pytest.raises(ValueError, match="backend"):
         qflash.patch(model, backend="cuda")
+    with pytest.raises(TypeError, match="attention must be a function"):
+        qflash.patch(model, attention="sdpa")  # type: ignore[arg-type]
+    for given in ({"recipe": "paper"}, {"backend": "reference"}):
+        with pytest.raises(ValueError, match="leave them out"):
+            qflash.patch(model, attention=qflash.attention, **given)  # type: ignore[arg-type]
     assert not any(isinstance(m, patching._Patched) for m in model.modules())
     monkeypatch.setattr(patching.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"qflash\[timm\]"):

@@ -1,8 +1,9 @@
 """Put QFlash into a model that is already built: :func:`patch` and :func:`unpatch`.
 
 A patched module keeps its object, parameters, buffers, hooks and state_dict keys; only its class becomes a
-subclass whose ``forward`` calls :func:`qflash.attention`. A model family is one :class:`Adapter`: where its
-attention class lives and a forward function written against that class's public attributes.
+subclass whose ``forward`` calls :func:`qflash.attention`, or an attention function of the caller's choice. A
+model family is one :class:`Adapter`: where its attention class lives and a forward function written against that
+class's public attributes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .recipe import Recipe, resolve_recipe
 from .validation import check_backend
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+AttentionFunction = Callable[..., torch.Tensor]
+"""Takes query, key, value, ``attn_mask`` and ``scale``; see ``attention`` of :func:`patch`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,33 +59,39 @@ class Adapter:
 
 
 class _Patched:
-    """Marks a patched module's class; the recipe and back end are the instance's own."""
+    """Marks a patched module's class; recipe, back end and attention function are the instance's own."""
 
     _qflash_base: type
     _qflash_recipe: Recipe
     _qflash_backend: str
+    _qflash_attention: AttentionFunction | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The subclass is made at run time and cannot be imported by name; its base can.
         return _rebuild, (self._qflash_base,), self.__dict__.copy()
 
     def extra_repr(self) -> str:
+        if self._qflash_attention is not None:
+            return f"attention={getattr(self._qflash_attention, '__qualname__', self._qflash_attention)}"
         return f"recipe={self._qflash_recipe}, backend={self._qflash_backend!r}"
 
 
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
-    """Call :func:`qflash.attention` as the module was patched to; arguments and shapes are that function's."""
+    """Call the attention the module was patched to; arguments and shapes are those of :func:`qflash.attention`."""
     if module.training and module.attn_drop.p > 0.0:
         raise RuntimeError(
             f"attention dropout {module.attn_drop.p} is active, and QFlash is for inference: call model.eval(), "
             "or qflash.unpatch(model) before training"
         )
     # Under autocast a query/key norm may return float32 beside a float16 value; SDPA would bring them together too.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if module._qflash_attention is not None:
+        return _attend_with(module._qflash_attention, query, key, value, mask, is_causal, module.scale)
     return attention(
-        query.to(value.dtype),
-        key.to(value.dtype),
+        query,
+        key,
         value,
         mask,
         is_causal=is_causal,
@@ -90,6 +99,34 @@ def _attend(
         recipe=module._qflash_recipe,
         backend=module._qflash_backend,
     )
+
+
+def _attend_with(
+    function: AttentionFunction,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Call ``function`` on four-dimensional tensors; leading dimensions are flattened into the batch and restored.
+
+    Such a function knows neither ``is_causal`` nor a mask that repeats over the batch: both become a mask it can
+    broadcast, which costs the copy that :func:`qflash.attention` avoids.
+    """
+    if is_causal:
+        if mask is not None:
+            raise ValueError("attn_mask and is_causal=True exclude each other; put the causal part into attn_mask")
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    lead = query.shape[:-3]
+    if mask is not None:
+        mask = mask.reshape((1,) * max(query.dim() - mask.dim(), 0) + tuple(mask.shape))
+        if any(size != 1 for size in mask.shape[:-3]):
+            mask = mask.expand(*lead, *mask.shape[-3:])
+        mask = mask.flatten(0, -4)
+    out = function(query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4), attn_mask=mask, scale=scale)
+    return out.to(value.dtype).unflatten(0, lead)
 
 
 def _heads(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,30 +224,49 @@ def _rebuild(base: Any) -> nn.Module:
     return patched.__new__(patched)
 
 
-def patch(model: ModelT, recipe: Recipe | str | None = None, backend: str = "auto") -> ModelT:
+def patch(
+    model: ModelT,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+    *,
+    attention: AttentionFunction | None = None,
+) -> ModelT:
     """Make every supported attention module of ``model`` compute with :func:`qflash.attention`, in place.
 
-    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces recipe and back
-    end. The patched model is for inference: attention dropout raises, and backward() is not implemented.
+    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces recipe, back end
+    and attention function. The patched model is for inference: attention dropout raises, and backward() is not implemented.
 
     Args:
         model: any module that holds timm ``Attention`` or Swin ``WindowAttention``, or is one.
         recipe: see :func:`qflash.attention`.
         backend: see :func:`qflash.attention`.
+        attention: compute with this function instead, called as
+            ``attention(query, key, value, attn_mask=mask, scale=scale)``: float tensors (batch, heads, tokens,
+            head_dim), a bool or additive mask broadcastable to (batch, heads, queries, keys) or None, and the factor
+            of the scores. It returns (batch, heads, queries, head_dim). Excludes ``recipe`` and ``backend``.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``recipe`` not a recipe.
-        ValueError: the model holds no supported attention module; or no such recipe or back end. The model
-            is then unchanged.
+        TypeError: ``model`` is not a module, ``recipe`` not a recipe, or ``attention`` cannot be called.
+        ValueError: the model holds no supported attention module; no such recipe or back end; or one of them is
+            given with ``attention``. The model is then unchanged.
         ImportError: no library whose models can be patched is installed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     choices = resolve_recipe(recipe)
     check_backend(backend)
+    if attention is not None:
+        if not callable(attention):
+            raise TypeError(
+                f"attention must be a function of (query, key, value, attn_mask, scale), got {type(attention).__name__}"
+            )
+        if recipe is not None or backend != "auto":
+            raise ValueError(
+                "attention takes the place of QFlash's own, so that recipe and backend have no meaning; leave them out"
+            )
     found: list[tuple[nn.Module, type]] = []
     for module in model.modules():
         kind: Any = type(module)
@@ -228,6 +284,8 @@ def patch(model: ModelT, recipe: Recipe | str | None = None, backend: str = "aut
         module.__class__ = patched
         module._qflash_recipe = choices  # type: ignore[assignment]
         module._qflash_backend = backend  # type: ignore[assignment]
+        # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
+        module.__dict__["_qflash_attention"] = attention
     return model
 
 
@@ -248,5 +306,6 @@ def unpatch(model: ModelT) -> ModelT:
     for module in model.modules():
         if isinstance(module, _Patched):
             del module._qflash_recipe, module._qflash_backend
+            module.__dict__.pop("_qflash_attention", None)
             module.__class__ = module._qflash_base
     return model

@@ -67,9 +67,7 @@ def kernel_constants(
     }
 
 
-def choose_tiles(
-    recipe: Recipe, head_dim: int, queries: int, keys: int, masked: bool, capability: tuple[int, int]
-) -> Tiles:
+def choose_tiles(recipe: Recipe, head_dim: int, queries: int, keys: int, masked: bool, capability: tuple[int, int]) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
     block_m = 64 if queries > 32 else 32 if queries > 16 else 16
     hopper = capability[0] == 9
@@ -419,9 +417,7 @@ def prepare_fused(
     position_q, position_k, position_v, position_o, position_mask = at["q"], at["k"], at["v"], at["o"], at["mask"]
     scratch = [call.kernel.arg_names.index(f"{name}_ptr") for name in ("qs", "ks", "vs", "os")]
 
-    def repeat(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def repeat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype, device=device)
         arguments = values.copy()
         address = query.data_ptr()

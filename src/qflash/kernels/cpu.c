@@ -513,12 +513,13 @@ INLINE float scale_from_amplitude(int32_t bits) {
 
 INLINE int32_t magnitude(float x) { return bits_of(x) & INT32_MAX; }
 
+/* The exact product, rounded once: adding 1.5 * 2^23 pushes the fraction out of a float32, and beyond 2^22, where that
+ * no longer holds, the value saturates anyway. */
 INLINE int8_t to_int8(float x, float inverse) {
-    float scaled = x * inverse;
+    float scaled = fmaf(x, inverse, 12582912.0f) - 12582912.0f;
     scaled = scaled > 127.0f ? 127.0f : scaled;
     scaled = scaled < -128.0f ? -128.0f : scaled;
-    scaled = scaled == scaled ? scaled : 0.0f;
-    return (int8_t)(int32_t)rintf(scaled);
+    return scaled == scaled ? (int8_t)(int32_t)scaled : 0;
 }
 
 typedef struct {

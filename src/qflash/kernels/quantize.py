@@ -44,10 +44,9 @@ def lower(a, b, GUARD: tl.constexpr):
     """:func:`nan_min` of two tiles as they were loaded."""
     if a.dtype == tl.float16 and not GUARD:
         return tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    elif a.dtype == tl.bfloat16 and not GUARD:
+    if a.dtype == tl.bfloat16 and not GUARD:
         return tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    else:
-        return nan_min(a, b)
+    return nan_min(a, b)
 
 
 @triton.jit
@@ -55,10 +54,9 @@ def higher(a, b, GUARD: tl.constexpr):
     """:func:`nan_max` of two tiles as they were loaded."""
     if a.dtype == tl.float16 and not GUARD:
         return tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    elif a.dtype == tl.bfloat16 and not GUARD:
+    if a.dtype == tl.bfloat16 and not GUARD:
         return tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    else:
-        return nan_max(a, b)
+    return nan_max(a, b)
 
 
 @triton.jit

@@ -172,7 +172,7 @@ def short_kernel(
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
             query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for block in range(0, blocks):
+            for block in range(blocks):
                 rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
                 q = _load_rows(q_base, q_stride_n, q_stride_d, rows, queries, d, HEAD_DIM, False)
                 query_amplitude = nan_max(query_amplitude, tl.abs(q.to(tl.float32)))

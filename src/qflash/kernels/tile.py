@@ -140,8 +140,7 @@ def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
     """Where the mask of a head starts; with a PERIOD it repeats over the batch."""
     if PERIOD > 0:
         return mask_ptr + (z % PERIOD) * stride_z + h * stride_h
-    else:
-        return mask_ptr + z * stride_z + h * stride_h
+    return mask_ptr + z * stride_z + h * stride_h
 
 
 @triton.jit

@@ -1,0 +1,49 @@
+"""Top-1 of both digits models with every method, on all 540 held-out digits; docs/evaluation.md's table.
+
+python benchmarks/evaluate_digits.py [FOLDER] evaluates (and continues where a run in FOLDER stopped), writes
+results/evaluate_digits.json and .csv beside this script and the table into the page.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from qflash.evaluate import run_evaluate
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "evaluation.md"
+START, END = "<!-- evaluate:digits -->\n", "<!-- end -->"
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """Lay the report out in Markdown."""
+    names = " | ".join(result["model"] for result in report["models"])
+    lines = [f"| Top-1, % | integer-only | {names} |", "|---|---|" + "---|" * len(report["models"])]
+    for rows in zip(*(result["methods"] for result in report["models"]), strict=True):
+        cells = []
+        for row in rows:
+            low, high = row["top1_interval_percent"]
+            cell = f"{row['top1_percent']:.2f} [{low:.2f}, {high:.2f}]"
+            if (against := row.get("against_fp32")) is not None:
+                cell += f"; -{against['lost']} +{against['gained']}, p = {against['mcnemar_p']:.2g}"
+            cells.append(cell)
+        lines.append(f"| {rows[0]['title']} | {'yes' if rows[0]['integer_only'] else 'no'} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/evaluate-digits")
+    report = run_evaluate(["digits-vit", "digits-swin"], output=folder)
+    results = HERE / "results"
+    for kind in ("json", "csv"):
+        shutil.copyfile(folder / f"evaluate.{kind}", results / f"evaluate_digits.{kind}")
+    page = PAGE.read_text(encoding="utf-8")
+    head, rest = page.split(START)
+    PAGE.write_text(head + START + "\n".join(table(report)) + "\n" + rest[rest.index(END) :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

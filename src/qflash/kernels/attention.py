@@ -396,16 +396,20 @@ def prepare_fused(
     is_causal: bool,
     softmax_scale: float,
     recipe: Recipe,
+    shape: tuple[int, ...],
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
     """Return a function that repeats this launch on tensors of the same shapes, strides and alignment, or None.
 
     It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
     more to do than the launch. The caller answers for the tensors being alike.
+
+    Args:
+        shape: of the output the function returns: (batch, heads, queries, channels), or the batch in several dimensions.
     """
     if query.shape[0] > _MOST_BLOCKS or query.numel() == 0 or value.shape[3] == 0:
         return None
-    shape, dtype, device = (*query.shape[:3], value.shape[3]), query.dtype, query.device
-    out = torch.empty(shape, dtype=dtype, device=device)
+    dtype, device = query.dtype, query.device
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=dtype, device=device)
     (call,) = fused_calls(query, key, value, mask, is_causal, softmax_scale, out, recipe)
     compiled = call.run()
     values = [call.arguments[name] for name in call.kernel.arg_names]

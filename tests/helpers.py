@@ -420,7 +420,7 @@ class FusedCase:
 def draw_fused_case(seed: int, small: bool) -> FusedCase:
     """Draw a case for the kernel that quantises and attends; ``small`` keeps it fit for the interpreter."""
     rng = random.Random(seed)
-    key_heads = rng.choice((1, 2) if small else (1, 3, 6))
+    key_heads = rng.choice((1, 1, 2) if small else (1, 3, 6))
     tokens = (1, 5, 33, 49, 64, 65) if small else (1, 17, 49, 64, 65, 128, 129, 197, 255, 256)
     head_dim = rng.choice((8, 20, 32, 64) if small else (16, 32, 40, 64, 64, 80, 128))
     queries = rng.choice(tokens)
@@ -441,7 +441,7 @@ def draw_fused_case(seed: int, small: bool) -> FusedCase:
         tiles = (rng.choice((16, 32, 64)), min(256, whole) if rng.random() < 0.3 else max(32, whole // 2), 4, 1)
     return FusedCase(
         shape=(
-            rng.choice((1, 2)), key_heads * rng.choice((1, 1, 2)), key_heads, queries, keys, head_dim,
+            rng.choice((1, 1, 2) if small else (1, 3)), key_heads * rng.choice((1, 1, 2)), key_heads, queries, keys, head_dim,
             head_dim if rng.random() < 0.7 else rng.choice((16, 24, 64)),
         ),
         layouts=tuple(rng.choice(LAYOUTS) for _ in range(3)),

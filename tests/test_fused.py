@@ -16,7 +16,7 @@ def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> t
     return ops.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
 
 
-@pytest.mark.parametrize("seed", range(90))
+@pytest.mark.parametrize("seed", range(48))
 def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
     case = draw_fused_case(seed, small=True)
     arguments = case.arguments(DEVICE)
@@ -25,7 +25,7 @@ def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(197, 64), (49, 32)])
 def test_paper_shapes(tokens: int, head_dim: int) -> None:
-    inputs = [x.to(DEVICE) for x in make_inputs(1, 2, tokens, head_dim=head_dim, dtype=torch.float16)]
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 1, tokens, head_dim=head_dim, dtype=torch.float16)]
     got = launch_fused(*inputs, None, False, head_dim**-0.5, DEFAULT)
     assert same_bits(got, by_the_specification(*inputs, None, False, head_dim**-0.5, DEFAULT))
 

@@ -87,13 +87,13 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _split(tiles: Tiles, queries: int, heads: int, device: torch.device) -> Tiles:
+def _split(tiles: Tiles, queries: int, heads: int, head_dim: int, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = tiles.splits or max(1, min(blocks, 2 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n * 2 > 128:
+    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n > 64 and head_dim <= 64:
         # three programs a processor instead of two, where there are enough of them
         registers = 168
     return tiles._replace(splits=min(splits, blocks), registers=registers)
@@ -206,7 +206,7 @@ def _calls(
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
     }
     if short:
-        tiles = _split(tiles, queries, batch * heads, query.device)
+        tiles = _split(tiles, queries, batch * heads, head_dim, query.device)
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
     else:

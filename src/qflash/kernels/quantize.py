@@ -42,21 +42,29 @@ def nan_max(a, b):
 @triton.jit
 def lower(a, b, GUARD: tl.constexpr):
     """:func:`nan_min` of two tiles as they were loaded."""
-    if a.dtype == tl.float16 and not GUARD:
-        return tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    if a.dtype == tl.bfloat16 and not GUARD:
-        return tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    return nan_min(a.to(tl.float32), b.to(tl.float32))
+    if GUARD:
+        result = nan_min(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        result = nan_min(a, b)
+    return result
 
 
 @triton.jit
 def higher(a, b, GUARD: tl.constexpr):
     """:func:`nan_max` of two tiles as they were loaded."""
-    if a.dtype == tl.float16 and not GUARD:
-        return tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    if a.dtype == tl.bfloat16 and not GUARD:
-        return tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    return nan_max(a.to(tl.float32), b.to(tl.float32))
+    if GUARD:
+        result = nan_max(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        result = nan_max(a, b)
+    return result
 
 
 @triton.jit

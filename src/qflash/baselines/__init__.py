@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .floating import FP16_FLASH, FP32
+from .int_flash import INT_FLASH_FULL, INT_FLASH_HALF
 from .method import Bits, Method
 from .presets import QFLASH
+from .qattn import QATTN
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -13,7 +15,10 @@ METHODS: dict[str, Method] = {
         FP16_FLASH,
         *QFLASH,
         # integer-only: I-ViT, I-BERT, FQ-ViT
-        # float softmax: INT-FlashAttention Full and Half, QAttn
+        # float softmax
+        INT_FLASH_FULL,
+        INT_FLASH_HALF,
+        QATTN,
     )
 }
 """All methods by name: the float references, then the rows of the paper's Table 5 in its order."""

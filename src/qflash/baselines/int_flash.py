@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..api import quantize
 from ..quantization import QuantizedTensor
-from .method import FLOAT, Method
-from .online import BLOCK, check_inputs, check_scale, integer_scores, kernel_missing, online_softmax
+from .method import FLOAT, Bits, Method
+from .online import BLOCK, LOG2_E, check_inputs, check_scale, integer_scores, kernel_missing, online_softmax
+
+if TYPE_CHECKING:
+    from ..kernels.attention import Call
 
 
 class Operands(NamedTuple):
@@ -69,6 +72,64 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
         rounded = weights.round() if full else weights.to(torch.float16).to(torch.float32)
         return rounded @ wide[..., start : start + block, :]
 
-    row = query.scale * LOG2_E * scale
+    row = query.scale * (scale * LOG2_E)
     out = online_softmax(scores, row, product, attn_mask, most=127.0 if full else 1.0, block=block)
     return out if value_scale is None else out * value_scale
+
+
+def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
+    """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
+    from ..kernels.float_softmax import float_softmax_call, pack_value
+
+    query, key, value, value_scale = operands
+    full = value_scale is not None
+    block = tiles[1] if tiles else BLOCK
+    return float_softmax_call(
+        query.values.contiguous(), query.scale, key.values.contiguous(), key.scale,
+        pack_value(value, block) if full else value.contiguous(), value_scale, scale, out, "int8" if full else "float16",
+        tiles=tiles,
+    )  # fmt: skip
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    *,
+    full: bool,
+) -> torch.Tensor:
+    check_inputs(query, key, value)
+    factor = check_scale(scale, query.shape[-1])
+    out = value.new_zeros((*query.shape[:3], value.shape[3]))
+    if out.numel() == 0 or value.shape[2] == 0:
+        return out
+    operands = quantize_operands(query, key, value, full=full)
+    if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
+        kernel_call(operands, factor, out).run()
+        return out
+    return formula(operands, attn_mask, factor).to(value.dtype)
+
+
+def _prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, full: bool) -> Callable[[], torch.Tensor]:
+    check_inputs(query, key, value)
+    if reason := kernel_missing(query, value):
+        raise ValueError(f"INT-FlashAttention's kernel cannot run: {reason}")
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
+    call = kernel_call(quantize_operands(query, key, value, full=full), query.shape[-1] ** -0.5, out)
+
+    def run() -> torch.Tensor:
+        call.run()
+        return out
+
+    return run
+
+
+def _method(name: str, title: str, value_granularity: str, bits: Bits, *, full: bool) -> Method:
+    attention, prepare = functools.partial(_attention, full=full), functools.partial(_prepare, full=full)
+    return Method(name, title, "token", "token", value_granularity, False, bits, attention, prepare)
+
+
+INT_FLASH_FULL = _method("int-flash-full", "INT-Flash-Full", "head", ((8, 8), (8, 8)), full=True)
+INT_FLASH_HALF = _method("int-flash-half", "INT-Flash-Half", FLOAT, ((8, 8), (16, 16)), full=False)

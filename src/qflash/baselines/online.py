@@ -10,6 +10,8 @@ import torch
 from ..backends import triton_unavailable
 from ..validation import FLOAT_DTYPES, check_attention_shapes, check_tensor
 
+LOG2_E = math.log2(math.e)
+
 KERNEL_CHANNELS = 128
 """Most channels that the Triton kernel takes."""
 
@@ -66,7 +68,7 @@ def online_softmax(
         if attn_mask.dtype == torch.bool:
             octaves = octaves.masked_fill(~attn_mask, -math.inf)
         else:
-            octaves = octaves + attn_mask.to(torch.float32) * math.log2(math.e)
+            octaves = octaves + attn_mask.to(torch.float32) * LOG2_E
         scores, row = octaves, torch.ones_like(row)
     shape = (*scores.shape[:3], 1)
     highest = scores.new_full(shape, -math.inf)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..baselines.online import BLOCK
 from .attention import Call
 
 # added to a number below 2**22 this rounds it to nearest, ties to even, in its lowest bits
@@ -38,11 +39,11 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _to_bfloat16(x, GUARD: tl.constexpr):
-    """Round to nearest even; the interpreter's own conversion truncates."""
+    """Round float32 to bfloat16; for the interpreter, which cannot, to the same numbers in float32."""
     if GUARD:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = bits.to(tl.float32, bitcast=True)
+        return bits.to(tl.float32, bitcast=True)
     return x.to(tl.bfloat16)
 
 
@@ -94,17 +95,17 @@ def _tile(
             p = weights.to(tl.float16)
         else:
             p = _to_bfloat16(weights, GUARD)
-            v = v.to(tl.float32).to(tl.bfloat16)  # exact: an int8 has at most eight bits
+            v = _to_bfloat16(v.to(tl.float32), GUARD)  # exact: an int8 has at most eight bits
         out = tl.dot(p, v, out)
     return out, total, above
 
 
 @triton.jit
 def float_softmax_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, queries, keys, padded, blocks, log2_scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, queries, keys, whole, padded, blocks, log2_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRODUCT: tl.constexpr, TOKEN: tl.constexpr, VALUE_SCALE: tl.constexpr,
-    OFFSET: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, PRODUCT: tl.constexpr, TOKEN: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, OFFSET: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head.
 
@@ -136,17 +137,16 @@ def float_softmax_kernel(
     out = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    whole = keys // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         out, total, highest = _tile(
             out, total, highest, q, row, k_base, v_base, ks_base, start, keys, padded,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRODUCT, TOKEN, False, OFFSET, GUARD,
         )  # fmt: skip
-    if whole < keys:
+    if TAIL_N > 0:  # the keys after the last whole tile
         out, total, highest = _tile(
             out, total, highest, q, row, k_base, v_base, ks_base, whole, keys, padded,
-            HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRODUCT, TOKEN, True, OFFSET, GUARD,
+            HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, TAIL_N, PRODUCT, TOKEN, True, OFFSET, GUARD,
         )  # fmt: skip
     factor = 1.0 / total
     if VALUE_SCALE == "head":
@@ -161,13 +161,13 @@ def float_softmax_kernel(
         tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def choose_tiles(queries: int, keys: int, head_dim: int, block_n: int) -> Tiles:
+def choose_tiles(queries: int, keys: int, head_dim: int) -> Tiles:
     """Return tiles by shape, from the registers that the compiled kernels take on sm_80 and sm_90 (none spills)."""
     if queries <= 32:
-        return Tiles(16 if queries <= 16 else 32, block_n, 4, 2)
+        return Tiles(16 if queries <= 16 else 32, BLOCK, 4, 2)
     if keys <= 256 or head_dim > 64:
-        return Tiles(64, block_n, 4, 2 if keys <= 256 else 3)
-    return Tiles(128, block_n, 8, 3)
+        return Tiles(64, BLOCK, 4, 2 if keys <= 256 else 3)
+    return Tiles(128, BLOCK, 8, 3)
 
 
 def pack_value(values: torch.Tensor, block_n: int) -> torch.Tensor:
@@ -189,7 +189,6 @@ def float_softmax_call(
     out: torch.Tensor,
     product: str,
     *,
-    block_n: int,
     tiles: tuple[int, ...] | None = None,
 ) -> Call:
     """Spell out the launch that fills ``out``.
@@ -203,13 +202,13 @@ def float_softmax_call(
         scale: factor of the scores, positive.
         out: (batch, heads, queries, channels), contiguous.
         product: type of the second product's operands: ``"int8"``, ``"float16"`` or ``"bfloat16"``.
-        block_n: keys a tile.
         tiles: :class:`Tiles`, for tests and tuning.
     """
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], out.shape[3]
-    chosen = Tiles(*tiles) if tiles else choose_tiles(queries, keys, max(head_dim, value_dim), block_n)
+    chosen = Tiles(*tiles) if tiles else choose_tiles(queries, keys, max(head_dim, value_dim))
     blocks = triton.cdiv(queries, chosen.block_m)
+    rest = keys % chosen.block_n
     arguments: dict[str, Any] = {
         "q_ptr": query,
         "k_ptr": key,
@@ -220,6 +219,7 @@ def float_softmax_call(
         "vs_ptr": query_scale if value_scale is None else value_scale,
         "queries": queries,
         "keys": keys,
+        "whole": keys - rest,
         "padded": value.shape[3] if product == "int8" else 0,
         "blocks": blocks,
         "log2_scale": scale * math.log2(math.e),
@@ -229,6 +229,7 @@ def float_softmax_call(
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
         "BLOCK_M": chosen.block_m,
         "BLOCK_N": chosen.block_n,
+        "TAIL_N": max(32, triton.next_power_of_2(rest)) if rest else 0,
         "PRODUCT": product,
         "TOKEN": query_scale.dim() == 4,
         "VALUE_SCALE": "none" if value_scale is None else "head" if value_scale.dim() == 4 else "tensor",

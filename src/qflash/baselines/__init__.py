@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from .floating import FP16_FLASH, FP32
+from .fq_vit import FQ_VIT
+from .i_bert import I_BERT
+from .i_vit import I_VIT
 from .method import Bits, Method
 from .presets import QFLASH
 
@@ -12,7 +15,9 @@ METHODS: dict[str, Method] = {
         FP32,
         FP16_FLASH,
         *QFLASH,
-        # integer-only: I-ViT, I-BERT, FQ-ViT
+        I_VIT,
+        I_BERT,
+        FQ_VIT,
         # float softmax: INT-FlashAttention Full and Half, QAttn
     )
 }

@@ -5,7 +5,7 @@
     O = Σ V << (15 - a),  15 fraction bits
 
 log₂ is the position of the leading bit, plus one if the next bit is set: the step lies at 1.5, not at √2. The weights are
-powers of two and do not sum to one, which is most of the error on a row by itself. There are no kernels: the paper does not time FQ-ViT.
+powers of two and do not sum to one. There are no kernels: the paper does not time FQ-ViT.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from .floating import FP16_FLASH, FP32
+from .fq_vit import FQ_VIT
+from .i_bert import I_BERT
+from .i_vit import I_VIT
 from .int_flash import INT_FLASH_FULL, INT_FLASH_HALF
 from .method import Bits, Method
 from .presets import QFLASH
@@ -14,8 +17,9 @@ METHODS: dict[str, Method] = {
         FP32,
         FP16_FLASH,
         *QFLASH,
-        # integer-only: I-ViT, I-BERT, FQ-ViT
-        # float softmax
+        I_VIT,
+        I_BERT,
+        FQ_VIT,
         INT_FLASH_FULL,
         INT_FLASH_HALF,
         QATTN,

@@ -12,7 +12,7 @@ scales, and the softmax is FlashAttention-2's online one in floating point.
 SQNR on the QFlash paper's inputs (batch 8, its accuracy table's figures in brackets): Full 36.6 dB on A2 (36.92) and 37.6 on
 A7 (37.80); Half 38.1 (38.19) and 39.0 (39.07).
 
-The kernel (:mod:`qflash.kernels.float_softmax`) takes no mask, as there is none in the method's paper; with a mask
+The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
 :func:`attention` is the plain formula on every device.
 """
 
@@ -79,7 +79,7 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
 
 def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
     """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
-    from ..kernels.float_softmax import float_softmax_call, pack_value
+    from .float_softmax_kernels import float_softmax_call, pack_value
 
     query, key, value, value_scale = operands
     full = value_scale is not None

@@ -11,7 +11,7 @@ layers. Quantising bfloat16 tensors by a quotient that is itself rounded to bflo
 takes 2.0 dB, and an int8 output with one scale a tensor whose conversion cuts off the fraction another 1.6 dB: 33.9 and
 34.6 dB with both, which the tests show. Neither is done here, in the baseline's favour.
 
-The kernel (:mod:`qflash.kernels.float_softmax`) takes no mask, as there is none in the method's paper; with a mask
+The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
 :func:`attention` is the plain formula on every device.
 """
 
@@ -59,7 +59,7 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
 
 def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
     """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
-    from ..kernels.float_softmax import float_softmax_call
+    from .float_softmax_kernels import float_softmax_call
 
     query, key, value = operands
     return float_softmax_call(

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..baselines.online import BLOCK
-from .attention import Call
+from ..kernels.attention import Call
+from .online import BLOCK
 
 # added to a number below 2**22 this rounds it to nearest, ties to even, in its lowest bits
 ROUND = tl.constexpr(12582912.0)

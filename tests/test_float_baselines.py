@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from helpers import exact_attention, make_inputs, outlier_inputs
 from qflash.baselines import get_method, int_flash, qattn
 from qflash.baselines.online import BLOCK
 from qflash.metrics import sqnr
+from qflash.quantization import scale_shape
 from qflash.workloads import get_workload, paper_inputs
 
 NAMES = ("int-flash-full", "int-flash-half", "qattn")
@@ -131,6 +136,37 @@ def test_kernel_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
     assert sqnr(default, got) > 70  # float16 output: about 73 dB
 
 
+def _print_compiled() -> None:
+    """Compile one kernel of each kind, without a GPU, for a shape of Swin's and print the machine code's reports."""
+    from qflash import verify
+
+    def quantized(granularity: str) -> qattn.QuantizedTensor:
+        values = torch.empty((8, 4, 49, 32), dtype=torch.int8, device="meta")
+        return qattn.QuantizedTensor.from_kernel(values, torch.empty(scale_shape(values.shape, granularity), device="meta"))
+
+    token, head, tensor = (quantized(granularity) for granularity in ("token", "head", "tensor"))
+    out = torch.empty(token.shape, dtype=torch.float16, device="meta")
+    calls = (
+        int_flash.kernel_call(int_flash.Operands(token, token, head.values, head.scale), 0.2, out),
+        int_flash.kernel_call(int_flash.Operands(token, token, out, None), 0.2, out),
+        qattn.kernel_call((tensor, tensor, tensor), 0.2, out),
+    )
+    targets = ("sm_90", "sm_80", "sm_90")
+    print(json.dumps([verify.examine(call, "", target).to_dict() for call, target in zip(calls, targets, strict=True)]))
+
+
+def test_kernels_compile_to_the_tensor_cores_they_name() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert ran.returncode == 0, ran.stderr
+    full, half, mixed = json.loads(ran.stdout)
+    assert all(report["error"] is None and report["spills"] == 0 for report in (full, half, mixed))
+    assert {opcode.partition(".")[0] for opcode in full["tensor_core"]} == {"IGMMA"}
+    assert {opcode.partition(".")[0] for opcode in half["tensor_core"]} == {"IMMA", "HMMA"}
+    assert {opcode.partition(".")[0] for opcode in mixed["tensor_core"]} == {"IGMMA", "HGMMA"}
+    assert all("BF16" in opcode for opcode in mixed["tensor_core"] if opcode.startswith("HGMMA"))
+
+
 def test_outliers() -> None:
     query, key, value = outlier_inputs(heads=2)
     exact = exact_attention(query, key, value)
@@ -169,3 +205,7 @@ def test_qattn_has_the_papers_sqnr_in_its_pipeline(workload: str, paper: float) 
     out = qattn.formula((operands[0], operands[1], operands[2]), None, inputs[0].shape[-1] ** -0.5)
     step = out.abs().amax() / 127
     assert sqnr(exact, (out / step).trunc() * step) == pytest.approx(paper, abs=0.5)
+
+
+if __name__ == "__main__":
+    _print_compiled()

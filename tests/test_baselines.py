@@ -119,7 +119,7 @@ def test_integer_softmax_is_the_papers(name: str, amplitude: float) -> None:
     expected = plain_attention(name, query[0, 0], key[0, 0], value[0, 0])
     out = METHODS[name].attention(query, key, value)[0, 0].double()
     step = float(expected.abs().max()) / 127
-    assert float((out - expected).abs().max()) <= 0.5 * step * (1 + 1e-6)  # only the output's rounding lies between
+    assert float((out - expected).abs().max()) <= 0.5 * step * (1 + 1e-4)  # only the output's rounding lies between
     assert float(expected.abs().max()) > 0.5
 
 

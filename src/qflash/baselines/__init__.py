@@ -5,7 +5,7 @@ from __future__ import annotations
 from .floating import FP16_FLASH, FP32
 from .fq_vit import FQ_VIT
 from .i_bert import I_BERT
-from .i_vit import I_VIT
+from .i_vit import I_VIT, I_VIT_16
 from .method import Bits, Method
 from .presets import QFLASH
 
@@ -16,6 +16,7 @@ METHODS: dict[str, Method] = {
         FP16_FLASH,
         *QFLASH,
         I_VIT,
+        I_VIT_16,
         I_BERT,
         FQ_VIT,
         # float softmax: INT-FlashAttention Full and Half, QAttn

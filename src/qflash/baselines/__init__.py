@@ -5,7 +5,7 @@ from __future__ import annotations
 from .floating import FP16_FLASH, FP32
 from .fq_vit import FQ_VIT
 from .i_bert import I_BERT
-from .i_vit import I_VIT
+from .i_vit import I_VIT, I_VIT_16
 from .int_flash import INT_FLASH_FULL, INT_FLASH_HALF
 from .method import Bits, Method
 from .presets import QFLASH
@@ -18,6 +18,7 @@ METHODS: dict[str, Method] = {
         FP16_FLASH,
         *QFLASH,
         I_VIT,
+        I_VIT_16,
         I_BERT,
         FQ_VIT,
         INT_FLASH_FULL,

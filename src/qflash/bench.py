@@ -1045,13 +1045,14 @@ def timing_method(device: torch.device, rounds: int) -> str:
         return (
             f"CPU back ends on {platform.machine()}, {torch.get_num_threads()} threads, wall clock, warm, methods in turns "
             f"(order reversed every round), median of up to {rounds} samples (at least 3, {_CPU_SECONDS:.0f} s a method), "
-            "each of at least 5 ms or one call; no GPU was measured"
+            "each of at least 5 ms or one call; baselines are plain PyTorch formulas; no GPU was measured"
         )
     return (
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {_MOST_CALLS} calls (about "
         f"1 ms), behind an untimed replay, warm caches; eager: {_EAGER_CALLS} calls or fewer between two synchronisations. "
         f"Methods in turns (order reversed every round), median of {rounds} samples. ratio: fastest SDPA back end of the run's "
-        "dtype ÷ row. SDPA and peers are float in, float out in every mode"
+        "dtype ÷ row. SDPA and peers are float in, float out in every mode; kernels of baselines are int8 (or their float V) in, "
+        "float16 out (I-ViT: int8 out)"
     )
 
 

@@ -5,11 +5,12 @@ FlashAttention-2's online softmax follows in float32, and the weights, rounded t
 bfloat16 with float32 sums. V's scale multiplies the sums instead of V's elements: int8 values are exact in
 bfloat16, and scaled ones would not be. The output is floating point.
 
-SQNR on the QFlash paper's inputs (batch 8): 37.4 dB on A2 and 38.2 dB on A7, where that paper's accuracy table has 34.12 and
-34.75. The difference is not in the attention: the original is part of a bfloat16 pipeline with int8 activations between
-layers. Quantising bfloat16 tensors by a quotient that is itself rounded to bfloat16 (a step of half an integer above 64)
-takes 2.0 dB, and an int8 output with one scale a tensor whose conversion cuts off the fraction another 1.6 dB: 33.9 and
-34.6 dB with both, which the tests show. Neither is done here, in the baseline's favour.
+SQNR on the QFlash paper's inputs (batch 8): 37.5 dB on A2 and 38.2 dB on A7, where that paper's accuracy table has 34.12
+and 34.75. The difference arises around the attention, not in it. The paper times and tests the original as it is, which
+belongs to a bfloat16 model with int8 activations between layers. With bfloat16 inputs quantised by a quotient that is
+rounded to bfloat16 too (in steps of half an integer above 64), and an int8 output of one scale whose conversion cuts off
+the fraction, this formula has 33.9 and 34.7 dB, within 0.3 dB of the paper; the tests show it. Which of these steps the
+paper's run took is inferred from its figures. None is taken here, in the baseline's favour.
 
 The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
 :func:`attention` is the plain formula on every device.

@@ -34,9 +34,9 @@ def paper_table(rows: list[dict[str, Any]]) -> list[str]:
         pair = [row for row in rows if row["method"] == name and row["input"] == "paper"]
         cells = []
         for row in pair:
-            cells += [cell(row, True), "–" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
+            cells += [cell(row, True), "-" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
         for row in pair:
-            cells += [f"{row['mse']:.2e}", "–" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
+            cells += [f"{row['mse']:.2e}", "-" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
         lines.append(f"| {pair[0]['title']} | {' | '.join(cells)} |")
     return lines
 

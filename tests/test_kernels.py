@@ -63,7 +63,9 @@ def test_window_masks_repeat_over_the_images(form: str) -> None:
 
 def test_tiles_leave_the_bits_alone() -> None:
     case = draw_case(3, INTERPRETER)
-    case = dataclasses.replace(case, batch=1, heads=1, key_heads=1, queries=33, keys=97, mask="none", recipe=qflash.DEFAULT)
+    case = dataclasses.replace(
+        case, batch=1, heads=1, key_heads=1, queries=33, keys=97, value_dim=64, mask="none", recipe=qflash.DEFAULT
+    )
     arguments = case.arguments(DEVICE)
     expected = reference.int8_attention(*arguments)
     for tiles in ((16, 32, 4, 1), (32, 64, 4, 2), (64, 128, 4, 1)):

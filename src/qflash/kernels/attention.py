@@ -67,17 +67,17 @@ def kernel_constants(
     }
 
 
-def most_queries(recipe: Recipe, value_dim: int) -> int:
+def most_queries(value_dim: int) -> int:
     """Return the largest BLOCK_M for a value dimension.
 
     Past it the accumulators crowd out everything else, and Triton 3.6 has been seen to emit broken kernels.
     """
-    return (8192 if recipe.probability_bits == 15 else 16384) // triton.next_power_of_2(value_dim)
+    return 8192 // triton.next_power_of_2(value_dim)
 
 
 def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, capability: tuple[int, int]) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
-    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(recipe, value_dim))
+    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
     wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
@@ -187,7 +187,7 @@ def _calls(
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
-    most = most_queries(recipe, value_dim)
+    most = most_queries(value_dim)
     if tiles.block_m > most:
         raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     two_pass = recipe.normalization == "two_pass"
@@ -308,7 +308,7 @@ def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     return (
         recipe.normalization == "two_pass"
         and 0 < keys <= SHORT_ROW
-        and max(head_dim, value_dim) <= 128
+        and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
         and recipe.query_granularity in ("head", "token")
         and recipe.key_granularity == "head"
         and recipe.value_granularity in ("head", "channel")

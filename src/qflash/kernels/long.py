@@ -180,8 +180,9 @@ def long_kernel(
                 n = start + key_order(tl.arange(0, BLOCK_N))
                 k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
                 s = scores(
-                    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, queries, keys,
-                    multiplier, fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK and phase == 1, GUARD,
+                    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
+                    multiplier, fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                    CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
     for phase in tl.static_range(2):
@@ -189,8 +190,9 @@ def long_kernel(
             n = start + key_order(tl.arange(0, BLOCK_N))
             k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
             s = scores(
-                q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n, queries, keys,
-                multiplier, fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK and phase == 1, GUARD,
+                q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
+                multiplier, fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                CHECK and phase == 1, GUARD,
             )  # fmt: skip
             if ONLINE:
                 new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])

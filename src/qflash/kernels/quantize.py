@@ -18,8 +18,6 @@ ROUND_WIDE = tl.constexpr(6755399441055744.0)
 # log2(e) * 2**16 and the limit of quantize_bias
 BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
 BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
-BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
-BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 # minima and maxima of two 16-bit floats at a time; a NaN wins
 MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
@@ -124,16 +122,12 @@ def to_int8(x, scale, GUARD: tl.constexpr):
 
 @triton.jit
 def bias_to_fixed(bias, GUARD: tl.constexpr):
-    """:func:`qflash.ops.quantize_bias` of a tile: nats to 1/65536 octaves, with its marks for infinities and NaN."""
-    x = bias.to(tl.float32)
-    scaled = tl.minimum(tl.maximum(x * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
+    """:func:`qflash.ops.quantize_bias` of a float32 tile, but for its marks: nats to 1/65536 octaves, NaN to 0."""
+    scaled = tl.minimum(tl.maximum(bias * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
     if GUARD:
-        scaled = tl.where(x == x, scaled, 0.0)
-        fixed = (scaled.to(tl.float64) + ROUND_WIDE).to(tl.int64, bitcast=True).to(tl.int32)
-    else:
-        fixed = tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [scaled], tl.int32, True, 1)
-    fixed = tl.where(x == float("-inf"), BIAS_MASKED, fixed)
-    return tl.where((x != x) | (x == float("inf")), BIAS_POISON, fixed)
+        scaled = tl.where(bias == bias, scaled, 0.0)
+        return (scaled.to(tl.float64) + ROUND_WIDE).to(tl.int64, bitcast=True).to(tl.int32)
+    return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [scaled], tl.int32, True, 1)
 
 
 @triton.jit

@@ -241,14 +241,14 @@ def short_kernel(
             MOST_BITS, GUARD,
         )  # fmt: skip
         s0 = scores(
-            q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n0, queries, KEYS, multiplier,
-            fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+            q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, 0, queries, KEYS, multiplier,
+            fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
         )  # fmt: skip
         row_max = tl.max(s0, 1)[:, None]
         if TILES == 2:
             s1 = scores(
-                q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, n1, queries, KEYS, multiplier,
-                fraction_bits, largest, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+                q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, BLOCK_N, queries, KEYS, multiplier,
+                fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
             )  # fmt: skip
             row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
         total = tl.zeros((BLOCK_M, 16), tl.int32)

@@ -83,6 +83,13 @@ def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _deal(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Put columns in the order of the keys into that of :func:`key_order`."""
+    natural = tl.reshape(x, (BLOCK_M, BLOCK_N // 16, 4, 2, 2))
+    return tl.reshape(tl.permute(natural, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
 def load_value(
     v_base, v_stride_n, v_stride_d, start, keys, dv,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
@@ -186,15 +193,16 @@ def row_multiplier(
 @triton.jit
 def scores(
     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
-    rows, n, queries, keys, multiplier, fraction_bits, largest,
+    rows, start, queries, keys, multiplier, fraction_bits, largest, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of queries against keys ``n``, in a unit common to the row.
+    """Scores of a block of queries against BLOCK_N keys from ``start``, dealt, in a unit common to the row.
 
     With CHECK whoever takes no part is set to the minimum, which no honest score reaches.
     """
     s = tl.dot(q, k, out_dtype=tl.int32)
+    n = start + key_order(tl.arange(0, BLOCK_N))
     if KEY_TOKEN:
         bits = tl.load(ks_base + tl.minimum(n, keys - 1) * ks_stride_n)
         s = s * column_multiplier(bits, largest, COLUMN_BITS)[None, :]
@@ -202,18 +210,27 @@ def scores(
     if CAUSAL:
         valid = valid & (n[None, :] <= rows[:, None])
     if MASK != "none":
-        inside = (rows[:, None] < queries) & (n[None, :] < keys)
-        part = tl.load(mask_base + rows[:, None] * mask_stride_m + n[None, :] * mask_stride_n, mask=inside, other=0)
+        # Loaded in the keys' own order and dealt afterwards, which moves registers instead of computing addresses.
+        # Beyond the edges the last row and key stand in: they are dropped below.
+        row = tl.minimum(rows, queries - 1)[:, None]
+        column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
+        part = _deal(tl.load(mask_base + row * mask_stride_m + column * mask_stride_n), BLOCK_M, BLOCK_N)
         if MASK == "bool":
             valid = valid & (part != 0)
         else:
-            if not part.dtype.is_int():
-                part = bias_to_fixed(part, GUARD)
+            if part.dtype.is_int():
+                fixed = part
+                valid = valid & (part != BIAS_MASKED)
+                poisoned = part == BIAS_POISON
+            else:
+                bias = part.to(tl.float32)
+                fixed = bias_to_fixed(bias, GUARD)
+                valid = valid & (bias != float("-inf"))
+                poisoned = (bias != bias) | (bias == float("inf"))
             if not KEY_TOKEN:
                 s = s << COLUMN_BITS
-            valid = valid & (part != BIAS_MASKED)
-            s = multiply_high(s, multiplier, GUARD) + (part >> (16 - fraction_bits))
-            s = tl.where(part == BIAS_POISON, POISON, s)
+            s = multiply_high(s, multiplier, GUARD) + (fixed >> (16 - fraction_bits))
+            s = tl.where(poisoned, POISON, s)
     if CHECK:
         s = tl.where(valid, s, MASKED)
     return s

@@ -305,3 +305,24 @@ def evaluate(
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"qflash evaluate: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@app.command()
+def ablate(
+    part: Annotated[
+        list[str] | None, typer.Option(help="kernel, scales, throughput, granularity or steps; repeatable. All if left out.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images of A2 for V0 to V4; 1024 on a GPU.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of every time.")] = 15,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """What each step is worth: the paper's appendix (V0 to V4, scales, division, granularity) and QFlash's own steps."""
+    from . import ablate as module
+    from .bench import pick_device
+
+    try:
+        module.run_ablate(parts=part or module.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
+    except ValueError as error:
+        typer.echo(f"qflash ablate: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -257,9 +257,10 @@ def _alpha(rise: torch.Tensor, octave: float, inverse: int) -> torch.Tensor:
 def accumulation(kind: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Accumulate the tiles of one attention in one of the ways :data:`ACCUMULATIONS`, everything else alike.
 
-    P is recipe ``paper``'s (linear, 7 bits, floored) against the running maximum. Scale accumulation lets the
-    scale of α̂, which is the scale of the scores in octaves, pile up: after tile j sums have the scale ``s_α**j``, so that the new product is
-    divided by ``s_α**j`` (the appendix prints ``s_α``, which would add numbers of different scales). Scale release divides by
+    P is recipe ``paper``'s (linear, 7 bits, floored) against the running maximum. Scale accumulation lets the scale
+    of α̂, which is the scale of the scores in octaves, pile up: after tile j sums have the scale ``s_α**j``, so that
+    the new product is divided by ``s_α**j`` (the appendix prints ``s_α``, which would add numbers of different
+    scales). Scale release divides by
     ``round(1 / s_α)`` in every step. The quotient is taken in float64, so that only the accumulation differs.
 
     Args:

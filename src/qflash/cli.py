@@ -308,6 +308,40 @@ def evaluate(
 
 
 @app.command()
+def accuracy(
+    workload: Annotated[list[str] | None, typer.Option(help="A1 to A7 or all; repeatable.")] = None,
+    shape: ShapeOption = None,
+    method: Annotated[list[str] | None, typer.Option(help="Attention method; repeatable. All of them if left out.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="paper, normal, outlier, long or captured; repeatable.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images, for workloads and captured inputs.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws a workload; tables show their mean.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    output: OutputOption = None,
+) -> None:
+    """Measure SQNR and MSE of every method on A1 to A7, or on other inputs (the paper's table of both).
+
+    Inputs: paper, uniform in [-4, 4); normal; outlier, loud and shifted channels; long rows; captured, the attention of
+    the digits models.
+    """
+    try:
+        from . import accuracy as module
+        from .bench import pick_device
+
+        module.run_accuracy(
+            module.make_cases(inputs or ("paper",), workload or (), shape or (), batch),
+            method or (),
+            seeds=seeds,
+            device=pick_device(device),
+            output=output,
+        )
+    except (ImportError, ValueError) as error:
+        typer.echo(f"qflash accuracy: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
 def ablate(
     part: Annotated[
         list[str] | None, typer.Option(help="kernel, scales, throughput, granularity or steps; repeatable. All if left out.")

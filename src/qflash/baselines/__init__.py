@@ -1,72 +1,29 @@
-"""Attention methods behind one protocol: float attention and QFlash's own presets."""
+"""Attention methods behind one protocol: what the paper compares and QFlash's own presets, one module a method."""
 
 from __future__ import annotations
 
-import dataclasses
+from .floating import FP16_FLASH, FP32
+from .fq_vit import FQ_VIT
+from .i_bert import I_BERT
+from .i_vit import I_VIT
+from .method import Bits, Method
+from .presets import QFLASH
 
-import torch
-
-from ..api import attention as qflash_attention
-
-Bits = tuple[tuple[int, int], tuple[int, int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """One attention method.
-
-    Attributes:
-        name: what commands call it.
-        title: what tables call it.
-        integer_only: whether the softmax between the two matrix products is integer arithmetic too.
-        bits: widths of the operands of Q Kᵀ and of P V.
-        recipe: QFlash's recipe, or None for float attention in the inputs' dtype.
-    """
-
-    name: str
-    title: str
-    integer_only: bool
-    bits: Bits
-    recipe: str | None = None
-
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """Compute attention.
-
-        Args:
-            query, key, value: float, (batch, heads, tokens, channels).
-            attn_mask: bool or additive, broadcastable to (batch, heads, queries, keys), or None.
-            scale: factor of the scores, ``head_dim ** -0.5`` if None.
-
-        Returns:
-            (batch, heads, queries, value channels) in value's dtype.
-        """
-        if self.recipe is not None:
-            return qflash_attention(query, key, value, attn_mask, scale=scale, recipe=self.recipe)
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.float()
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), attn_mask=attn_mask, scale=scale
-        )
-        return out.to(value.dtype)
-
-
-METHODS = {
+METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("fp32", "FP32", False, ((32, 32), (32, 32))),
-        Method("qflash-default", "QFlash DEFAULT", True, ((8, 8), (8, 8)), "default"),
-        Method("qflash-accurate", "QFlash ACCURATE", True, ((8, 8), (16, 8)), "accurate"),
-        Method("qflash-paper", "QFlash PAPER", True, ((8, 8), (8, 8)), "paper"),
+        FP32,
+        FP16_FLASH,
+        *QFLASH,
+        I_VIT,
+        I_BERT,
+        FQ_VIT,
+        # float softmax: INT-FlashAttention Full and Half, QAttn
     )
 }
-"""All methods by name."""
+"""All methods by name: the float references, then the rows of the paper's Table 5 in its order."""
+
+__all__ = ["METHODS", "Bits", "Method", "get_method"]
 
 
 def get_method(name: str) -> Method:

@@ -1,0 +1,119 @@
+"""I-ViT (Li and Gu, ICCV 2023): an unfused integer pipeline around Shiftmax, the paper's integer-only baseline.
+
+    int8 Q Kᵀ → int32 → int8 → Shiftmax → 7-bit P → int8 P V → int32 → int8
+
+Shiftmax is I-ViT's Algorithm 1 (Section 3.3). With a score x (8 bits, minus its row's maximum) at scale S and
+I₀ = round(1 / S):
+
+    ShiftExp    p = x + (x >> 1) - (x >> 4)             x·log₂e, as 1.4375·x
+                q = ⌊-p / I₀⌋,  r = -p - q·I₀            octaves and remainder
+                e = ((-r >> 1) + I₀) << (n - q)         chord of 2⁻ʳ
+    IntDiv      P = (⌊2³¹ / Σe⌋ · e) >> 24               7 fraction bits, floor
+
+Scores are requantised to int8 at one scale, as its models and its TVM operators do. That is what limits it: on the
+QFlash paper's inputs 1 / S is about 5, and I₀ keeps nothing of its fraction, so that the softmax's temperature is off by up
+to a tenth, depending on the largest score drawn. :func:`prepare` runs the pipeline as three Triton kernels with
+tensors in device memory between them and the requantisations in the products' epilogues.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ..quantization import QuantizedTensor
+from .integer import Scores, fixed_point, integer_attention, integer_product, make_scores, quantize_input
+from .method import Method
+
+FRACTION_BITS = 7
+"""Of P: k_out = 8 with the sign."""
+
+MOST_SHIFT = 15
+_SUM_BITS = 24
+"""Σe stays below 2²⁴, so that ⌊2³¹ / Σe⌋ has at least 7 bits. I-ViT fixes n at 15 and lets the sum run into 2³¹ where scores
+are small or many; here n gives way."""
+
+
+def shiftmax_constants(scale: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return I₀ and n of Shiftmax.
+
+    I₀ is kept in 1 ... 2²⁴ / keys: 1 / S rounds to zero for S > 2.
+
+    Args:
+        scale: nats a unit of the 8-bit score, float64, one element.
+        keys: of a row.
+
+    Returns:
+        two int64 tensors of one element.
+    """
+    most = (1 << _SUM_BITS) // keys
+    unit = (1.0 / scale).nan_to_num(1.0).clamp(1, most).round().to(torch.int64)
+    room = torch.log2(most / unit.double()).floor().to(torch.int64)
+    return unit, room.clamp(0, MOST_SHIFT)
+
+
+def shiftmax(scores: Scores) -> tuple[torch.Tensor, int]:
+    """Return I-ViT's attention weights, 0 ... 127 in 1/128, of scores of 8 bits (Algorithm 1)."""
+    unit, shift = shiftmax_constants(scores.scale, scores.values.shape[-1])
+    x = scores.below_maximum()
+    x = x + (x >> 1) - (x >> 4)
+    x = -torch.maximum(x, -shift * unit)
+    octaves = x // unit
+    remainder = x - octaves * unit
+    exp = ((-remainder >> 1) + unit) << (shift - octaves)
+    if scores.keep is not None:
+        exp = exp.masked_fill(~scores.keep, 0)
+    factor = (2**31 - 1) // exp.sum(dim=-1, keepdim=True).clamp(min=1)
+    return factor * exp >> (31 - FRACTION_BITS), FRACTION_BITS
+
+
+def _softmax(scores: Scores) -> tuple[torch.Tensor, int]:
+    eight = scores.requantize(127, scores.amplitude())
+    return shiftmax(Scores(eight.values.clamp(-128, 127), eight.scale, eight.keep))
+
+
+def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], QuantizedTensor]:
+    """Quantise, fix the scales of scores and output (I-ViT's are static) and return a call of the three kernels.
+
+    Args:
+        query, key, value: float (batch, heads, tokens, channels) on a CUDA device, or on the CPU in Triton's interpreter.
+
+    Returns:
+        a function of no arguments that returns the int8 output with its scale, (batch, heads, queries, value channels).
+
+    Raises:
+        ImportError: there is no Triton.
+    """
+    from .i_vit_kernels import product, shiftmax_rows
+
+    (query_int8, query_scale), (key_int8, key_scale), (value_int8, value_scale) = map(quantize_input, (query, key, value))
+    unit = (query_scale.double() * key_scale.double() * query.shape[-1] ** -0.5).reshape(())
+    scores = make_scores(query_int8, key_int8, unit)
+    span = scores.amplitude()
+    eight = scores.requantize(127, span)
+    eight = Scores(eight.values.clamp(-128, 127), eight.scale, None)
+    weights, bits = shiftmax(eight)
+    most = integer_product(weights, value_int8, key.shape[-2] << (bits + 7)).abs().amax().clamp(min=1)
+    first, second = (tuple(int(x) for x in fixed_point(127 / amplitude.double())) for amplitude in (span, most))
+    i_0, shift = (int(x) for x in shiftmax_constants(eight.scale, key.shape[-2]))
+    output_scale = (value_scale.double() * most * 2.0**-bits / 127).float()
+    del scores, eight, weights
+    rows = torch.empty((*query.shape[:3], key.shape[2]), dtype=torch.int8, device=query.device)
+    weights_int8 = torch.empty_like(rows)
+    output = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.int8, device=query.device)
+
+    def run() -> QuantizedTensor:
+        product(query_int8, key_int8.mT, rows, *first)
+        shiftmax_rows(rows, weights_int8, i_0, shift)
+        product(weights_int8, value_int8, output, *second)
+        return QuantizedTensor.from_kernel(output, output_scale)
+
+    return run
+
+
+I_VIT = Method(
+    "i-vit", "I-ViT", "tensor", "tensor", "tensor", True, ((8, 8), (8, 8)),
+    functools.partial(integer_attention, softmax=_softmax), prepare,
+)  # fmt: skip

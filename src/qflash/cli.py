@@ -360,3 +360,25 @@ def ablate(
     except ValueError as error:
         typer.echo(f"qflash ablate: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def report(
+    results: Annotated[
+        pathlib.Path | None, typer.Option(help="Read accuracy, ablation and evaluation from this folder; run them if left out.")
+    ] = None,
+    gpu_results: Annotated[
+        pathlib.Path | None, typer.Option(help="Folder of GPU results; benchmarks/results if it is there.")
+    ] = None,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for report.html and the results.")] = pathlib.Path(
+        "qflash-reproduction"
+    ),
+) -> None:
+    """One page with every table and figure of the paper beside what was measured; runs the CPU parts (minutes)."""
+    try:
+        from .report import run_report
+
+        run_report(output, results=results, gpu_results=gpu_results)
+    except (ImportError, ValueError) as error:
+        typer.echo(f"qflash report: {error}", err=True)
+        raise typer.Exit(1) from error

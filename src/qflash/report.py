@@ -94,7 +94,11 @@ def _on_gpu(record: Record) -> bool:
 
 
 def run_cpu_parts(output: pathlib.Path, console: Console) -> list[str]:
-    """Run the CPU parts into ``output``; their own tables are not printed. Returns the parts that could not run, with the reason."""
+    """Run the CPU parts into ``output``; their own tables are not printed.
+
+    Returns:
+        the parts that could not run, with the reason.
+    """
     import torch
 
     from . import ablate, accuracy
@@ -197,12 +201,12 @@ def _speed_claims(found: Found) -> Iterator[Claim]:
         text = f"Up to {paper} times as fast as I-ViT on {family} at batch {batch} (abstract, Figure 3)"
         if not ratios:
             why = "Needs a GPU run of qflash bench with I-ViT's kernels."
-            yield Claim(text, f"{paper} ×", None, "", None, why)
+            yield Claim(text, f"{paper} times", None, "", None, why)
             continue
         best = max(ratios, key=lambda name: ratios[name])
         why = f"Other GPU than the paper's ({published.DEVICE}); our kernel and our I-ViT (Triton, not TVM); DEFAULT's arithmetic."
-        ours_text = f"{ratios[best]:.2f} × ({best}; range {min(ratios.values()):.2f} to {max(ratios.values()):.2f})"
-        yield Claim(text, f"{paper} ×", ours_text, _where(record), ratios[best] >= 0.9 * paper, why)
+        ours_text = f"{ratios[best]:.2f} times ({best}; range {min(ratios.values()):.2f} to {max(ratios.values()):.2f})"
+        yield Claim(text, f"{paper} times", ours_text, _where(record), ratios[best] >= 0.9 * paper, why)
 
 
 def _fp16_claim(found: Found) -> Claim:
@@ -312,7 +316,7 @@ def _top1_claims(found: Found) -> Iterator[Claim]:
     text = "Top-1 on ImageNet close to FP32 on ViT and DeiT, lower on Swin (Table 5)"
     if not named:
         why = "Neither ImageNet nor pretrained weights could be had: qflash evaluate --model all --data FOLDER --pretrained."
-        yield Claim(text, "QFlash −2.0 to +1.7 points", None, "", None, why)
+        yield Claim(text, "QFlash -2.0 to +1.7 points", None, "", None, why)
     digits = [(record, result) for record in records for result in record["models"] if result["model"].startswith("digits")]
     for name in dict.fromkeys(result["model"] for _, result in digits):
         record, result = max(((a, b) for a, b in digits if b["model"] == name), key=lambda pair: pair[1]["images"])
@@ -323,7 +327,7 @@ def _top1_claims(found: Found) -> Iterator[Claim]:
             f"{method} {top1[method]:.2f} %" for method in ("fp32", "qflash-default", "qflash-paper") if method in top1
         )
         yield Claim(
-            f"Instead: Top-1 of {name} on {result['images']} held-out digits", "–", ours, _where(record),
+            f"Instead: Top-1 of {name} on {result['images']} held-out digits", "-", ours, _where(record),
             top1["qflash-default"] >= top1["fp32"] - 0.3, "Small models on an easy task: no statement about ImageNet.",
         )  # fmt: skip
 
@@ -407,7 +411,7 @@ def claims(found: Found) -> list[Claim]:
 
 def _claim_list(items: Sequence[Claim]) -> str:
     marks = {"agrees": ("agrees", "✓ agrees"), "differs": ("differs", "≠ differs")}
-    marks |= {"measured": ("open", "measured"), "not run": ("open", "– not run")}
+    marks |= {"measured": ("open", "measured"), "not run": ("open", "- not run")}
     lines = []
     for claim in items:
         style, mark = marks[claim.mark]
@@ -422,7 +426,7 @@ def _missing(command: str) -> str:
 
 
 def _number(x: Any, digits: int = 2) -> str:
-    return "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float | int) else str(x)
+    return "-" if x is None else f"{x:.{digits}f}" if isinstance(x, float | int) else str(x)
 
 
 def _wide(svg: str) -> str:
@@ -490,7 +494,7 @@ def _energy_section(found: Found) -> Iterator[str]:
     reference = _of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
     for method, paper in published.ENERGY_UJ.items():
         row = _of_method(rows, method, workload="A2", batch=8, bias=False)
-        ratio = f"{row['uj'] / reference['uj']:.2f}" if row and reference else "–"
+        ratio = f"{row['uj'] / reference['uj']:.2f}" if row and reference else "-"
         cells = [f"{paper:.1f}", f"{paper / published.ENERGY_UJ['Flash-2']:.2f}"]
         body.append([method, *cells, _number(row["uj"], 0) if row else "not run", ratio])
     for other in found.get("authors", [])[:1]:
@@ -526,7 +530,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
                     row = by.get(label)
                     value = row and row[field]
                     form = ".2f" if field == "sqnr_db" else ".1e"
-                    text = format(value, form) if isinstance(value, float) else str(value or "–")
+                    text = format(value, form) if isinstance(value, float) else str(value or "-")
                     paper = row and row[f"paper_{field}"]
                     cells.append(f"{text} ({format(paper, form)})" if paper else text)
                 body.append([title, *cells])

@@ -27,8 +27,9 @@ p { margin: .2rem 0 .8rem; } .note { color: var(--soft); font-size: .9rem; } a {
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+.one th:nth-child(2), .one td:nth-child(2) { text-align: right; } .wide + p { margin-top: 1rem; }
 svg { display: block; width: 100%; height: auto; max-width: 40rem; margin-bottom: 1rem; }
-.wide svg { min-width: 34rem; }
+.wide svg { min-width: 40rem; max-width: none; }
 .claims { margin: 1rem 0; padding: 0; list-style: none; }
 .claims li { border-top: 1px solid var(--line); padding: .6rem 0; }
 .claims dl { display: grid; grid-template-columns: 4.5rem 1fr; margin: .2rem 0 0; font-size: .9rem; }
@@ -64,14 +65,21 @@ def plot(draw: Callable[[], Any]) -> str:
     return text.replace(INK, "currentColor").replace("#000000", "currentColor")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that scrolls by itself where it is wider than the page; cells are escaped."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 2) -> str:
+    """Return a table that scrolls by itself where it is wider than the page; cells are escaped.
+
+    Args:
+        header: the columns' headings.
+        rows: cells as text.
+        labels: leading columns (1 or 2) that are set left, as text; the others are set right, as numbers.
+    """
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "\n".join(row(cells, "td") for cells in rows)
-    return f'<div class="wide"><table><thead>{row(header, "th")}</thead><tbody>\n{body}\n</tbody></table></div>'
+    style = ' class="one"' if labels == 1 else ""
+    return f'<div class="wide"><table{style}><thead>{row(header, "th")}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def heading(title: str, note: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -54,7 +55,7 @@ def products(a: list[list[int]], b: list[list[int]]) -> list[list[int]]:
     return [[sum(x * y for x, y in zip(left, right, strict=True)) for right in b] for left in a]
 
 
-def i_vit_row(row: list[int], scale: float) -> list[float]:
+def i_vit_row(row: list[int], scale: float, bits: int = 7) -> list[float]:
     """Shiftmax (I-ViT, Algorithm 1) of 8-bit scores; floats hold the weights."""
     unit = round(1 / scale)
     n = min(15, int(math.log2(2**24 / (len(row) * unit))))  # 15 in I-ViT; less where the sum would pass 2**24
@@ -65,7 +66,7 @@ def i_vit_row(row: list[int], scale: float) -> list[float]:
         octaves = min(p // -unit, n)
         remainder = max(p, -n * unit) + octaves * unit
         weights.append((math.floor(remainder / 2) + unit) * 2**n // 2**octaves)
-    return [(2**31 // sum(weights)) * w // 2**24 / 128 for w in weights]
+    return [((2**31 - 1) // sum(weights)) * w // 2 ** (31 - bits) / 2**bits for w in weights]
 
 
 def i_exp_row(row: list[int], scale: float, up: int = 0) -> list[int]:
@@ -97,7 +98,7 @@ def fq_vit_row(row: list[int], scale: float) -> list[float]:
     return weights
 
 
-ROWS = {"i-vit": i_vit_row, "i-bert": i_bert_row, "fq-vit": fq_vit_row}
+ROWS = {"i-vit": i_vit_row, "i-vit-16": functools.partial(i_vit_row, bits=15), "i-bert": i_bert_row, "fq-vit": fq_vit_row}
 
 
 def plain_attention(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -106,7 +107,7 @@ def plain_attention(name: str, query: torch.Tensor, key: torch.Tensor, value: to
     scores, scale = products(q, k), q_scale * k_scale * query.shape[-1] ** -0.5
     if name != "i-bert":
         flat = [x for row in scores for x in row]
-        step = max(map(abs, flat)) / 127 if name == "i-vit" else (max(flat) - min(flat)) / 255
+        step = max(map(abs, flat)) / 127 if name.startswith("i-vit") else (max(flat) - min(flat)) / 255
         scores, scale = [[math.floor(x / step + 0.5) for x in row] for row in scores], scale * step
     weights = [ROWS[name](row, scale) for row in scores]
     return torch.tensor(weights, dtype=torch.float64) @ torch.tensor(v, dtype=torch.float64) * v_scale
@@ -155,6 +156,7 @@ def test_diffuse_attention_vanishes_in_seven_bits() -> None:
     query, key, value = make_inputs(1, 1, 8, 300, 32, amplitude=0.01)
     assert not METHODS["i-vit"].attention(query, key, value).any()
     exact = exact_attention(query, key, value)
+    assert sqnr(exact, METHODS["i-vit-16"].attention(query, key, value)) > 20.0
     assert sqnr(exact, METHODS["qflash-default"].attention(query, key, value)) > 35.0
 
 

@@ -23,6 +23,10 @@ from qflash.workloads import get_workload, paper_inputs
 
 runner = CliRunner()
 CPU = torch.device("cpu")
+GPU_BASELINES = (
+    "i-vit kernel",
+    *("int-flash-full kernel", "int-flash-full", "int-flash-half kernel", "int-flash-half", "qattn kernel", "qattn"),
+)
 SMALL = bench.Problem("1x2x9x16", None, (1, 2, 9, 16), 9)
 
 
@@ -168,10 +172,10 @@ def test_methods() -> None:
 def test_gpu_methods_by_name() -> None:
     names = [m.name for m in bench.make_methods(torch.device("cuda"))]
     assert names == [
-        "sdpa flash", "sdpa cudnn", "sdpa efficient", "sdpa math", "sdpa math fp32", "qflash int8", "qflash",
+        "sdpa flash", "sdpa cudnn", "sdpa efficient", "sdpa math", "sdpa math fp32", *GPU_BASELINES, "qflash int8", "qflash",
     ]  # fmt: skip
     kept = [m.name for m in bench.select(bench.make_methods(torch.device("cuda")), ())]
-    assert kept == ["sdpa flash", "sdpa cudnn", "sdpa efficient", "qflash int8", "qflash"]
+    assert kept == ["sdpa flash", "sdpa cudnn", "sdpa efficient", *GPU_BASELINES, "qflash int8", "qflash"]
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bias"])
@@ -181,7 +185,20 @@ def test_every_cpu_method_computes_attention(mask: str) -> None:
     wanted, part, _ = bench.exact_part(inputs)
     for method in bench.make_methods(CPU, ("default", "accurate", "per-tensor")):
         out = bench.as_tensor(method.prepare(inputs)(), problem)[part]
-        assert sqnr(wanted, out) > (100 if method.is_sdpa else 25), method.name
+        assert sqnr(wanted, out) > (100 if method.is_sdpa else 10 if method.is_baseline else 25), method.name
+
+
+def test_baselines_are_timed_in_the_modes_asked_for() -> None:
+    methods = bench.make_methods(CPU, only=("sdpa", "qattn", "i-bert"))
+    options = {"kind": "uniform", "dtype": torch.float32, "device": CPU, "rounds": 1}
+    for modes, expected in (
+        (("end-to-end",), ["sdpa", "i-bert", "qattn"]),
+        (("eager",), ["sdpa", "i-bert", "qattn"]),
+        (("kernel",), ["sdpa"]),
+    ):
+        rows = bench.measure(SMALL, methods, modes, **options)  # type: ignore[arg-type]
+        assert [row["method"] for row in rows] == expected
+        assert all(row["error"] is None and row["sqnr_db"] > 15 for row in rows)
 
 
 def test_int8_call_is_int8_to_int8() -> None:
@@ -308,7 +325,7 @@ def test_command_on_the_cpu(peers: str, tmp_path: Path) -> None:
     assert record["environment"]["torch"] == torch.__version__
     with (tmp_path / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(record["rows"]) == 4 * 4
+    assert len(rows) == len(record["rows"]) == 4 * (len(bench.make_methods(CPU)) + 1)
     assert tuple(rows[0]) == bench.FIELDS
     for row in record["rows"]:
         assert (row["error"] is None) == (row["median_us"] is not None)

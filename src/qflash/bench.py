@@ -37,6 +37,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from . import nvml
 from .api import attention, int8_attention, quantize, quantize_bias
 from .backends import resolve_backend
+from .baselines import METHODS
+from .baselines import Method as Baseline
+from .baselines.method import FLOAT
 from .metrics import sqnr
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT, PRESETS, Recipe
@@ -338,6 +341,7 @@ class Method:
         context: entered around all calls, outside the clock.
         is_sdpa: one of PyTorch's back ends in the run's dtype, to which ratios refer.
         is_ours: drawn in QFlash's colours.
+        is_baseline: a method of :mod:`qflash.baselines`; like ours it is timed only in the modes asked for.
     """
 
     name: str
@@ -346,16 +350,22 @@ class Method:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_sdpa: bool = False
     is_ours: bool = False
+    is_baseline: bool = False
+
+
+def _refuse_scores(needed: int, device: torch.device) -> None:
+    """Raise MemoryError where a method that materialises its scores would not fit."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
+    if needed > 0.4 * free:  # warm-up and graph have pools of their own
+        raise MemoryError(f"not run: its scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
 
 
 def _prepare_sdpa(inputs: Inputs, *, dtype: torch.dtype | None = None, materialises: bool = False) -> Call:
     query, key, value, mask = (x if x is None or dtype is None else x.to(dtype) for x in inputs.folded())
     assert query is not None and key is not None and value is not None
     if materialises:
-        needed = 3 * 4 * math.prod(query.shape[:3]) * key.shape[2]  # computed in float32 whatever the inputs are
-        free = torch.cuda.mem_get_info(query.device)[0] if query.is_cuda else 8 << 30
-        if needed > 0.4 * free:  # warm-up and graph have pools of their own
-            raise MemoryError(f"not run: its scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
+        # computed in float32 whatever the inputs are
+        _refuse_scores(3 * 4 * math.prod(query.shape[:3]) * key.shape[2], query.device)
     causal = inputs.problem.causal
     return lambda: scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
 
@@ -383,6 +393,36 @@ def _prepare_peer(inputs: Inputs, *, function: Callable[..., Any]) -> Call:
     query, key, value, mask = inputs.folded()
     causal = inputs.problem.causal
     return lambda: function(query, key, value, attn_mask=mask, is_causal=causal, scale=None)
+
+
+def _prepare_baseline(inputs: Inputs, *, method: Baseline, kernel: bool) -> Call:
+    """A baseline's kernels on tensors quantised beforehand, or the whole of it, float in and out."""
+    query, key, value, mask = inputs.folded()
+    causal = inputs.problem.causal
+    if query.is_cuda and (causal or mask is not None):
+        raise NotImplementedError(f"{method.title}'s kernels take no mask")
+    if method.integer_only or not query.is_cuda:  # I-ViT's kernels and all plain formulas; int64 is the widest
+        _refuse_scores(3 * 8 * math.prod(query.shape[:3]) * key.shape[2], query.device)
+    if kernel:
+        assert method.prepare is not None
+        return method.prepare(query, key, value)
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    return lambda: method.attention(query, key, value, attn_mask=mask)
+
+
+def _baseline_methods(device: torch.device) -> Iterator[Method]:
+    """Yield what the paper compares with; on a GPU only what has kernels, for a formula's time says nothing there."""
+    for method in METHODS.values():
+        if method.query_granularity == FLOAT or method.name.startswith("qflash"):
+            continue  # PyTorch's own and ours are there already
+        on_gpu = device.type == "cuda"
+        if on_gpu and method.prepare is not None:
+            prepare = functools.partial(_prepare_baseline, method=method, kernel=True)
+            yield Method(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
+        if not on_gpu or (method.prepare is not None and not method.integer_only):
+            prepare = functools.partial(_prepare_baseline, method=method, kernel=False)
+            yield Method(method.name, "end-to-end", prepare, is_baseline=True)
 
 
 def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[Method]:
@@ -470,7 +510,12 @@ def make_methods(
     for recipe in recipes:
         if recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {tuple(RECIPES)}, got {recipe!r}")
-    found = [*_sdpa_methods(device), *_qflash_methods(recipes, device), *(load_peer(text) for text in peers)]
+    found = [
+        *_sdpa_methods(device),
+        *_baseline_methods(device),
+        *_qflash_methods(recipes, device),
+        *(load_peer(text) for text in peers),
+    ]
     names = [method.name for method in found]
     for name in names:
         if names.count(name) > 1:
@@ -692,7 +737,7 @@ def measure(
     wanted, part, words = exact_part(inputs)
     runners: list[_Runner] = []
     for method in methods:
-        graph_modes = [method.mode] if method.mode in modes or not method.is_ours else []
+        graph_modes = [method.mode] if method.mode in modes or not (method.is_ours or method.is_baseline) else []
         if device.type != "cuda":
             chosen = graph_modes or ([method.mode] if "eager" in modes else [])
         else:
@@ -1000,13 +1045,14 @@ def timing_method(device: torch.device, rounds: int) -> str:
         return (
             f"CPU back ends on {platform.machine()}, {torch.get_num_threads()} threads, wall clock, warm, methods in turns "
             f"(order reversed every round), median of up to {rounds} samples (at least 3, {_CPU_SECONDS:.0f} s a method), "
-            "each of at least 5 ms or one call; no GPU was measured"
+            "each of at least 5 ms or one call; baselines are plain PyTorch formulas; no GPU was measured"
         )
     return (
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {_MOST_CALLS} calls (about "
         f"1 ms), behind an untimed replay, warm caches; eager: {_EAGER_CALLS} calls or fewer between two synchronisations. "
         f"Methods in turns (order reversed every round), median of {rounds} samples. ratio: fastest SDPA back end of the run's "
-        "dtype ÷ row. SDPA and peers are float in, float out in every mode"
+        "dtype ÷ row. SDPA and peers are float in, float out in every mode; kernels of baselines are int8 (or their float V) in, "
+        "float16 out (I-ViT: int8 out)"
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from .floating import FP16_FLASH, FP32
 from .fq_vit import FQ_VIT
 from .i_bert import I_BERT
-from .i_vit import I_VIT
+from .i_vit import I_VIT, I_VIT_16
+from .int_flash import INT_FLASH_FULL, INT_FLASH_HALF
 from .method import Bits, Method
 from .presets import QFLASH
+from .qattn import QATTN
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -16,9 +18,12 @@ METHODS: dict[str, Method] = {
         FP16_FLASH,
         *QFLASH,
         I_VIT,
+        I_VIT_16,
         I_BERT,
         FQ_VIT,
-        # float softmax: INT-FlashAttention Full and Half, QAttn
+        INT_FLASH_FULL,
+        INT_FLASH_HALF,
+        QATTN,
     )
 }
 """All methods by name: the float references, then the rows of the paper's Table 5 in its order."""

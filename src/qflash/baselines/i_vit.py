@@ -12,8 +12,11 @@ I₀ = round(1 / S):
 
 Scores are requantised to int8 at one scale, as its models and its TVM operators do. That is what limits it: on the
 QFlash paper's inputs 1 / S is about 5, and I₀ keeps nothing of its fraction, so that the softmax's temperature is off by up
-to a tenth, depending on the largest score drawn. :func:`prepare` runs the pipeline as three Triton kernels with
-tensors in device memory between them and the requantisations in the products' epilogues.
+to a tenth, depending on the largest score drawn. Its TVM operators give P 7 bits, which drops weights below 1/128; its
+PyTorch models give P 15, which int8 products cannot take. The first is ``i-vit``, the second ``i-vit-16``.
+
+:func:`prepare` runs ``i-vit`` as three Triton kernels with tensors in device memory between them and the requantisations in
+the products' epilogues.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from ..quantization import QuantizedTensor
 from .integer import Scores, fixed_point, integer_attention, integer_product, make_scores, quantize_input
 from .method import Method
 
-FRACTION_BITS = 7
-"""Of P: k_out = 8 with the sign."""
+FRACTION_BITS, WIDE_FRACTION_BITS = 7, 15
+"""Of P: k_out = 8 and 16 with the sign."""
 
 MOST_SHIFT = 15
 _SUM_BITS = 24
@@ -54,8 +57,8 @@ def shiftmax_constants(scale: torch.Tensor, keys: int) -> tuple[torch.Tensor, to
     return unit, room.clamp(0, MOST_SHIFT)
 
 
-def shiftmax(scores: Scores) -> tuple[torch.Tensor, int]:
-    """Return I-ViT's attention weights, 0 ... 127 in 1/128, of scores of 8 bits (Algorithm 1)."""
+def shiftmax(scores: Scores, fraction_bits: int = FRACTION_BITS) -> tuple[torch.Tensor, int]:
+    """Return I-ViT's attention weights, below 2**fraction_bits, of scores of 8 bits (Algorithm 1)."""
     unit, shift = shiftmax_constants(scores.scale, scores.values.shape[-1])
     x = scores.below_maximum()
     x = x + (x >> 1) - (x >> 4)
@@ -66,12 +69,12 @@ def shiftmax(scores: Scores) -> tuple[torch.Tensor, int]:
     if scores.keep is not None:
         exp = exp.masked_fill(~scores.keep, 0)
     factor = (2**31 - 1) // exp.sum(dim=-1, keepdim=True).clamp(min=1)
-    return factor * exp >> (31 - FRACTION_BITS), FRACTION_BITS
+    return factor * exp >> (31 - fraction_bits), fraction_bits
 
 
-def _softmax(scores: Scores) -> tuple[torch.Tensor, int]:
+def _softmax(scores: Scores, fraction_bits: int = FRACTION_BITS) -> tuple[torch.Tensor, int]:
     eight = scores.requantize(127, scores.amplitude())
-    return shiftmax(Scores(eight.values.clamp(-128, 127), eight.scale, eight.keep))
+    return shiftmax(Scores(eight.values.clamp(-128, 127), eight.scale, eight.keep), fraction_bits)
 
 
 def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], QuantizedTensor]:
@@ -116,4 +119,8 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call
 I_VIT = Method(
     "i-vit", "I-ViT", "tensor", "tensor", "tensor", True, ((8, 8), (8, 8)),
     functools.partial(integer_attention, softmax=_softmax), prepare,
+)  # fmt: skip
+I_VIT_16 = Method(
+    "i-vit-16", "I-ViT, 16-bit P", "tensor", "tensor", "tensor", True, ((8, 8), (16, 8)),
+    functools.partial(integer_attention, softmax=functools.partial(_softmax, fraction_bits=WIDE_FRACTION_BITS)),
 )  # fmt: skip

@@ -1,0 +1,136 @@
+"""INT-FlashAttention (Chen et al., 2024, arXiv:2409.16997): int8 products inside FlashAttention-2's float softmax.
+
+Q and K are int8 with one scale a token (their Section 3); the scores are made float again by the product of the two
+scales, and the softmax is FlashAttention-2's online one in floating point.
+
+* **Full**: the weights become int8 as well, ``round(127 exp(S - m))`` with the running maximum m of the row, and V is
+  int8, so that both products are integer ones; each tile's int32 sums are added up in float32. The normaliser sums the
+  weights before they are rounded: rounded ones lose 1.0 to 1.3 dB on the QFlash paper's inputs and miss its figures by
+  as much. V has one scale a head, as in the QFlash paper's Table 5.
+* **Half**: weights and V are float16, with float32 sums.
+
+SQNR on the QFlash paper's inputs (batch 8; its accuracy table's figure in brackets): Full 36.8 dB on A2 (36.92) and 37.6 on
+A7 (37.80), with tiles of 64 keys (32: 36.9 and 37.7); Half 38.1 (38.19) and 39.0 (39.07).
+
+The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
+:func:`attention` is the plain formula on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..api import quantize
+from ..quantization import QuantizedTensor
+from .method import FLOAT, Bits, Method
+from .online import BLOCK, LOG2_E, check_inputs, check_scale, integer_scores, kernel_missing, online_softmax
+
+if TYPE_CHECKING:
+    from ..kernels.attention import Call
+
+
+class Operands(NamedTuple):
+    """What the attention kernel reads: int8 query and key with a scale a token, value int8 with a scale a head or float16."""
+
+    query: QuantizedTensor
+    key: QuantizedTensor
+    value: torch.Tensor
+    value_scale: torch.Tensor | None
+
+
+def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, full: bool) -> Operands:
+    """Quantise query, key and, if ``full``, value; see :class:`Operands`."""
+    quantized_query, quantized_key = quantize(query, "token"), quantize(key, "token")
+    if not full:
+        return Operands(quantized_query, quantized_key, value.to(torch.float16), None)
+    quantized_value = quantize(value, "head")
+    return Operands(quantized_query, quantized_key, quantized_value.values, quantized_value.scale)
+
+
+def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *, block: int = BLOCK) -> torch.Tensor:
+    """Compute the attention of quantised operands in plain PyTorch.
+
+    Args:
+        operands: from :func:`quantize_operands`.
+        attn_mask: bool (True takes part) or additive, broadcastable to (batch, heads, queries, keys), or None.
+        scale: factor of the scores.
+        block: keys a tile.
+
+    Returns:
+        float32 (batch, heads, queries, value channels).
+    """
+    query, key, value, value_scale = operands
+    wide = value.to(torch.float32)
+    scores = integer_scores(query.values, key.values) * key.scale.mT
+    full = value_scale is not None
+
+    def product(weights: torch.Tensor, start: int) -> torch.Tensor:
+        rounded = weights.round() if full else weights.to(torch.float16).to(torch.float32)
+        return rounded @ wide[..., start : start + block, :]
+
+    row = query.scale * (scale * LOG2_E)
+    out = online_softmax(scores, row, product, attn_mask, most=127.0 if full else 1.0, block=block)
+    return out if value_scale is None else out * value_scale
+
+
+def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
+    """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
+    from .float_softmax_kernels import float_softmax_call, pack_value
+
+    query, key, value, value_scale = operands
+    full = value_scale is not None
+    block = tiles[1] if tiles else BLOCK
+    return float_softmax_call(
+        query.values.contiguous(), query.scale, key.values.contiguous(), key.scale,
+        pack_value(value, block) if full else value.contiguous(), value_scale, scale, out, "int8" if full else "float16",
+        tiles=tiles,
+    )  # fmt: skip
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    *,
+    full: bool,
+) -> torch.Tensor:
+    check_inputs(query, key, value)
+    factor = check_scale(scale, query.shape[-1])
+    shape = (*query.shape[:3], value.shape[3])
+    if query.numel() == 0 or value.numel() == 0:
+        return value.new_zeros(shape)
+    operands = quantize_operands(query, key, value, full=full)
+    if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
+        out = value.new_empty(shape)
+        kernel_call(operands, factor, out).run()
+        return out
+    return formula(operands, attn_mask, factor).to(value.dtype)
+
+
+def _prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, full: bool) -> Callable[[], torch.Tensor]:
+    check_inputs(query, key, value)
+    if reason := kernel_missing(query, value):
+        raise ValueError(f"INT-FlashAttention's kernel cannot run: {reason}")
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
+    call = kernel_call(quantize_operands(query, key, value, full=full), query.shape[-1] ** -0.5, out)
+
+    def run() -> torch.Tensor:
+        call.run()
+        return out
+
+    return run
+
+
+def _method(name: str, title: str, value_granularity: str, bits: Bits, *, full: bool) -> Method:
+    attention, prepare = functools.partial(_attention, full=full), functools.partial(_prepare, full=full)
+    return Method(name, title, "token", "token", value_granularity, False, bits, attention, prepare)
+
+
+INT_FLASH_FULL = _method("int-flash-full", "INT-Flash-Full", "head", ((8, 8), (8, 8)), full=True)
+INT_FLASH_HALF = _method("int-flash-half", "INT-Flash-Half", FLOAT, ((8, 8), (16, 16)), full=False)

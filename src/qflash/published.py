@@ -45,12 +45,12 @@ STEP_SPEEDUP_PERCENT = {"V1": 41.4, "V2": 46.0, "V3": 61.0, "V4": 62.4}
 
 METHODS = {
     "Flash-2": ("sdpa flash", "fp16-flash"),
-    "I-ViT": ("i-vit",),
+    "I-ViT": ("i-vit kernel", "i-vit"),
     "I-BERT": ("i-bert",),
     "FQ-ViT": ("fq-vit",),
-    "INT-Flash-Full": ("int-flash-full",),
-    "INT-Flash-Half": ("int-flash-half",),
-    "QAttn": ("qattn",),
+    "INT-Flash-Full": ("int-flash-full kernel", "int-flash-full"),
+    "INT-Flash-Half": ("int-flash-half kernel", "int-flash-half"),
+    "QAttn": ("qattn kernel", "qattn"),
     "QFlash": ("qflash int8", "qflash-paper"),
 }
 """The names that results give the paper's methods, as commands write them; the first that is there counts."""

@@ -274,8 +274,10 @@ def _energy_claims(found: Found) -> Iterator[Claim]:
 _ACCURACY_REASONS = {
     "qflash-paper": "Algorithm 1 in exact fixed point as printed; an independent emulation gives the same within 0.02 dB. "
     "The paper's figure comes from its own kernel.",
-    "i-vit": "Written from I-ViT's paper; which shift and bit widths the compared build used is not printed.",
-    "qattn": "Written from QAttn's paper.",
+    "i-vit": "I-ViT knows of the scores' scale only round(1 / S), which moves the figure by several dB from draw to draw; the "
+    "paper gives one figure and no seed (docs/baselines.md).",
+    "qattn": "The formula alone. With bfloat16 inputs and an int8 output around it the paper's figure comes out within 0.3 dB; "
+    "which steps the paper's run took is not printed (qflash.baselines.qattn).",
 }
 
 

@@ -103,10 +103,10 @@ def test_verdicts_follow_the_figures(results: Path) -> None:
     assert claim(found, "ViT/DeiT at batch 1").mark == "agrees"
     assert claim(found, "comparable to FP16").mark == "agrees"
     assert claim(found, "int8 tensor peak").ours == "IMMA 7.50 % against HMMA 11.25 %"
-    less = claim(found, "this library's")
+    less = claim(found, "Table 3): this library's")
     assert less.mark == "agrees"
     assert "-25.0 %" in (less.ours or "")
-    assert claim(found | {"energy": [energy_record(3.0)]}, "this library's").mark == "differs"
+    assert claim(found | {"energy": [energy_record(3.0)]}, "Table 3): this library's").mark == "differs"
     for text in ("V3 faster than V0", "ImageNet", "SQNR of qattn on A2"):
         assert claim(found, text).mark == "not run"
     row = next(r for r in found["accuracy"][0]["rows"] if r["method"] == "qflash-paper")

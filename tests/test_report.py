@@ -63,6 +63,18 @@ def profile_record() -> dict[str, Any]:
     return {"what": what, "environment": GPU, "timing": "", "rows": rows}
 
 
+def ablate_record() -> dict[str, Any]:
+    """Rows with the fields ``qflash ablate`` writes on a GPU."""
+    blank = dict.fromkeys((*ablate.FIELDS, "speedup"))
+    rows = []
+    for label, us in {"sdpa flash": 9.0, "V0": 10.0, "V1": 8.0, "V2": 8.5, "V3": 12.5, "V4 paper": 5.0}.items():
+        row = blank | {"part": "kernel", "group": "kernel", "label": label, "input": "A2, batch 1024", "speedup": 10.0 / us}
+        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us, "sqnr_db": ablate.summary([30.0])})
+    for label, gops in {"multiply": 9.0, "multiply and shift": 6.0, "divide": 0.5}.items():
+        rows.append(blank | {"part": "throughput", "group": "int32", "label": label, "gops": gops, "input": "by hand"})
+    return {"what": "ablation of the integer attention", "environment": GPU, "timing": "by hand", "rows": rows}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small CPU results of the real commands and made-up GPU results."""
@@ -114,6 +126,19 @@ def test_verdicts_follow_the_figures(results: Path) -> None:
     assert claim(found, "SQNR of qflash-paper on A7").mark == ("agrees" if agreed else "differs")
     row["sqnr_db"] = 40.0
     assert claim(found, "SQNR of qflash-paper on A7").mark == "differs"
+
+
+def test_steps_on_a_gpu_come_before_those_without(results: Path) -> None:
+    found = report.read_results([results])
+    found["ablate"].append(ablate_record())
+    assert claim(found, "V1 faster than V0").mark == "agrees"
+    assert "+25.0 %" in (claim(found, "V1 faster than V0").ours or "")
+    assert claim(found, "V3 faster than V0").mark == "differs"
+    assert "+100.0 %" in (claim(found, "V4 faster than V0").ours or "")
+    assert claim(found, "Integer division").ours == "12.0 times lower"
+    text = report.render(found)
+    assert "kernel, integer exponential" in text
+    assert "NVIDIA Test, 2026-01-02. by hand." in text
 
 
 def test_nothing_found_is_said_to_be_not_run() -> None:

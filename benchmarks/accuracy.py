@@ -26,14 +26,17 @@ def cell(row: dict[str, Any], spread: bool) -> str:
 
 def paper_table(rows: list[dict[str, Any]]) -> list[str]:
     """Lay out the paper's inputs: our mean and range, the paper's figure."""
-    lines = ["| | A2, here | A2, paper | A7, here | A7, paper | MSE A2, here | paper | MSE A7, here | paper |", "|---|" + "---|" * 8]
+    lines = [
+        "| | A2, here | A2, paper | A7, here | A7, paper | MSE A2, here | paper | MSE A7, here | paper |",
+        "|---|" + "---|" * 8,
+    ]
     for name in dict.fromkeys(row["method"] for row in rows):
         pair = [row for row in rows if row["method"] == name and row["input"] == "paper"]
         cells = []
         for row in pair:
-            cells += [cell(row, True), "–" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
+            cells += [cell(row, True), "-" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
         for row in pair:
-            cells += [f"{row['mse']:.2e}", "–" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
+            cells += [f"{row['mse']:.2e}", "-" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
         lines.append(f"| {pair[0]['title']} | {' | '.join(cells)} |")
     return lines
 

@@ -366,3 +366,91 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     for name, recipe in PRESETS.items():
         samples[f"attention {name}"] = (query, key, value, mask, False, 0.25, recipe.key, backend)
     return samples
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCase:
+    """One attention call on float tensors that one launch can do. Everything but ``data`` shapes the compiled kernel."""
+
+    shape: tuple[int, int, int, int, int, int, int]
+    """batch, heads, key heads, queries, keys, head_dim, value_dim."""
+    layouts: tuple[str, str, str]
+    dtype: torch.dtype
+    mask: str
+    mask_dims: tuple[bool, bool, bool, bool]
+    recipe: Recipe
+    tiles: tuple[int, ...] | None
+    amplitude: float
+    special: str
+    data: int
+
+    def arguments(self, device: torch.device) -> tuple:
+        """Return the positional arguments of ``launch_fused``."""
+        batch, heads, key_heads, queries, keys, head_dim, value_dim = self.shape
+        generator = torch.Generator().manual_seed(self.data)
+        inputs = [
+            lay_out((x * self.amplitude).to(self.dtype), layout)
+            for x, layout in zip(
+                make_inputs(batch, heads, queries, keys, head_dim, value_dim, key_heads=key_heads, seed=self.data),
+                self.layouts,
+                strict=True,
+            )
+        ]
+        if self.special != "none":
+            chosen = inputs[int(torch.randint(3, (), generator=generator))]
+            spot = tuple(int(torch.randint(size, (), generator=generator)) for size in chosen.shape)
+            chosen[spot] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(self.special, 0.0)
+            if self.special == "zero head":
+                chosen[spot[:2]] = 0
+        mask = None
+        if self.mask in ("bool", "float", "poison"):
+            spread = [size if full else 1 for size, full in zip((batch, heads, queries, keys), self.mask_dims, strict=True)]
+            keep = torch.rand(spread, generator=generator) < 0.6
+            mask = keep
+            if self.mask != "bool":
+                bias = torch.randn(spread, generator=generator) * 3
+                mask = torch.where(keep, bias, -math.inf)
+                if self.mask == "poison":
+                    mask = torch.where(torch.rand(spread, generator=generator) < 0.02, math.nan, mask)
+                mask = mask.to(self.dtype)
+        moved = [x.to(device) for x in inputs]
+        return (*moved, None if mask is None else mask.to(device), self.mask == "causal", head_dim**-0.5, self.recipe)
+
+
+def draw_fused_case(seed: int, small: bool) -> FusedCase:
+    """Draw a case for the kernel that quantises and attends; ``small`` keeps it fit for the interpreter."""
+    rng = random.Random(seed)
+    key_heads = rng.choice((1, 1, 2) if small else (1, 3, 6))
+    tokens = (1, 5, 33, 49, 64, 65) if small else (1, 17, 49, 64, 65, 128, 129, 197, 255, 256)
+    head_dim = rng.choice((8, 20, 32, 64) if small else (16, 32, 40, 64, 64, 80, 128))
+    queries = rng.choice(tokens)
+    keys = queries if rng.random() < 0.6 else rng.choice(tokens)
+    bits = rng.choice((7, 8, 8, 8, 15))
+    recipe = Recipe(
+        query_granularity=rng.choice(("token", "token", "head")),
+        value_granularity=rng.choice(("channel", "channel", "head")),
+        exponential=rng.choice(("quadratic", "quadratic", "linear")),
+        probability_bits=bits,
+        probability_rounding=rng.choice(("nearest", "nearest", "floor")),
+        smooth_key=rng.random() < 0.7,
+        output="value_scale" if bits != 15 and rng.random() < 0.15 else "accumulator",
+    )
+    whole = max(32, 1 << (keys - 1).bit_length())
+    tiles = None
+    if rng.random() < 0.5:
+        tiles = (rng.choice((16, 32, 64)), min(256, whole) if rng.random() < 0.3 else max(32, whole // 2), 4, 1)
+    return FusedCase(
+        shape=(
+            rng.choice((1, 1, 2) if small else (1, 3)), key_heads * rng.choice((1, 1, 2)), key_heads, queries, keys, head_dim,
+            head_dim if rng.random() < 0.7 else rng.choice((16, 24, 64)),
+        ),
+        layouts=tuple(rng.choice(LAYOUTS) for _ in range(3)),
+        dtype=rng.choice((torch.float16, torch.float16, torch.bfloat16, torch.float32)),
+        mask=rng.choice(("none", "none", "none", "causal", "bool", "float", "float", "poison")),
+        mask_dims=tuple(rng.random() < 0.6 for _ in range(4)),
+        recipe=recipe,
+        tiles=tiles,
+        amplitude=rng.choice((1.0, 1.0, 4.0, 0.01, 1e-4)),
+        special=rng.choice(("none",) * 6 + ("nan", "inf", "-inf", "zero", "zero head")),
+        data=seed,
+    )  # fmt: skip

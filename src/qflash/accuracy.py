@@ -18,6 +18,7 @@ from rich.table import Table
 
 from . import bench
 from .baselines import METHODS, Method, get_method
+from .baselines.method import FLOAT
 from .metrics import mse, sqnr
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured")
@@ -278,6 +279,8 @@ def _number(x: float, field: str) -> str:
 def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     """Draw the SQNR of every method, one panel a kind of input: mean and range over the seeds, the paper's as crosses.
 
+    Methods that quantise nothing lie far above the others and are left out, unless there are only such.
+
     Returns:
         a matplotlib Figure.
 
@@ -288,7 +291,8 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"]) and row["method"] != "fp32"]
+    shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"])]
+    shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
     kinds = list(dict.fromkeys(row["input"] for row in shown))

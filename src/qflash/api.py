@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from . import ops  # noqa: F401  (registers torch.ops.qflash)
+from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
@@ -90,6 +90,9 @@ def attention(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
         NotImplementedError: from ``backward()``; integer attention has no gradient.
     """
+    repeat = launch.find(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, backend)
+    if repeat is not None:
+        return repeat(query, key, value, attn_mask)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, FLOAT_DTYPES, 2)
         if x.dtype != query.dtype:
@@ -97,16 +100,13 @@ def attention(
     check_attention_shapes(query, key, value, enable_gqa)
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
-    out = torch.ops.qflash.attention(
-        _four(query),
-        _four(key),
-        _four(value),
-        _four_mask(attn_mask, query),
-        is_causal,
-        resolve_softmax_scale(scale, query.shape[-1]),
-        resolve_recipe(recipe).key,
-        backend,
-    )
+    choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
+    canonical = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
+    out = torch.ops.qflash.attention(*canonical, is_causal, factor, choices.key, backend)
+    launch.remember(
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, backend,
+        canonical=canonical, choices=choices, factor=factor,
+    )  # fmt: skip
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 

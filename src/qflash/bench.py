@@ -1051,8 +1051,8 @@ def timing_method(device: torch.device, rounds: int) -> str:
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {_MOST_CALLS} calls (about "
         f"1 ms), behind an untimed replay, warm caches; eager: {_EAGER_CALLS} calls or fewer between two synchronisations. "
         f"Methods in turns (order reversed every round), median of {rounds} samples. ratio: fastest SDPA back end of the run's "
-        "dtype ÷ row. SDPA and peers are float in, float out in every mode; kernels of baselines are int8 (or their float V) in, "
-        "float16 out (I-ViT: int8 out)"
+        "dtype ÷ row. SDPA and peers are float in, float out in every mode; baselines' kernels have int8 (or their float V) "
+        "in, float16 out (I-ViT: int8 out)"
     )
 
 

@@ -14,13 +14,25 @@ import pytest
 import torch
 
 import qflash
-from helpers import GPU, LAYOUTS, draw_case, lay_out, make_inputs, operator_samples, outlier_inputs, quantize_all, same_bits
+from helpers import (
+    GPU,
+    LAYOUTS,
+    draw_case,
+    draw_fused_case,
+    lay_out,
+    make_inputs,
+    operator_samples,
+    outlier_inputs,
+    quantize_all,
+    same_bits,
+)
 from qflash import ops, reference
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 GEOMETRIES = 80
+FUSED_GEOMETRIES = 60
 DRAWS = 6
 PRESETS = ("default", "accurate", "paper")
 
@@ -43,6 +55,54 @@ def test_kernel_has_the_reference_bits(geometry: int) -> None:
         arguments = varied.arguments(CUDA)
         got = launch_attention(*arguments, tiles=case.tiles)
         assert same_bits(got, reference.int8_attention(*arguments)), varied
+
+
+@pytest.mark.parametrize("geometry", range(FUSED_GEOMETRIES))
+def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
+    from qflash.kernels.attention import launch_fused
+
+    case = draw_fused_case(20_000 + geometry, small=False)
+    for draw in range(DRAWS):
+        amplitude = (case.amplitude, 1.0, 0.01, 30.0)[draw % 4]
+        varied = dataclasses.replace(case, data=1000 * geometry + draw, amplitude=amplitude)
+        query, key, value, mask, is_causal, scale, recipe = varied.arguments(CUDA)
+        got = launch_fused(query, key, value, mask, is_causal, scale, recipe, tiles=case.tiles)
+        expected = ops.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
+        assert same_bits(got, expected), varied
+
+
+def test_a_repeated_call_has_the_same_bits() -> None:
+    from qflash import launch
+
+    launch._plans.clear()
+    for shape in ((2, 3, 197), (4, 2, 49)):
+        for dtype in (torch.float16, torch.bfloat16):
+            kept = len(launch._plans)
+            for seed in range(4):
+                query, key, value = inputs_on_gpu(*shape, head_dim=64, seed=seed, dtype=dtype)
+                bias = torch.randn(1, shape[1], shape[2], shape[2], device=CUDA, dtype=dtype)
+                for mask in (None, bias):
+                    got = qflash.attention(query, key, value, mask)
+                    expected = qflash.attention(query, key, value, mask, backend="reference")
+                    assert same_bits(got, expected), (shape, dtype, seed)
+            assert len(launch._plans) == kept + 2
+    # other strides, alignment, windows: each its own plan or none, never another's
+    query, key, value = inputs_on_gpu(4, 2, 49, head_dim=64)
+    shifted = torch.cat([query.flatten(), query.new_zeros(1)])[1:].view(query.shape)
+    for q in (query.mT.contiguous().mT, shifted, query[:, :, ::2]):
+        for _ in range(2):
+            assert same_bits(qflash.attention(q, key, value), qflash.attention(q, key, value, backend="reference"))
+    five = [x.unflatten(0, (2, 2)) for x in (query, key, value)]
+    windows = torch.randn(2, 2, 49, 49, device=CUDA)
+    for _ in range(2):
+        got = qflash.attention(*five, windows)
+        assert got.shape == five[0].shape
+        assert same_bits(got, qflash.attention(*five, windows, backend="reference"))
+    with torch.inference_mode():
+        assert same_bits(qflash.attention(query, key, value), qflash.attention(query, key, value, backend="reference"))
+    query.requires_grad_()
+    with pytest.raises(NotImplementedError):
+        qflash.attention(query, key, value).sum().backward()
 
 
 @pytest.mark.parametrize("geometry", range(200, 212))

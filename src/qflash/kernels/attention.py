@@ -87,13 +87,13 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _split(tiles: Tiles, queries: int, heads: int, device: torch.device) -> Tiles:
+def _split(tiles: Tiles, queries: int, heads: int, head_dim: int, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = tiles.splits or max(1, min(blocks, 2 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n * 2 > 128:
+    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n > 64 and head_dim <= 64:
         # three programs a processor instead of two, where there are enough of them
         registers = 168
     return tiles._replace(splits=min(splits, blocks), registers=registers)
@@ -206,7 +206,7 @@ def _calls(
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
     }
     if short:
-        tiles = _split(tiles, queries, batch * heads, query.device)
+        tiles = _split(tiles, queries, batch * heads, head_dim, query.device)
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
     else:
@@ -396,16 +396,20 @@ def prepare_fused(
     is_causal: bool,
     softmax_scale: float,
     recipe: Recipe,
+    shape: tuple[int, ...],
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
     """Return a function that repeats this launch on tensors of the same shapes, strides and alignment, or None.
 
     It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
     more to do than the launch. The caller answers for the tensors being alike.
+
+    Args:
+        shape: of the output the function returns: (batch, heads, queries, channels), or the batch in several dimensions.
     """
     if query.shape[0] > _MOST_BLOCKS or query.numel() == 0 or value.shape[3] == 0:
         return None
-    shape, dtype, device = (*query.shape[:3], value.shape[3]), query.dtype, query.device
-    out = torch.empty(shape, dtype=dtype, device=device)
+    dtype, device = query.dtype, query.device
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=dtype, device=device)
     (call,) = fused_calls(query, key, value, mask, is_causal, softmax_scale, out, recipe)
     compiled = call.run()
     values = [call.arguments[name] for name in call.kernel.arg_names]

@@ -42,21 +42,46 @@ def nan_max(a, b):
 @triton.jit
 def lower(a, b, GUARD: tl.constexpr):
     """:func:`nan_min` of two tiles as they were loaded."""
-    if a.dtype == tl.float16 and not GUARD:
-        return tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    if a.dtype == tl.bfloat16 and not GUARD:
-        return tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    return nan_min(a, b)
+    if GUARD:
+        result = nan_min(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        result = nan_min(a, b)
+    return result
 
 
 @triton.jit
 def higher(a, b, GUARD: tl.constexpr):
     """:func:`nan_max` of two tiles as they were loaded."""
-    if a.dtype == tl.float16 and not GUARD:
-        return tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
-    if a.dtype == tl.bfloat16 and not GUARD:
-        return tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
-    return nan_max(a, b)
+    if GUARD:
+        result = nan_max(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        result = nan_max(a, b)
+    return result
+
+
+@triton.jit
+def lowest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
+    """Minimum along an axis; NaN, or in the interpreter minus infinity, if there is a NaN."""
+    if GUARD:
+        # a reduction of one's own takes the interpreter a step an element; it ignores NaN in those it knows
+        return tl.min(tl.where(x == x, x, float("-inf")), AXIS)
+    return tl.reduce(x, AXIS, nan_min)
+
+
+@triton.jit
+def highest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
+    """Maximum along an axis; NaN, or in the interpreter infinity, if there is a NaN."""
+    if GUARD:
+        return tl.max(tl.where(x == x, x, float("inf")), AXIS)
+    return tl.reduce(x, AXIS, nan_max)
 
 
 @triton.jit

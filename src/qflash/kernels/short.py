@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .integer import split_scale, usable_scale
-from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min, round_to_int8
+from .quantize import amplitude_to_scale, higher, highest, inverse_scale, lower, lowest, nan_max, nan_min, round_to_int8
 from .tile import (
     accumulate,
     column_scales,
@@ -61,13 +61,20 @@ def _load_quads(
 
 
 @triton.jit
-def _lowest(a, b, c, d, GUARD: tl.constexpr):
+def _lowest_of_four(a, b, c, d, GUARD: tl.constexpr):
     return lower(lower(a, b, GUARD), lower(c, d, GUARD), GUARD)
 
 
 @triton.jit
-def _highest(a, b, c, d, GUARD: tl.constexpr):
+def _highest_of_four(a, b, c, d, GUARD: tl.constexpr):
     return higher(higher(a, b, GUARD), higher(c, d, GUARD), GUARD)
+
+
+@triton.jit
+def _magnitude(x, GUARD: tl.constexpr):
+    if GUARD:
+        return tl.abs(x.to(tl.float32))
+    return tl.abs(x)
 
 
 @triton.jit
@@ -142,23 +149,31 @@ def short_kernel(
         if TILES == 2:
             ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True)
             ve, vf, vg, vh = _load_quads(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False)
-        low, high = _lowest(ka, kb, kc, kd, GUARD), _highest(ka, kb, kc, kd, GUARD)
-        most = _highest(tl.abs(va), tl.abs(vb), tl.abs(vc), tl.abs(vd), GUARD)
+        low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
+        most = _highest_of_four(
+            _magnitude(va, GUARD), _magnitude(vb, GUARD), _magnitude(vc, GUARD), _magnitude(vd, GUARD), GUARD
+        )
         if TILES == 2:
-            low = lower(low, _lowest(ke, kf, kg, kh, GUARD), GUARD)
-            high = higher(high, _highest(ke, kf, kg, kh, GUARD), GUARD)
-            most = higher(most, _highest(tl.abs(ve), tl.abs(vf), tl.abs(vg), tl.abs(vh), GUARD), GUARD)
-        if BLOCK_D == BLOCK_DV:
+            low = lower(low, _lowest_of_four(ke, kf, kg, kh, GUARD), GUARD)
+            high = higher(high, _highest_of_four(ke, kf, kg, kh, GUARD), GUARD)
+            most = higher(
+                most,
+                _highest_of_four(
+                    _magnitude(ve, GUARD), _magnitude(vf, GUARD), _magnitude(vg, GUARD), _magnitude(vh, GUARD), GUARD
+                ),
+                GUARD,
+            )
+        if BLOCK_D == BLOCK_DV and not GUARD:
             low, high, most = tl.reduce((low.to(tl.float32), high.to(tl.float32), most.to(tl.float32)), 0, _combine_ranges)
         else:
-            low, high = tl.reduce(low.to(tl.float32), 0, nan_min), tl.reduce(high.to(tl.float32), 0, nan_max)
-            most = tl.reduce(most.to(tl.float32), 0, nan_max)
+            low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
+            most = highest(most.to(tl.float32), 0, GUARD)
         middle = (low + high) * 0.5
         if CENTER:
             low, high = low - middle, high - middle
-        amplitude = tl.reduce(nan_max(tl.abs(low), tl.abs(high)), 0, nan_max)
+        amplitude = highest(nan_max(tl.abs(low), tl.abs(high)), 0, GUARD)
         if not VALUE_CHANNEL:
-            most = tl.zeros((BLOCK_DV,), tl.float32) + tl.reduce(most, 0, nan_max)
+            most = tl.zeros((BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
         key_scale = amplitude_to_scale(tl.zeros((1, 1), tl.float32) + amplitude)
         value_scale = amplitude_to_scale(most)[None, :]
         key_inverse, value_inverse = inverse_scale(key_scale), inverse_scale(value_scale)
@@ -176,7 +191,7 @@ def short_kernel(
                 rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
                 q = _load_rows(q_base, q_stride_n, q_stride_d, rows, queries, d, HEAD_DIM, False)
                 query_amplitude = nan_max(query_amplitude, tl.abs(q.to(tl.float32)))
-            query_amplitude = tl.reduce(tl.reduce(query_amplitude, 1, nan_max), 0, nan_max)
+            query_amplitude = highest(highest(query_amplitude, 1, GUARD), 0, GUARD)
             head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)
     else:
         value_scale = 0.0
@@ -209,7 +224,7 @@ def short_kernel(
         if QUANTIZE:
             x = q.to(tl.float32)
             if QUERY_TOKEN:
-                query_scale = amplitude_to_scale(tl.reduce(tl.abs(x), 1, nan_max))[:, None]
+                query_scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
             else:
                 query_scale = head_scale
             q = round_to_int8(x, inverse_scale(query_scale), GUARD)

@@ -1,0 +1,52 @@
+"""One launch that quantises and attends has exactly the bits of quantising and attending by the specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qflash
+from helpers import DEVICE, draw_fused_case, make_inputs, same_bits
+from qflash import ops
+from qflash.kernels.attention import fusable, launch_fused
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
+
+
+def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> torch.Tensor:
+    return ops.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
+    case = draw_fused_case(seed, small=True)
+    arguments = case.arguments(DEVICE)
+    assert same_bits(launch_fused(*arguments, tiles=case.tiles), by_the_specification(*arguments)), case
+
+
+@pytest.mark.parametrize(("tokens", "head_dim"), [(197, 64), (49, 32)])
+def test_paper_shapes(tokens: int, head_dim: int) -> None:
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 1, tokens, head_dim=head_dim, dtype=torch.float16)]
+    got = launch_fused(*inputs, None, False, head_dim**-0.5, DEFAULT)
+    assert same_bits(got, by_the_specification(*inputs, None, False, head_dim**-0.5, DEFAULT))
+
+
+def test_what_one_launch_can_do() -> None:
+    assert fusable(DEFAULT, 64, 64, 197)
+    assert fusable(DEFAULT.replace(query_granularity="head", value_granularity="head"), 128, 16, 256)
+    for recipe in (PAPER, ACCURATE, DEFAULT.replace(rotate=True), DEFAULT.replace(value_granularity="tensor")):
+        assert not fusable(recipe, 64, 64, 197)
+    assert not fusable(DEFAULT, 64, 64, 257)
+    assert not fusable(DEFAULT, 160, 64, 197)
+
+
+def test_attention_takes_the_fused_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.kernels import attention as kernels
+
+    taken = []
+    launch = kernels.launch_fused
+    monkeypatch.setattr(kernels, "launch_fused", lambda *arguments, **options: taken.append(1) or launch(*arguments, **options))
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 1, 20)]
+    qflash.attention(*inputs, backend="triton")
+    assert taken == [1]
+    qflash.attention(*inputs, backend="triton", recipe="accurate")
+    assert taken == [1]

@@ -603,6 +603,9 @@ def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             by = {(*(row[line] for line in lines), row[columns]): _mean(row) for row in rows}
             header = [*("" for _ in lines), *names]
             body = [[*key, *(by.get((*key, name), "-") for name in names)] for key in keys]
+            if len(lines) == 2:  # a group is named once, on its first line
+                for line, key, before in zip(body, keys, [("",), *keys], strict=False):
+                    line[0] = "" if key[0] == before[0] else line[0]
         found.append((part, TITLES[part], header, body))
     return found
 

@@ -36,7 +36,8 @@ svg { display: block; width: 100%; height: auto; max-width: 40rem; margin-bottom
 .claims dt { color: var(--soft); } .claims dd { margin: 0; }
 .agrees { color: var(--good); font-weight: 600; } .differs { color: var(--bad); font-weight: 600; }
 .open { color: var(--soft); font-weight: 600; }
-@media (max-width: 36rem) { body { padding: .9rem; } table { font-size: .8rem; } th, td { padding-right: .5rem; } }
+@media (max-width: 36rem) { body { padding: .9rem; } table { font-size: .8rem; } th, td { padding-right: .5rem; }
+  table:not(.one) td:first-child { white-space: normal; min-width: 4.5rem; } }
 """
 
 

@@ -534,7 +534,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
                     value = row and row[field]
                     form = ".2f" if field == "sqnr_db" else ".1e"
                     text = format(value, form) if isinstance(value, float) else str(value or "-")
-                    paper = row and row[f"paper_{field}"]
+                    paper = row[f"paper_{field}"] if row and row["batch"] == 8 else None
                     cells.append(f"{text} ({format(paper, form)})" if paper else text)
                 body.append([title, *cells])
             yield heading(f"{digits}, {kind} inputs")

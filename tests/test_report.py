@@ -136,6 +136,10 @@ def test_steps_on_a_gpu_come_before_those_without(results: Path) -> None:
     assert claim(found, "V3 faster than V0").mark == "differs"
     assert "+100.0 %" in (claim(found, "V4 faster than V0").ours or "")
     assert claim(found, "Integer division").ours == "12.0 times lower"
+    committed = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "ablate_cpu.json"
+    found["ablate"].append(json.loads(committed.read_text()))
+    assert claim(found, "Scale accumulation collapses").mark == "agrees"
+    assert claim(found, "Per-token scales").mark == "differs"
     text = report.render(found)
     assert "kernel, integer exponential" in text
     assert "NVIDIA Test, 2026-01-02. by hand." in text

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import qflash
-from qflash import ablate
+from qflash import ablate, bench
 from qflash.cli import app
 from qflash.kernels import steps
 from qflash.metrics import sqnr
@@ -35,6 +35,21 @@ def test_kernel_computes_the_formula(step: int, shape: tuple[int, ...]) -> None:
         got = steps.prepare_step(step, *tensors, softmax_scale=shape[-1] ** -0.5)()
         # float16 rounds the kernel's output, and an exponential may fall on the other side of a rounding of P
         assert sqnr(ablate.step_formula(step, *inputs), got) > 55.0
+
+
+def test_what_is_timed_is_what_the_formulas_say() -> None:
+    problem = bench.Problem("1x2x70x32", None, (1, 2, 70, 32), 70)
+    inputs = bench.make_inputs(problem, "uniform", torch.float16, DEVICE)
+    exact, _, _ = bench.exact_part(inputs)
+    methods = {method.name: method for method in ablate.kernel_methods(DEVICE)}
+    assert {"V0", "V1", "V2", "V3", "V4 paper", "V4 default"} <= set(methods)
+    for name, method in methods.items():
+        got = sqnr(exact, bench.as_tensor(method.prepare(inputs)(), problem))
+        if name[:2] in ("V0", "V1", "V2", "V3") or name == "V4 paper":
+            formula = sqnr(exact, ablate.step_formula(int(name[1]), inputs.query, inputs.key, inputs.value))
+            assert got == pytest.approx(formula, abs=0.1) if name != "V0" else got > 65.0, name
+        else:
+            assert got > 34.0, name
 
 
 def test_each_step_loses_accuracy_and_the_last_is_algorithm_1() -> None:

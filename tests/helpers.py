@@ -13,6 +13,7 @@ import random
 import torch
 
 import qflash
+from qflash.kernels.attention import most_queries
 from qflash.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -286,7 +287,7 @@ def draw_case(seed: int, limits: Limits) -> Case:
             width = max(32, 1 << (head_dim - 1).bit_length()) + max(32, 1 << (value_dim - 1).bit_length())
             if block_n * width * stages > 1 << 16 or block_m * block_n > 1 << 14:
                 continue
-            if block_m << (value_dim - 1).bit_length() > 1 << 14:  # the launcher refuses them
+            if block_m > most_queries(recipe, value_dim):  # the launcher refuses them
                 continue
             tiles = (block_m, block_n, 8 if block_m == 128 else 4, stages)
         if batch * key_heads * group * math.ceil(queries / block_m) * math.ceil(keys / block_n) <= limits.work:

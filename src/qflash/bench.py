@@ -538,6 +538,7 @@ class GraphTimer:
         Raises:
             Exception: whatever the call or its capture raises.
         """
+        self._call = call  # the graph holds addresses, the call the tensors they belong to
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

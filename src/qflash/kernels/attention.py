@@ -67,14 +67,22 @@ def kernel_constants(
     }
 
 
-def choose_tiles(recipe: Recipe, head_dim: int, queries: int, keys: int, masked: bool, capability: tuple[int, int]) -> Tiles:
+def most_queries(recipe: Recipe, value_dim: int) -> int:
+    """Return the largest BLOCK_M for a value dimension.
+
+    Past it the accumulators crowd out everything else, and Triton 3.6 has been seen to emit broken kernels.
+    """
+    return (8192 if recipe.probability_bits == 15 else 16384) // triton.next_power_of_2(value_dim)
+
+
+def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, capability: tuple[int, int]) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
-    block_m = 64 if queries > 32 else 32 if queries > 16 else 16
+    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(recipe, value_dim))
     hopper = capability[0] == 9
     wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
-    if keys <= SHORT_ROW and head_dim <= 128:
+    if keys <= SHORT_ROW and max(head_dim, value_dim) <= 128:
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
     if not hopper and wide:
@@ -87,13 +95,13 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _split(tiles: Tiles, queries: int, heads: int, head_dim: int, device: torch.device) -> Tiles:
+def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = tiles.splits or max(1, min(blocks, 2 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n > 64 and head_dim <= 64:
+    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n > 64 and narrow:
         # three programs a processor instead of two, where there are enough of them
         registers = 168
     return tiles._replace(splits=min(splits, blocks), registers=registers)
@@ -179,15 +187,15 @@ def _calls(
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
-    if tiles.block_m * block_dv > 16384:
-        # past this the accumulators crowd out everything else and the compiler has been seen to emit a broken kernel
-        raise ValueError(f"BLOCK_M must be at most {16384 // block_dv} here, got {tiles.block_m}")
+    most = most_queries(recipe, value_dim)
+    if tiles.block_m > most:
+        raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     two_pass = recipe.normalization == "two_pass"
     row_tiles = triton.cdiv(keys, tiles.block_n)
     short = two_pass and row_tiles <= 2 and max(block_d, block_dv) <= 128
     sums: torch.Tensor | None = None
     calls: list[Call] = []
-    if keys > SHORT_ROW and two_pass and not short:
+    if two_pass and not short:
         value, sums, calls = _pack_value(value)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
@@ -206,7 +214,7 @@ def _calls(
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
     }
     if short:
-        tiles = _split(tiles, queries, batch * heads, head_dim, query.device)
+        tiles = _split(tiles, queries, batch * heads, scales is None and head_dim <= 64, query.device)
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
     else:
@@ -289,7 +297,7 @@ def attention_calls(
         capability: the architecture to choose tiles for; the query's device if None.
     """
     chosen = Tiles(*tiles) if tiles else choose_tiles(
-        recipe, query.shape[3], query.shape[2], key.shape[2], mask is not None, capability or _capability(query)
+        recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], capability or _capability(query)
     )  # fmt: skip
     scales = _Scales(query_scale, key_scale, value_scale, output_scale)
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
@@ -327,7 +335,7 @@ def fused_calls(
     Only for what :func:`fusable` accepts. The mask is bool or float.
     """
     chosen = Tiles(*tiles) if tiles else choose_tiles(
-        recipe, query.shape[3], query.shape[2], key.shape[2], mask is not None, _capability(query)
+        recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], _capability(query)
     )  # fmt: skip
     return _calls(query, key, value, None, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 

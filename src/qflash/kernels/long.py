@@ -142,7 +142,7 @@ def long_kernel(
         query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
     else:
         query_bits = tl.load(qs_base)
-    if QUERY_TOKEN and not GUARD:
+    if QUERY_TOKEN and BLOCK_D <= 128 and not GUARD:
         query_bits = to_rows(q, query_bits, BLOCK_D)
     usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
     usable = usable & usable_scale(query_bits)

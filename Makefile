@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" \
 	"ruff==0.17.5" "mypy==2.4.1"
 
-.PHONY: help setup demo test lint format verify verify-triton36 train ladder clean
+.PHONY: help setup demo test lint format verify verify-triton36 train ladder report clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make verify-triton36  the same with Triton 3.6"
 	@echo "make train            train the demo's models again"
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
+	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
 	@echo "make setup            only make .venv; PYTHON=... picks the interpreter"
 	@echo "make clean            remove .venv, caches and reports"
 
@@ -73,5 +74,8 @@ train: $(READY)
 ladder: $(READY)
 	$(BIN)/python benchmarks/ladder.py $(ARGS)
 
+report: $(READY)
+	$(BIN)/qflash report $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist qflash-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist qflash-report qflash-reproduction .pytest_cache .mypy_cache .ruff_cache .hypothesis

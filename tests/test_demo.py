@@ -19,6 +19,7 @@ pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from qflash import demo
+from qflash.page import INK
 
 torch.set_num_threads(2)
 IMAGES = 32
@@ -64,7 +65,7 @@ def test_files_and_print(outcome: tuple[dict[str, Any], str, Path]) -> None:
     assert "<svg" in page
     assert "currentColor" in page
     assert "prefers-color-scheme: dark" in page
-    assert not any(word in page for word in ("<script", "<link", "src=", "@import", "url(http", demo._INK))
+    assert not any(word in page for word in ("<script", "<link", "src=", "@import", "url(http", INK))
     for text in (page, printed):
         assert "no GPU ran" in text
         assert "accurate" in text

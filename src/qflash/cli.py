@@ -339,3 +339,46 @@ def accuracy(
     except (ImportError, ValueError) as error:
         typer.echo(f"qflash accuracy: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def ablate(
+    part: Annotated[
+        list[str] | None, typer.Option(help="kernel, scales, throughput, granularity or steps; repeatable. All if left out.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images of A2 for V0 to V4; 1024 on a GPU.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of every time.")] = 15,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """What each step is worth: the paper's appendix (V0 to V4, scales, division, granularity) and QFlash's own steps."""
+    from . import ablate as module
+    from .bench import pick_device
+
+    try:
+        module.run_ablate(parts=part or module.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
+    except ValueError as error:
+        typer.echo(f"qflash ablate: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def report(
+    results: Annotated[
+        pathlib.Path | None, typer.Option(help="Read accuracy, ablation and evaluation from this folder; run them if left out.")
+    ] = None,
+    gpu_results: Annotated[
+        pathlib.Path | None, typer.Option(help="Folder of GPU results; benchmarks/results if it is there.")
+    ] = None,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for report.html and the results.")] = pathlib.Path(
+        "qflash-reproduction"
+    ),
+) -> None:
+    """One page with every table and figure of the paper beside what was measured; runs the CPU parts (minutes)."""
+    try:
+        from .report import run_report
+
+        run_report(output, results=results, gpu_results=gpu_results)
+    except (ImportError, ValueError) as error:
+        typer.echo(f"qflash report: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import io
 import json
 import math
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from . import patching
+from . import page, patching
 from .api import attention, int8_attention, quantize
 from .backends import resolve_backend
 from .digits import MODELS, load_digits_split, load_model, predict_logits
@@ -43,7 +41,6 @@ PAPER_SQNR_DB = {"A2": 32.50, "A7": 31.02}
 _LAYER_IMAGES = 8
 _BATCH = 32
 _TIMING_BATCH = 8
-_INK = "#123456"
 _COLOURS = {"paper": "#c8553d", "default": "#3b82c4", "accurate": "#2f9e6e"}
 
 
@@ -265,75 +262,38 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     return sections
 
 
-def _plot(workloads: Sequence[dict[str, Any]]) -> str:
-    """Draw SQNR by workload as an SVG element whose lines and letters take the page's colour."""
-    import matplotlib
+def _plot(workloads: Sequence[dict[str, Any]]) -> Any:
+    """Draw SQNR by workload as a matplotlib Figure."""
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.family": "sans-serif", "text.color": _INK}
-    style |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axes = figure.add_subplot()
-        places = range(len(workloads))
-        ceiling = [row["ceiling"]["sqnr_db"] for row in workloads]
-        axes.plot(places, ceiling, "_", color=_INK, markersize=26, label="ceiling of int8 inputs")
-        for shift, recipe in zip((-0.2, 0.0, 0.2), RECIPES, strict=True):
-            values = [row["recipes"][recipe]["sqnr_db"] for row in workloads]
-            axes.plot([p + shift for p in places], values, "o", color=_COLOURS[recipe], label=recipe)
-        reported = [(p, row["paper_sqnr_db"]) for p, row in enumerate(workloads) if row["paper_sqnr_db"] is not None]
-        axes.plot(*zip(*reported, strict=True), "x", color=_COLOURS["paper"], markersize=9, label="reported in the paper")
-        axes.set_xticks(list(places), [row["name"] for row in workloads])
-        axes.set_ylabel("SQNR, dB")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=_INK, alpha=0.15)
-        figure.legend(loc="outside upper center", ncols=3, frameon=False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*pt"', r"\1", text)
-    text = re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*pt"', r"\1", text)
-    return text.replace(_INK, "currentColor")
-
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #fcfcfb; --ink: #1d2126; --soft: #5c6570; --line: #dcdfe3; }
-@media (prefers-color-scheme: dark) { :root { --page: #15181c; --ink: #e6e8eb; --soft: #9aa4af; --line: #333a42; } }
-body { margin: 0 auto; max-width: 52rem; padding: 1.2rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .2rem; }
-p { margin: .2rem 0 .8rem; } .note { color: var(--soft); font-size: .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-svg { display: block; width: 100%; height: auto; max-width: 40rem; margin-bottom: 1rem; }
-@media (max-width: 36rem) { table { font-size: .8rem; } th, td { padding-right: .5rem; } }
-"""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(workloads))
+    ceiling = [row["ceiling"]["sqnr_db"] for row in workloads]
+    axes.plot(places, ceiling, "_", color=page.INK, markersize=26, label="ceiling of int8 inputs")
+    for shift, recipe in zip((-0.2, 0.0, 0.2), RECIPES, strict=True):
+        values = [row["recipes"][recipe]["sqnr_db"] for row in workloads]
+        axes.plot([p + shift for p in places], values, "o", color=_COLOURS[recipe], label=recipe)
+    reported = [(p, row["paper_sqnr_db"]) for p, row in enumerate(workloads) if row["paper_sqnr_db"] is not None]
+    axes.plot(*zip(*reported, strict=True), "x", color=_COLOURS["paper"], markersize=9, label="reported in the paper")
+    axes.set_xticks(list(places), [row["name"] for row in workloads])
+    axes.set_ylabel("SQNR, dB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=page.INK, alpha=0.15)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
 
 
 def _html(report: dict[str, Any]) -> str:
     """Render the report as one HTML page that loads nothing."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    parts = []
-    for title, note, header, rows in _sections(report):
-        parts.append(f'<h2>{html.escape(title)}</h2>\n<p class="note">{html.escape(note)}</p>')
-        if title.startswith("Table 1 workloads: SQNR"):
-            parts.append(_plot(report["workloads"]))
-        body = "\n".join(row(cells, "td") for cells in rows)
-        parts.append(f'<div class="wide"><table><thead>{row(header, "th")}</thead><tbody>\n{body}\n</tbody></table></div>')
     versions = f"qflash {report['qflash']}, PyTorch {report['torch']}, {report['seconds']:.0f} s."
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>QFlash report</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>QFlash report</h1>\n"
-        f"<p>{html.escape(_where(report['device']))}</p>\n"
-        f'<p class="note">{html.escape(versions)}</p>\n' + "\n".join(parts) + "\n</body>\n</html>\n"
-    )
+    parts = [f"<p>{html.escape(_where(report['device']))}</p>", f'<p class="note">{html.escape(versions)}</p>']
+    for title, note, header, rows in _sections(report):
+        parts.append(page.heading(title, note))
+        if title.startswith("Table 1 workloads: SQNR"):
+            parts.append(page.plot(lambda: _plot(report["workloads"])))
+        parts.append(page.table(header, rows))
+    return page.document("QFlash report", parts)
 
 
 @torch.no_grad()

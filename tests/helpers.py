@@ -422,8 +422,10 @@ def draw_fused_case(seed: int, small: bool) -> FusedCase:
     """Draw a case for the kernel that quantises and attends; ``small`` keeps it fit for the interpreter."""
     rng = random.Random(seed)
     key_heads = rng.choice((1, 1, 2) if small else (1, 3, 6))
-    tokens = (1, 5, 33, 49, 64, 65) if small else (1, 17, 49, 64, 65, 128, 129, 197, 255, 256)
     head_dim = rng.choice((8, 20, 32, 64) if small else (16, 32, 40, 64, 64, 80, 128))
+    tokens = (1, 5, 33, 49, 64, 65) if small else (1, 17, 49, 64, 65, 128)
+    if not small and head_dim <= 64:
+        tokens += (129, 197, 255, 256)
     queries = rng.choice(tokens)
     keys = queries if rng.random() < 0.6 else rng.choice(tokens)
     bits = rng.choice((7, 8, 8, 8, 15))

@@ -37,6 +37,9 @@ def test_what_one_launch_can_do() -> None:
         assert not fusable(recipe, 64, 64, 197)
     assert not fusable(DEFAULT, 64, 64, 257)
     assert not fusable(DEFAULT, 128, 128, 197)
+    inputs = make_inputs(1, 1, 8)
+    with pytest.raises(ValueError, match="one launch cannot"):
+        launch_fused(*(x.to(DEVICE) for x in inputs), None, False, 1.0, PAPER)
 
 
 def test_attention_takes_the_fused_launch(monkeypatch: pytest.MonkeyPatch) -> None:

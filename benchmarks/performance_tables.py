@@ -1,0 +1,119 @@
+"""Write the tables of docs/performance.md from the committed H200 results: ``python benchmarks/performance_tables.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "performance.md"
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Return the rows of one result file."""
+    return json.loads((HERE / "results" / f"{name}.json").read_text())["rows"]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Format a figure, ``-`` for one that is missing."""
+    return "-" if value is None else f"{value:.{digits}f}" if value < 1000 else f"{value:.0f}"
+
+
+def by_shape(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, bool], dict[str, dict[str, Any]]]:
+    """Group rows by shape (and bias), then by method."""
+    found: dict[tuple[str, bool], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["mode"] == "eager":
+            continue
+        name = f"{row['workload']} b{row['batch']}" if row["batch"] else str(row["shape"])
+        found.setdefault((name, bool(row["bias"])), {})[row["method"]] = row
+    return found
+
+
+def latency() -> list[str]:
+    """Every shape: PyTorch's kernels, the baselines, ours, with ratios and accuracy."""
+    lines = [
+        "| shape | FA2 | cuDNN | efficient | INT-Flash-Full | INT-Flash-Half | QAttn | I-ViT | **int8** | ratio | best | SQNR dB "
+        "| **fp16** | ratio | SQNR dB |",
+        "|" + "---|" * 15,
+    ]
+    names = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
+    for (name, _), methods in by_shape(rows_of("bench_h200")).items():
+        time = {method: row["median_us"] for method, row in methods.items()}
+        fp16 = min(time["sdpa flash"], time["sdpa cudnn"])
+        best = min(fp16, *(time[method] for method in names[3:]))
+        ours, whole = methods["qflash int8"], methods["qflash"]
+        cells = [number(time[method]) for method in (*names, "i-vit kernel")]
+        cells += [number(ours["median_us"]), number(fp16 / ours["median_us"]), number(best / ours["median_us"])]
+        cells += [number(ours["sqnr_db"], 1), number(whole["median_us"]), number(fp16 / whole["median_us"])]
+        cells += [number(whole["sqnr_db"], 1)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def bias() -> list[str]:
+    """Swin with its bias and shift mask."""
+    found = by_shape(rows_of("bench_bias_h200"))
+    lines = [
+        "| shape | cuDNN | efficient | int8 | cost of the bias | fp16 | cost of the bias | efficient ÷ fp16 |",
+        "|" + "---|" * 8,
+    ]
+    for (name, biased), methods in found.items():
+        if not biased:
+            continue
+        cells = [number(methods[method]["median_us"]) for method in ("sdpa cudnn", "sdpa efficient")]
+        for method in ("qflash int8", "qflash"):
+            cells += [number(methods[method]["median_us"]), number(methods[method]["bias_cost"])]
+        cells.append(number(methods["sdpa efficient"]["median_us"] / methods["qflash"]["median_us"]))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def eager() -> list[str]:
+    """Eager calls on A2, batch 8."""
+    lines = ["| method | until the device is done, µs | issuing, µs |", "|---|---|---|"]
+    for row in rows_of("bench_eager_h200"):
+        if row["mode"] == "eager" and row["median_us"] is not None:
+            lines.append(f"| {row['method']} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
+    return lines
+
+
+def energy() -> list[str]:
+    """Microjoules a call."""
+    rows = rows_of("energy_h200")
+    reference = next(row["uj"] for row in rows if row["method"] == "sdpa flash")
+    lines = ["| method | µJ a call | ÷ FA2 | SQNR dB |", "|---|---|---|---|"]
+    for row in rows:
+        if row["uj"] is not None:
+            cells = f"{row['uj']:.0f} | {row['uj'] / reference:.2f} | {number(row['sqnr_db'], 1)}"
+            lines.append(f"| {row['method']} | {cells} |")
+    return lines
+
+
+def profile() -> list[str]:
+    """What Nsight Compute says."""
+    lines = [
+        "| shape | method | launches | µs | IMMA % | tensor pipe % | issue slots % | occupancy % | registers | warp instructions |",
+        "|" + "---|" * 10,
+    ]
+    for row in rows_of("profile_h200"):
+        cells = [number(row[field], 1) for field in ("duration_us", "imma_percent", "tensor_percent", "issue_percent")]
+        cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
+        lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Replace every table between its markers."""
+    text = PAGE.read_text()
+    for make in (latency, bias, eager, energy, profile):
+        start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
+        before, _, rest = text.partition(start)
+        text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

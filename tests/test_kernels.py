@@ -14,7 +14,7 @@ from qflash.kernels.attention import launch_attention
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu draws the same cases larger on a GPU")
 
-CASES = 300
+CASES = 240
 
 
 @pytest.mark.parametrize("number", range(CASES))

@@ -13,7 +13,7 @@ import random
 import torch
 
 import qflash
-from qflash.kernels.attention import most_queries
+from qflash.kernels.tiles import most_queries
 from qflash.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -382,3 +382,37 @@ def report(
     except (ImportError, ValueError) as error:
         typer.echo(f"qflash report: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@app.command()
+def tune(
+    workload: WorkloadOption = None,
+    shape: ShapeOption = None,
+    batch: BatchOption = None,
+    output_format: FormatOption = Format.TABLE,
+) -> None:
+    """Measure tiles on this GPU for the shapes you run and keep the fastest in the user's cache folder.
+
+    Without options: the paper's workloads at batches 1, 8 and 64. Later processes read the table; it changes speed, never a result.
+    """
+    from . import bench as module
+
+    try:
+        where = module.pick_device(None)
+        from .tune import run_tune
+
+        shapes = workload or (() if shape else ("all",))
+        problems = module.make_problems(shapes, shape or (), batch or module.GPU_BATCHES, causal=False, bias=False)
+        rows = run_tune(problems, where)
+    except ValueError as error:
+        typer.echo(f"qflash tune: {error}", err=True)
+        raise typer.Exit(2) from error
+    from .kernels.tiles import table_path
+
+    if output_format is Format.JSON:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        kept = "rules kept" if row["best"] == row["rule"] else f"{row['best_us']:.2f} µs with {row['best']}"
+        typer.echo(f"{row['shape']} {row['kernel']}: {row['rule_us']:.2f} µs by the rules, {kept}")
+    typer.echo(f"Table: {table_path()}")

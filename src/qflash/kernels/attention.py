@@ -14,31 +14,9 @@ from .. import fixed_point as fp
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .short import short_kernel
-
-SHORT_ROW = 256
-"""Most keys of a row that is held whole."""
+from .tiles import SHORT_ROW, Tiles, choose_tiles, most_queries, tiles_for
 
 _MOST_BLOCKS = 65535
-
-
-class Tiles(NamedTuple):
-    """How a kernel divides its work. Tiles change speed, never a bit.
-
-    Attributes:
-        block_m: queries a block.
-        block_n: keys a tile; a short row has one or two.
-        warps: warps a program.
-        stages: loads in flight in a loop.
-        registers: most registers a thread, 0 for the compiler's choice.
-        splits: programs that share a head's query blocks (short rows); 0 chooses by the size of the machine.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    registers: int = 0
-    splits: int = 0
 
 
 def kernel_constants(
@@ -65,30 +43,6 @@ def kernel_constants(
         "CHECK": is_causal or mask != "none",
         "GUARD": guard,
     }
-
-
-def most_queries(value_dim: int) -> int:
-    """Return the largest BLOCK_M for a value dimension.
-
-    Past it the accumulators crowd out everything else, and Triton 3.6 has been seen to emit broken kernels.
-    """
-    return 8192 // triton.next_power_of_2(value_dim)
-
-
-def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
-    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
-    hopper = capability[0] == 9
-    wide = head_dim > 64 or recipe.probability_bits == 15
-    if recipe.normalization == "online":
-        return Tiles(block_m, recipe.key_block, 4, 2)
-    if keys <= SHORT_ROW and max(head_dim, value_dim) <= 128:
-        block_n = max(32, min(128, triton.next_power_of_2(keys)))
-        return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
-    if not hopper and wide:
-        return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
-    # measured on an H200 at 4096 keys: 128 keys a tile against 64 is 2 % faster at 64 channels, 14 % at 128
-    return Tiles(block_m, 128 if max(head_dim, value_dim) <= 128 and recipe.probability_bits != 15 else 64, 4, 3)
 
 
 @functools.cache
@@ -265,8 +219,9 @@ def _calls(
     return calls
 
 
-def _capability(x: torch.Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
+def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fused: bool, recipe: Recipe) -> Tiles:
+    batch, heads, queries, head_dim = query.shape
+    return tiles_for(recipe, head_dim, value.shape[3], queries, key.shape[2], batch * heads, fused, query.device)
 
 
 def attention_calls(
@@ -297,9 +252,12 @@ def attention_calls(
         guard: compile for Triton's interpreter, without inline assembly.
         capability: the architecture to choose tiles for; the query's device if None.
     """
-    chosen = Tiles(*tiles) if tiles else choose_tiles(
-        recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], capability or _capability(query)
-    )  # fmt: skip
+    if tiles:
+        chosen = Tiles(*tiles)
+    elif capability:
+        chosen = choose_tiles(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], capability)
+    else:
+        chosen = _tiles_for(query, key, value, False, recipe)
     scales = _Scales(query_scale, key_scale, value_scale, output_scale)
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
@@ -335,9 +293,7 @@ def fused_calls(
 
     Only for what :func:`fusable` accepts. The mask is bool or float.
     """
-    chosen = Tiles(*tiles) if tiles else choose_tiles(
-        recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], _capability(query)
-    )  # fmt: skip
+    chosen = Tiles(*tiles) if tiles else _tiles_for(query, key, value, True, recipe)
     return _calls(query, key, value, None, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
 

@@ -1,0 +1,122 @@
+"""How a kernel divides its work: rules, and a table of what ``qflash tune`` measured on this machine's GPU.
+
+Tiles change speed, never a bit. Without a table the rules hold, which work everywhere; nothing is measured in a user's call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import warnings
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..recipe import Recipe
+
+SHORT_ROW = 256
+"""Most keys of a row that is held whole."""
+
+
+class Tiles(NamedTuple):
+    """One division of the work.
+
+    Attributes:
+        block_m: queries a block.
+        block_n: keys a tile; a short row has one or two.
+        warps: warps a program.
+        stages: loads in flight in a loop.
+        registers: most registers a thread, 0 for the compiler's choice.
+        splits: programs that share a head's query blocks (short rows); 0 chooses by the size of the machine.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    registers: int = 0
+    splits: int = 0
+
+
+def most_queries(value_dim: int) -> int:
+    """Return the largest BLOCK_M for a value dimension.
+
+    Past it the accumulators crowd out everything else, and Triton 3.6 has been seen to emit broken kernels.
+    """
+    return 8192 // triton.next_power_of_2(value_dim)
+
+
+def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
+    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
+    hopper = capability[0] == 9
+    wide = head_dim > 64 or recipe.probability_bits == 15
+    if recipe.normalization == "online":
+        return Tiles(block_m, recipe.key_block, 4, 2)
+    if keys <= SHORT_ROW and max(head_dim, value_dim) <= 128:
+        block_n = max(32, min(128, triton.next_power_of_2(keys)))
+        return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
+    if not hopper and wide:
+        return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
+    # measured on an H200 at 4096 keys: 128 keys a tile against 64 is 2 % faster at 64 channels, 14 % at 128
+    return Tiles(block_m, 128 if max(head_dim, value_dim) <= 128 and recipe.probability_bits != 15 else 64, 4, 3)
+
+
+def table_path() -> pathlib.Path:
+    """Return where ``qflash tune`` keeps its table: ``tiles.json`` in the user's cache folder."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "qflash" / "tiles.json"
+
+
+def table_key(
+    device: str, fused: bool, recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, heads: int
+) -> str:
+    """Return the table's name for a kind of call: heads (batch included) count by powers of two."""
+    kind = "fused" if fused else "int8"
+    load = triton.next_power_of_2(max(1, heads))
+    return f"{device}|{kind}|{recipe.probability_bits} bits|{head_dim}x{value_dim}|{queries}x{keys}|{load}"
+
+
+@functools.cache
+def _table() -> dict[str, Tiles]:
+    path = table_path()
+    try:
+        entries = json.loads(path.read_text())["tiles"]
+        return {str(key): Tiles(*(int(number) for number in entry)) for key, entry in entries.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(f"{path} is not a table of qflash tune and is ignored: {error}", stacklevel=2)
+        return {}
+
+
+@functools.cache
+def _device_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def tiles_for(
+    recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, heads: int, fused: bool, device: torch.device
+) -> Tiles:
+    """Return the tiles of a call on ``device``: the table's if it has them, else by the rules."""
+    if device.type != "cuda":
+        return choose_tiles(recipe, head_dim, value_dim, queries, keys, (9, 0))
+    table = _table()
+    if table and recipe.normalization == "two_pass":
+        name = _device_name(device.index or 0)
+        found = table.get(table_key(name, fused, recipe, head_dim, value_dim, queries, keys, heads))
+        if found is not None and found.block_m <= most_queries(value_dim):
+            return found
+    return choose_tiles(recipe, head_dim, value_dim, queries, keys, torch.cuda.get_device_capability(device))
+
+
+def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Path:
+    """Add to the table (entries of other devices stay) and use it from now on; returns its path."""
+    path = table_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**_table(), **tiles}
+    path.write_text(json.dumps({"about": about, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1) + "\n")
+    _table.cache_clear()
+    return path

@@ -1,0 +1,83 @@
+"""Tiles: the rules, the table of ``qflash tune``, and what tuning needs besides a GPU."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qflash.cli import app
+from qflash.kernels import tiles
+from qflash.kernels.tiles import Tiles
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.tune import candidates
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tiles, "_device_name", lambda index: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    tiles._table.cache_clear()
+    yield tiles.table_path()
+    tiles._table.cache_clear()
+
+
+def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
+    return tiles.tiles_for(recipe, 64, 64, 197, 197, heads, fused, torch.device("cuda:0"))
+
+
+def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
+    assert not table.exists()
+    assert choose() == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+
+
+def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
+    rule, best = choose(), Tiles(64, 128, 4, 1, 168, 2)
+    key = tiles.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+    assert tiles.save_table({key: best}, {}) == table
+    assert choose() == best
+    assert choose(heads=40) == best  # the same power of two
+    assert choose(heads=400) == rule
+    assert choose(fused=True) == rule
+    assert choose(recipe=ACCURATE) == tiles.choose_tiles(ACCURATE, 64, 64, 197, 197, (9, 0))
+    assert choose(recipe=PAPER) == tiles.choose_tiles(PAPER, 64, 64, 197, 197, (9, 0))
+    other = Tiles(32, 128, 4, 1)
+    tiles.save_table({tiles.table_key("another", False, DEFAULT, 64, 64, 197, 197, 48): other}, {})
+    assert choose() == best
+    assert len(json.loads(table.read_text())["tiles"]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}'])
+def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
+    table.parent.mkdir(parents=True)
+    table.write_text(text)
+    with pytest.warns(UserWarning, match="ignored"):
+        got = choose()
+    assert got == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+
+
+def test_tiles_the_launcher_refuses_are_not_taken_from_the_table(table: pathlib.Path) -> None:
+    key = tiles.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+    tiles.save_table({key: Tiles(256, 128, 4, 1)}, {})
+    assert choose() == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(49, 49, 32), (197, 197, 64), (16, 4096, 64), (4096, 4096, 128)])
+def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
+    rule = tiles.choose_tiles(DEFAULT, dim, dim, queries, keys, (9, 0))
+    found = list(candidates(rule, dim, queries, keys))
+    assert found[0] == rule
+    assert len(found) == len(set(found)) > 1
+    assert all(one.block_m <= tiles.most_queries(dim) for one in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_tune_says_that_it_needs_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["tune", "--workload", "A7"])
+    assert result.exit_code == 2
+    assert "CUDA device" in result.output

@@ -74,7 +74,9 @@ def tune_shape(
     batch, heads, queries, head_dim = shape
     generator = torch.Generator(device).manual_seed(0)
     sizes = (queries, keys, keys)
-    floats = [(torch.rand((batch, heads, size, head_dim), generator=generator, device=device) * 8 - 4).half() for size in sizes]
+    query, key, value = (
+        (torch.rand((batch, heads, size, head_dim), generator=generator, device=device) * 8 - 4).half() for size in sizes
+    )
     rule = choose_tiles(DEFAULT, head_dim, head_dim, queries, keys, torch.cuda.get_device_capability(device))
     factor = head_dim**-0.5
     if fused:

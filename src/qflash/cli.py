@@ -393,7 +393,8 @@ def tune(
 ) -> None:
     """Measure tiles on this GPU for the shapes you run and keep the fastest in the user's cache folder.
 
-    Without options: the paper's workloads at batches 1, 8 and 64. Later processes read the table; it changes speed, never a result.
+    Without options: the paper's workloads at batches 1, 8 and 64. Later processes read the table, which changes
+    speed and never a result.
     """
     from . import bench as module
 

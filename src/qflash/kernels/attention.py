@@ -54,12 +54,12 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, device: torch.d
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
-    splits = tiles.splits or max(1, min(blocks, 2 * processors // max(1, heads)))
+    splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and splits < blocks and tiles.warps == 4 and tiles.block_n > 64 and narrow:
+    if not registers and narrow and tiles.warps == 4 and tiles.block_n > 64 and splits * heads > 2 * processors:
         # three programs a processor instead of two, where there are enough of them
         registers = 168
-    return tiles._replace(splits=min(splits, blocks), registers=registers)
+    return tiles._replace(splits=splits, registers=registers)
 
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers import exact_attention, outlier_inputs
-from qflash import accuracy
+from qflash import accuracy, metrics
 from qflash.baselines import METHODS, get_method
 from qflash.cli import app
 from qflash.metrics import mse, sqnr
@@ -43,7 +43,7 @@ def test_reference_is_exact_softmax() -> None:
     keep = torch.rand(2, 1, 9, 9, generator=generator) < 0.5
     keep[0, 0, 4] = False
     for mask, scale in ((None, None), (keep, 0.7), (torch.randn(3, 9, 9, generator=generator), None)):
-        got = accuracy.exact_attention(accuracy.Sample(query, key, value, mask, scale))
+        got = metrics.exact_attention(query, key, value, mask, scale)
         assert torch.allclose(got, exact_attention(query, key, value, mask, scale=scale), atol=1e-14)
 
 

@@ -20,10 +20,10 @@ from rich.table import Table
 from . import bench
 from . import fixed_point as fp
 from .api import attention, int8_attention, quantize
-from .metrics import sqnr
+from .metrics import exact_attention, sqnr
 from .quantization import QuantizedTensor, balance_channels, center_channels
 from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
-from .workloads import get_workload, paper_inputs
+from .workloads import add_outliers, get_workload, paper_inputs
 
 PARTS = ("kernel", "scales", "throughput", "granularity", "steps")
 SEEDS = (0, 1, 2)
@@ -53,10 +53,7 @@ def gaussian(seed: int, shape: tuple[int, ...] = (1, 4, 1024, 64)) -> Tensors:
 def outliers(seed: int) -> Tensors:
     """Draw N(0, 1) tensors with a loud query channel, two shifted key channels and a shifted value channel."""
     query, key, value = gaussian(seed, (1, 6, 197, 64))
-    query[..., 3] *= 8
-    key[..., 3] += 12
-    key[..., 7] -= 9
-    value[..., 5] += 4
+    add_outliers(query, key, value)
     return query, key, value
 
 
@@ -66,12 +63,6 @@ INPUTS: dict[str, tuple[str, Callable[[int], Tensors]]] = {
     "normal": ("1 x 4 x 1024 x 64, N(0, 1), float16", gaussian),
     "outliers": ("1 x 6 x 197 x 64, N(0, 1) with outlier channels, float16", outliers),
 }
-
-
-def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return softmax attention in float64."""
-    query, key, value = query.double(), key.double(), value.double()
-    return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, dim=-1) @ value
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -507,7 +498,11 @@ def ladder_rows(backend: str = "auto") -> list[Row]:
     """Return the ladder of :func:`ladder_recipes`, exact softmax on the same int8 tensors, and int8 outputs."""
 
     def ceiling(recipe: Recipe) -> Callable[[Tensors], torch.Tensor]:
-        return lambda inputs: exact_attention(*(x.dequantize() for x in quantized(inputs, recipe)))
+        def exact(inputs: Tensors) -> torch.Tensor:
+            query, key, value = (x.dequantize() for x in quantized(inputs, recipe))
+            return exact_attention(query, key, value)
+
+        return exact
 
     def int8(recipe: Recipe, fitted: bool) -> Callable[[Tensors], torch.Tensor]:
         return lambda inputs: int8_output(inputs, recipe, fitted, backend)

@@ -19,7 +19,8 @@ from rich.table import Table
 from . import bench
 from .baselines import METHODS, Method, get_method
 from .baselines.method import FLOAT
-from .metrics import mse, sqnr
+from .metrics import exact_attention, mse, sqnr
+from .workloads import add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured")
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
@@ -77,16 +78,6 @@ class Case:
     draw: Callable[[int], Sample]
 
 
-def exact_attention(sample: Sample) -> torch.Tensor:
-    """Return softmax attention in float64; a row without any key is zero."""
-    query, key, value = sample.query.double(), sample.key.double(), sample.value.double()
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if sample.scale is None else sample.scale)
-    mask = sample.attn_mask
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
-    return torch.softmax(scores, dim=-1).nan_to_num(0.0) @ value
-
-
 def _draw(problem: bench.Problem, kind: str, dtype: torch.dtype, seed: int) -> Sample:
     uniform = "uniform" if kind == "paper" else "normal"
     inputs = bench.make_inputs(problem, uniform, torch.float32, torch.device("cpu"), seed)
@@ -94,10 +85,7 @@ def _draw(problem: bench.Problem, kind: str, dtype: torch.dtype, seed: int) -> S
     if kind == "outlier":
         if query.shape[-1] < 8:
             raise ValueError(f"input outlier needs a head_dim of at least 8, got {query.shape[-1]}")
-        query[..., 3] *= 8
-        key[..., 3] += 12
-        key[..., 7] -= 9
-        value[..., 5] += 4
+        add_outliers(query, key, value)
     return Sample(query.to(dtype), key.to(dtype), value.to(dtype))
 
 
@@ -210,7 +198,7 @@ def measure(
                 None if sample.attn_mask is None else sample.attn_mask.to(device),
                 sample.scale,
             )
-            wanted = exact_attention(sample)
+            wanted = exact_attention(sample.query, sample.key, sample.value, sample.attn_mask, sample.scale)
             for method in methods:
                 try:
                     out = method.attention(

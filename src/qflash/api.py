@@ -90,7 +90,8 @@ def attention(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
         NotImplementedError: from ``backward()``; integer attention has no gradient.
     """
-    repeat = launch.find(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, backend)
+    options = is_causal, scale, enable_gqa, recipe, backend
+    repeat = launch.find(query, key, value, attn_mask, options)
     if repeat is not None:
         return repeat(query, key, value, attn_mask)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -104,8 +105,8 @@ def attention(
     canonical = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
     out = torch.ops.qflash.attention(*canonical, is_causal, factor, choices.key, backend)
     launch.remember(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, backend,
-        canonical=canonical, choices=choices, factor=factor,
+        query, key, value, attn_mask, options,
+        canonical=canonical, is_causal=is_causal, choices=choices, factor=factor, backend=backend,
     )  # fmt: skip
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 

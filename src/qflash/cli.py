@@ -5,9 +5,11 @@ Nothing heavy is imported before a command runs, so that help and version answer
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -31,6 +33,16 @@ class Format(str, enum.Enum):
 FormatOption = Annotated[Format, typer.Option("--format", help="table for reading, json for programs.")]
 
 
+@contextlib.contextmanager
+def _explained(command: str, *errors: type[Exception], status: int = 2) -> Iterator[None]:
+    """End the command with a message and an exit status where one of ``errors`` is raised."""
+    try:
+        yield
+    except errors as error:
+        typer.echo(f"qflash {command}: {error}", err=True)
+        raise typer.Exit(status) from error
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -52,13 +64,10 @@ def demo(
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many images.")] = None,
 ) -> None:
     """Run a small vision transformer with integer attention and compare it with float attention."""
-    try:
+    with _explained("demo", ImportError, status=1):
         from .demo import run_demo
 
         run_demo(output, limit)
-    except ImportError as error:
-        typer.echo(f"qflash demo: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -82,11 +91,8 @@ def verify(
     from .verify import VerificationError, render
     from .verify import verify as run_verify
 
-    try:
+    with _explained("verify", VerificationError):
         reports = run_verify(case or (), target or (), dump=dump, progress=True)
-    except VerificationError as error:
-        typer.echo(f"qflash verify: {error}", err=True)
-        raise typer.Exit(2) from error
     failed = [report for report in reports if not report.passed]
     if output_format is Format.JSON:
         typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
@@ -156,7 +162,7 @@ def bench(
     """
     from . import bench as module
 
-    try:
+    with _explained("bench", ValueError):
         where = module.pick_device(device)
         batches = batch or (module.GPU_BATCHES if where.type == "cuda" else module.CPU_BATCHES)
         module.run_bench(
@@ -169,9 +175,6 @@ def bench(
             rounds=rounds or 15,
             output=output,
         )
-    except ValueError as error:
-        typer.echo(f"qflash bench: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -194,7 +197,7 @@ def energy(
     from .energy import run_energy
     from .nvml import NvmlError
 
-    try:
+    with _explained("energy", ValueError, NvmlError):
         where = module.pick_device(device)
         methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
         run_energy(
@@ -207,9 +210,6 @@ def energy(
             rounds=rounds,
             output=output,
         )
-    except (ValueError, NvmlError) as error:
-        typer.echo(f"qflash energy: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -229,7 +229,7 @@ def profile(
     from . import bench as module
     from .profiling import ProfileError, run_profile
 
-    try:
+    with _explained("profile", ValueError, ProfileError):
         where = module.pick_device(device)
         methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
         run_profile(
@@ -242,9 +242,6 @@ def profile(
             device=where,
             output=output,
         )
-    except (ValueError, ProfileError) as error:
-        typer.echo(f"qflash profile: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 class Precision(str, enum.Enum):
@@ -284,7 +281,7 @@ def evaluate(
 
     Exit status: 0 done; 1 something is missing or an argument is not allowed.
     """
-    try:
+    with _explained("evaluate", ImportError, ValueError, OSError, status=1):
         from .evaluate import run_evaluate
 
         run_evaluate(
@@ -302,9 +299,6 @@ def evaluate(
             dtype=dtype.value,
             overwrite=overwrite,
         )
-    except (ImportError, ValueError, OSError) as error:
-        typer.echo(f"qflash evaluate: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -325,7 +319,7 @@ def accuracy(
     Inputs: paper, uniform in [-4, 4); normal; outlier, loud and shifted channels; long rows; captured, the attention of
     the digits models.
     """
-    try:
+    with _explained("accuracy", ImportError, ValueError):
         from . import accuracy as module
         from .bench import pick_device
 
@@ -336,9 +330,6 @@ def accuracy(
             device=pick_device(device),
             output=output,
         )
-    except (ImportError, ValueError) as error:
-        typer.echo(f"qflash accuracy: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -355,11 +346,8 @@ def ablate(
     from . import ablate as module
     from .bench import pick_device
 
-    try:
+    with _explained("ablate", ValueError):
         module.run_ablate(parts=part or module.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
-    except ValueError as error:
-        typer.echo(f"qflash ablate: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -375,13 +363,10 @@ def report(
     ),
 ) -> None:
     """One page with every table and figure of the paper beside what was measured; runs the CPU parts (minutes)."""
-    try:
+    with _explained("report", ImportError, ValueError, status=1):
         from .report import run_report
 
         run_report(output, results=results, gpu_results=gpu_results)
-    except (ImportError, ValueError) as error:
-        typer.echo(f"qflash report: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -398,16 +383,13 @@ def tune(
     """
     from . import bench as module
 
-    try:
+    with _explained("tune", ValueError):
         where = module.pick_device(None)
         from .tune import run_tune
 
         shapes = workload or (() if shape else ("all",))
         problems = module.make_problems(shapes, shape or (), batch or module.GPU_BATCHES, causal=False, bias=False)
         rows = run_tune(problems, where)
-    except ValueError as error:
-        typer.echo(f"qflash tune: {error}", err=True)
-        raise typer.Exit(2) from error
     from .kernels.tiles import table_path
 
     if output_format is Format.JSON:

@@ -24,14 +24,16 @@ _function_modes = torch._C._len_torch_function_stack
 
 
 def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Tell whether nobody watches: no subclass, no tracing, no dispatch or function mode, no gradient, all on one GPU."""
+    """Tell whether nobody watches: no subclass, no tracing, no dispatch or function mode, no gradient; on the current GPU."""
     plain = torch.Tensor
     return (
-        type(query) is plain
+        not torch.compiler.is_compiling()
+        and type(query) is plain
         and type(key) is plain
         and type(value) is plain
         and (mask is None or type(mask) is plain)
         and query.is_cuda
+        and query.device.index == torch.cuda.current_device()
         and _mode_depth() == 0
         and _function_modes() == 0
         and torch._C._functorch.maybe_current_level() is None
@@ -40,15 +42,7 @@ def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
 
 
 def _signature(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: Recipe | str | None,
-    backend: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Hashable
 ) -> Hashable:
     """Everything a launch depends on but the addresses; of those whether they are multiples of 16."""
     about_mask = None
@@ -58,28 +52,22 @@ def _signature(
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        aligned, about_mask, is_causal, scale, enable_gqa, recipe, backend,
+        aligned, about_mask, options,
     )  # fmt: skip
 
 
 def find(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: Recipe | str | None,
-    backend: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Hashable
 ) -> Repeat | None:
-    """Return what repeats an earlier call with the same signature, or None: then the call has to go the whole way."""
-    if torch.compiler.is_compiling() or not _plans or not _plain(query, key, value, mask):
-        return None
-    if query.device.index != torch.cuda.current_device():
+    """Return what repeats an earlier call with the same signature, or None: then the call has to go the whole way.
+
+    Args:
+        options: all other arguments of :func:`qflash.attention`, as given.
+    """
+    if not _plain(query, key, value, mask) or not _plans:
         return None
     try:
-        return _plans.get(_signature(query, key, value, mask, is_causal, scale, enable_gqa, recipe, backend))
+        return _plans.get(_signature(query, key, value, mask, options))
     except TypeError:  # an option that cannot be hashed: the whole way says what is wrong with it
         return None
 
@@ -89,26 +77,22 @@ def remember(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: Recipe | str | None,
-    backend: str,
+    options: Hashable,
     *,
     canonical: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    is_causal: bool,
     choices: Recipe,
     factor: float,
+    backend: str,
 ) -> None:
     """Keep a call that went the whole way, if it is one launch on plain tensors of the current GPU.
 
     Args:
+        options: as for :func:`find`.
         canonical: query, key, value and mask as the operator took them; only views of the caller's qualify.
-        choices: the recipe, resolved.
-        factor: the softmax scale, resolved.
+        is_causal, choices, factor, backend: what the options came to: the recipe and the softmax scale resolved.
     """
-    if torch.compiler.is_compiling() or not _plain(query, key, value, mask):
-        return
-    if query.device.index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
+    if not _plain(query, key, value, mask) or torch.cuda.is_current_stream_capturing():
         return
     if resolve_backend(backend, query.device) != "triton":
         return
@@ -126,6 +110,6 @@ def remember(
     repeat = prepare_fused(q, k, v, m, is_causal, factor, choices, (*query.shape[:-1], value.shape[-1]))
     if repeat is None:
         return
-    _plans[_signature(query, key, value, mask, is_causal, scale, enable_gqa, recipe, backend)] = repeat
+    _plans[_signature(query, key, value, mask, options)] = repeat
     if len(_plans) > MOST_PLANS:
         _plans.popitem(last=False)

@@ -1,4 +1,4 @@
-"""How far an output is from its reference."""
+"""How far an output is from its reference, and the float64 reference itself."""
 
 from __future__ import annotations
 
@@ -49,3 +49,24 @@ def mse(reference: torch.Tensor, output: torch.Tensor) -> float:
     """
     exact, got = _pair(reference, output)
     return (got - exact).square().mean().item()
+
+
+def exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return softmax attention in float64, what outputs are measured against; a row without any key is zero.
+
+    Args:
+        query, key, value: (batch, heads, tokens, channels).
+        attn_mask: bool (True takes part) or additive in nats, broadcastable to (batch, heads, queries, keys).
+        scale: factor of the scores, ``head_dim ** -0.5`` if None.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask.double()
+    return torch.softmax(scores, dim=-1).nan_to_num(0.0) @ value

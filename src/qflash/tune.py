@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import bench
+from .api import quantize
 from .kernels.attention import attention_calls, fusable, fused_calls
 from .kernels.tiles import SHORT_ROW, Tiles, choose_tiles, most_queries, save_table, table_key
 from .quantization import QuantizedTensor
@@ -82,8 +83,6 @@ def tune_shape(
     if fused:
         out = torch.empty_like(query)
     else:
-        from .api import quantize
-
         tensors: list[QuantizedTensor] = [quantize(x) for x in (query, key, value)]
         out = torch.empty_like(tensors[0].values)
     expected: torch.Tensor | None = None

@@ -65,6 +65,18 @@ def get_workload(name: str) -> Workload:
     raise ValueError(f"name must be one of {[w.name for w in WORKLOADS]}, got {name!r}")
 
 
+def add_outliers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a query channel loud and shift two key channels and a value channel, in place.
+
+    Args:
+        query, key, value: (..., channels), at least 8 channels.
+    """
+    query[..., 3] *= 8
+    key[..., 3] += 12
+    key[..., 7] -= 9
+    value[..., 5] += 4
+
+
 def paper_inputs(
     workload: Workload,
     batch: int = 1,

@@ -13,13 +13,12 @@ SQNR on the QFlash paper's inputs (batch 8; its accuracy table's figure in brack
 A7 (37.80), with tiles of 64 keys (32: 36.9 and 37.7); Half 38.1 (38.19) and 39.0 (39.07).
 
 The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
-:func:`attention` is the plain formula on every device.
+:func:`.online.attend` takes the plain formula on every device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ import torch
 from ..api import quantize
 from ..quantization import QuantizedTensor
 from .method import FLOAT, Bits, Method
-from .online import BLOCK, LOG2_E, check_inputs, check_scale, integer_scores, kernel_missing, online_softmax
+from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
     from ..kernels.attention import Call
@@ -91,44 +90,10 @@ def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: t
     )  # fmt: skip
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    *,
-    full: bool,
-) -> torch.Tensor:
-    check_inputs(query, key, value)
-    factor = check_scale(scale, query.shape[-1])
-    shape = (*query.shape[:3], value.shape[3])
-    if query.numel() == 0 or value.numel() == 0:
-        return value.new_zeros(shape)
-    operands = quantize_operands(query, key, value, full=full)
-    if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
-        out = value.new_empty(shape)
-        kernel_call(operands, factor, out).run()
-        return out
-    return formula(operands, attn_mask, factor).to(value.dtype)
-
-
-def _prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, full: bool) -> Callable[[], torch.Tensor]:
-    check_inputs(query, key, value)
-    if reason := kernel_missing(query, value):
-        raise ValueError(f"INT-FlashAttention's kernel cannot run: {reason}")
-    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
-    call = kernel_call(quantize_operands(query, key, value, full=full), query.shape[-1] ** -0.5, out)
-
-    def run() -> torch.Tensor:
-        call.run()
-        return out
-
-    return run
-
-
 def _method(name: str, title: str, value_granularity: str, bits: Bits, *, full: bool) -> Method:
-    attention, prepare = functools.partial(_attention, full=full), functools.partial(_prepare, full=full)
+    operands = functools.partial(quantize_operands, full=full)
+    attention = functools.partial(attend, quantize_operands=operands, formula=formula, kernel_call=kernel_call)
+    prepare = functools.partial(prepare_kernel, title="INT-FlashAttention", quantize_operands=operands, kernel_call=kernel_call)
     return Method(name, title, "token", "token", value_granularity, False, bits, attention, prepare)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..backends import triton_unavailable
 from ..validation import FLOAT_DTYPES, check_attention_shapes, check_tensor
+
+if TYPE_CHECKING:
+    from ..kernels.attention import Call
 
 LOG2_E = math.log2(math.e)
 
@@ -107,3 +111,61 @@ def kernel_missing(query: torch.Tensor, value: torch.Tensor) -> str | None:
     if query.numel() == 0 or value.numel() == 0:
         return f"query {tuple(query.shape)} or value {tuple(value.shape)} is empty"
     return triton_unavailable(query.device)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    *,
+    quantize_operands: Callable[..., Any],
+    formula: Callable[..., torch.Tensor],
+    kernel_call: Callable[..., Call],
+) -> torch.Tensor:
+    """Quantise and attend, with the kernel where it can run and no mask is given; see :class:`qflash.baselines.Method`.
+
+    Args:
+        quantize_operands: makes a method's operands of query, key and value.
+        formula: computes with operands, mask and scale; float32.
+        kernel_call: makes the launch of operands and scale that fills a tensor.
+    """
+    check_inputs(query, key, value)
+    factor = check_scale(scale, query.shape[-1])
+    shape = (*query.shape[:3], value.shape[3])
+    if query.numel() == 0 or value.numel() == 0:
+        return value.new_zeros(shape)
+    operands = quantize_operands(query, key, value)
+    if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
+        out = value.new_empty(shape)
+        kernel_call(operands, factor, out).run()
+        return out
+    return formula(operands, attn_mask, factor).to(value.dtype)
+
+
+def prepare_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    title: str,
+    quantize_operands: Callable[..., Any],
+    kernel_call: Callable[..., Call],
+) -> Callable[[], torch.Tensor]:
+    """Quantise, and return a call that launches the kernel alone; it returns the same float16 tensor every time.
+
+    Raises:
+        ValueError: the kernel cannot run there or on these shapes.
+    """
+    check_inputs(query, key, value)
+    if reason := kernel_missing(query, value):
+        raise ValueError(f"{title}'s kernel cannot run: {reason}")
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
+    call = kernel_call(quantize_operands(query, key, value), query.shape[-1] ** -0.5, out)
+
+    def run() -> torch.Tensor:
+        call.run()
+        return out
+
+    return run

@@ -13,12 +13,12 @@ the fraction, this formula has 33.9 and 34.7 dB, within 0.3 dB of the paper; the
 paper's run took is inferred from its figures. None is taken here, in the baseline's favour.
 
 The kernel (:mod:`qflash.baselines.float_softmax_kernels`) takes no mask, as there is none in the method's paper; with a mask
-:func:`attention` is the plain formula on every device.
+:func:`.online.attend` takes the plain formula on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,13 +26,18 @@ import torch
 from ..api import quantize
 from ..quantization import QuantizedTensor
 from .method import Method
-from .online import BLOCK, LOG2_E, check_inputs, check_scale, integer_scores, kernel_missing, online_softmax
+from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
     from ..kernels.attention import Call
 
 Operands = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
 """Query, key and value, int8 with one scale each."""
+
+
+def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
+    """Quantise query, key and value."""
+    return quantize(query), quantize(key), quantize(value)
 
 
 def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *, block: int = BLOCK) -> torch.Tensor:
@@ -69,44 +74,8 @@ def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: t
     )  # fmt: skip
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Quantise and attend; see :class:`qflash.baselines.Method`."""
-    check_inputs(query, key, value)
-    factor = check_scale(scale, query.shape[-1])
-    shape = (*query.shape[:3], value.shape[3])
-    if query.numel() == 0 or value.numel() == 0:
-        return value.new_zeros(shape)
-    operands = quantize(query), quantize(key), quantize(value)
-    if query.is_cuda and attn_mask is None and kernel_missing(query, value) is None:
-        out = value.new_empty(shape)
-        kernel_call(operands, factor, out).run()
-        return out
-    return formula(operands, attn_mask, factor).to(value.dtype)
-
-
-def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Quantise, and return a call that launches the kernel alone; it returns the same float16 tensor every time.
-
-    Raises:
-        ValueError: the kernel cannot run there or on these shapes.
-    """
-    check_inputs(query, key, value)
-    if reason := kernel_missing(query, value):
-        raise ValueError(f"QAttn's kernel cannot run: {reason}")
-    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
-    call = kernel_call((quantize(query), quantize(key), quantize(value)), query.shape[-1] ** -0.5, out)
-
-    def run() -> torch.Tensor:
-        call.run()
-        return out
-
-    return run
-
-
-QATTN = Method("qattn", "QAttn", "tensor", "tensor", "tensor", False, ((8, 8), (16, 16)), attention, prepare)
+QATTN = Method(
+    "qattn", "QAttn", "tensor", "tensor", "tensor", False, ((8, 8), (16, 16)),
+    functools.partial(attend, quantize_operands=quantize_operands, formula=formula, kernel_call=kernel_call),
+    functools.partial(prepare_kernel, title="QAttn", quantize_operands=quantize_operands, kernel_call=kernel_call),
+)  # fmt: skip

@@ -74,9 +74,9 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
     options: dict[str, Any]
 
-    def run(self) -> Any:
-        """Launch it on the tensors it names; returns what Triton's launch returns."""
-        return self.kernel[self.grid](**self.arguments, **self.options)
+    def run(self) -> None:
+        """Launch it on the tensors it names."""
+        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 def _options(tiles: Tiles) -> dict[str, Any]:
@@ -177,15 +177,12 @@ def _calls(
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}
     if scales is None:
         # the kernel finds the scales and reads none; any tensor fills the places
-        nowhere = query.new_empty((1, 1, 1, 1), dtype=torch.float32, device="meta")
-        given = {"qs": query, "ks": query, "vs": query, "os": query}
-        strides_of = dict.fromkeys(given, nowhere)
+        given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
         query_token, key_token = recipe.query_granularity == "token", False
         value_channel, output_channel = recipe.value_granularity == "channel", False
     else:
         given = {"qs": scales.query, "ks": scales.key, "vs": scales.value}
         given["os"] = scales.value if scales.output is None else scales.output
-        strides_of = given
         query_token, key_token = scales.query.shape[2] > 1, scales.key.shape[2] > 1
         value_channel = scales.value.shape[3] > 1
         output_channel = scales.output is not None and scales.output.shape[3] > 1
@@ -207,7 +204,7 @@ def _calls(
         for name, x in given.items():
             arguments[f"{name}_ptr"] = part(x)
             axes = ((0, "z"), (1, "h"), (2, "n")) if name in ("qs", "ks") else ((0, "z"), (1, "h"), (3, "d"))
-            strides = _strides(strides_of[name], tuple(dim for dim, _ in axes))
+            strides = (0, 0, 0) if scales is None else _strides(x, tuple(dim for dim, _ in axes))
             arguments.update({f"{name}_stride_{axis}": stride for (_, axis), stride in zip(axes, strides, strict=True)})
         arguments["mask_ptr"] = mask_view if period else part(mask_view)
         if not short:
@@ -371,7 +368,7 @@ def prepare_fused(
     recipe: Recipe,
     shape: tuple[int, ...],
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
-    """Return a function that repeats this launch on tensors of the same shapes, strides and alignment, or None.
+    """Return a function that repeats such a launch on tensors of the same shapes, strides and alignment, or None.
 
     It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
     more to do than the launch. The caller answers for the tensors being alike.
@@ -384,26 +381,23 @@ def prepare_fused(
     dtype, device = query.dtype, query.device
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=dtype, device=device)
     (call,) = fused_calls(query, key, value, mask, is_causal, softmax_scale, out, recipe)
-    compiled = call.run()
-    values = [call.arguments[name] for name in call.kernel.arg_names]
-    at = {name: call.kernel.arg_names.index(f"{name}_ptr") for name in ("q", "k", "v", "o", "mask")}
-    for index, x in enumerate(values):
-        if isinstance(x, torch.Tensor):
-            values[index] = x.data_ptr()
+    compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)  # looked up, not launched
+    # every tensor's place is filled with an address before a launch
+    values = [None if isinstance(x := call.arguments[name], torch.Tensor) else x for name in call.kernel.arg_names]
+    place = {name: call.kernel.arg_names.index(f"{name}_ptr") for name in ("q", "k", "v", "o", "mask", "qs", "ks", "vs", "os")}
+    q_at, k_at, v_at, o_at, mask_at, *unread_at = place.values()
     launch = compiled[call.grid]
-    position_q, position_k, position_v, position_o, position_mask = at["q"], at["k"], at["v"], at["o"], at["mask"]
-    scratch = [call.kernel.arg_names.index(f"{name}_ptr") for name in ("qs", "ks", "vs", "os")]
 
     def repeat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype, device=device)
         arguments = values.copy()
         address = query.data_ptr()
-        arguments[position_q] = address
-        arguments[position_k] = key.data_ptr()
-        arguments[position_v] = value.data_ptr()
-        arguments[position_o] = out.data_ptr()
-        arguments[position_mask] = address if mask is None else mask.data_ptr()
-        for position in scratch:
+        arguments[q_at] = address
+        arguments[k_at] = key.data_ptr()
+        arguments[v_at] = value.data_ptr()
+        arguments[o_at] = out.data_ptr()
+        arguments[mask_at] = address if mask is None else mask.data_ptr()
+        for position in unread_at:
             arguments[position] = address
         launch(*arguments)
         return out

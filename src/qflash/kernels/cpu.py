@@ -21,6 +21,7 @@ import tempfile
 import torch
 
 from .. import fixed_point as fp
+from ..folders import cache_folder
 from ..quantization import GRANULARITIES, scale_shape
 from ..recipe import Recipe
 
@@ -90,7 +91,7 @@ def load() -> ctypes.CDLL:
     identity = "\0".join((source, compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
     name = f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
-        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "qflash"
+        cache = cache_folder()
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         usable = os.access(cache, os.W_OK) and getattr(os, "getuid", lambda: 0)() == cache.stat().st_uid
     except (OSError, RuntimeError):

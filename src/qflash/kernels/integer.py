@@ -126,9 +126,9 @@ def probability_word(
     if BITS == 8:
         # 127 - P is an int8, and so is the -127 that brings the offset back; the shifted constant carries the sign
         LESS: tl.constexpr = 2147483647 - (1 << 23 if NEAREST else 0)
-        return exp2 * shift_right_signed(tl.full(octaves.shape, -(1 << UP), tl.int32), octaves, GUARD) + LESS
+        return exp2 * shift_right_signed(-(1 << UP), octaves, GUARD) + LESS
     OFFSET: tl.constexpr = 1 << 23 if NEAREST else 0
-    return exp2 * shift_right(tl.full(octaves.shape, 1 << UP, tl.int32), octaves, GUARD) + OFFSET
+    return exp2 * shift_right(1 << UP, octaves, GUARD) + OFFSET
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def bit_length(x, GUARD: tl.constexpr):
     """Bit length of 0 <= x < 2**31."""
     if not GUARD:
         return 32 - tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
-    length = tl.zeros(x.shape, tl.int32)
+    length = x * 0
     for index in tl.static_range(5):
         step = 16 >> index
         big = x >= (1 << step)

@@ -97,25 +97,25 @@ def inverse_scale(scale):
 
 
 @triton.jit
-def round_to_int8(x, inverse, GUARD: tl.constexpr):
-    """The exact product x * inverse rounded to nearest even, for a scale found on x itself: it stays within +-127."""
+def _rounded_product(x, inverse, GUARD: tl.constexpr):
+    """The exact product x * inverse rounded to nearest even, plus ROUND; in the interpreter float64, plus ROUND_WIDE."""
     if GUARD:
         # the interpreter's fma rounds twice; float64 holds the product of two float32 exactly
-        wide = x.to(tl.float64) * inverse.to(tl.float64) + ROUND_WIDE
-        return wide.to(tl.int64, bitcast=True).to(tl.int8)
-    same = inverse + tl.zeros(x.shape, tl.float32)
-    return tl.fma(x, same, tl.full(x.shape, ROUND, tl.float32)).to(tl.int32, bitcast=True).to(tl.int8)
+        return x.to(tl.float64) * inverse.to(tl.float64) + ROUND_WIDE
+    return tl.fma(x, inverse + tl.zeros(x.shape, tl.float32), tl.full(x.shape, ROUND, tl.float32))
+
+
+@triton.jit
+def round_to_int8(x, inverse, GUARD: tl.constexpr):
+    """The exact product x * inverse rounded to nearest even, for a scale found on x itself: it stays within +-127."""
+    rounded = _rounded_product(x, inverse, GUARD)
+    return rounded.to(tl.int64 if GUARD else tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def to_int8(x, scale, GUARD: tl.constexpr):
     """Round x / scale to nearest even, saturated to [-128, 127]; 0 where the quotient is NaN."""
-    inverse = inverse_scale(scale)
-    if GUARD:
-        scaled = x.to(tl.float64) * inverse.to(tl.float64)
-        scaled = (scaled + ROUND_WIDE) - ROUND_WIDE
-    else:
-        scaled = tl.fma(x, inverse + tl.zeros(x.shape, tl.float32), tl.full(x.shape, ROUND, tl.float32)) - ROUND
+    scaled = _rounded_product(x, inverse_scale(scale), GUARD) - (ROUND_WIDE if GUARD else ROUND)
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     return tl.minimum(tl.maximum(scaled, -128.0), 127.0).to(tl.int8)
 

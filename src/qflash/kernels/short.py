@@ -16,6 +16,7 @@ from .tile import (
     accumulate,
     column_scales,
     finish,
+    interleave,
     key_order,
     load_key,
     load_value,
@@ -89,13 +90,12 @@ def _quantize_row(x, middle, inverse, CENTER: tl.constexpr, GUARD: tl.constexpr)
 def _quantize_quads(
     a, b, c, d, middle, inverse, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, GUARD: tl.constexpr
 ):
-    """Quantise four sets of rows and interleave them: four neighbouring keys of a channel end up in one register."""
+    """Quantise four sets of rows and interleave them."""
     a = _quantize_row(a, middle, inverse, CENTER, GUARD)
     b = _quantize_row(b, middle, inverse, CENTER, GUARD)
     c = _quantize_row(c, middle, inverse, CENTER, GUARD)
     d = _quantize_row(d, middle, inverse, CENTER, GUARD)
-    quads = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(tl.permute(quads, (0, 2, 3, 1)), (BLOCK_N, CHANNELS))
+    return interleave(a, b, c, d, BLOCK_N, CHANNELS)
 
 
 @triton.jit
@@ -136,10 +136,6 @@ def short_kernel(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
-    n0 = key_order(tl.arange(0, BLOCK_N))
-    n1 = BLOCK_N + n0
-    first = tl.program_id(0)
-    step = tl.num_programs(0)
     blocks = tl.cdiv(queries, BLOCK_M)
 
     if QUANTIZE:
@@ -195,10 +191,11 @@ def short_kernel(
             head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)
     else:
         value_scale = 0.0
+        n0 = key_order(tl.arange(0, BLOCK_N))
         k0 = load_key(k_base, k_stride_n, k_stride_d, n0, d, KEYS, HEAD_DIM, BLOCK_D, TILES == 2)
         v0 = load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, TILES == 1)
         if TILES == 2:
-            k1 = load_key(k_base, k_stride_n, k_stride_d, n1, d, KEYS, HEAD_DIM, BLOCK_D, False)
+            k1 = load_key(k_base, k_stride_n, k_stride_d, BLOCK_N + n0, d, KEYS, HEAD_DIM, BLOCK_D, False)
             v1 = load_value(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
 
     if QUANTIZE:
@@ -216,7 +213,7 @@ def short_kernel(
     offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
 
-    for block in range(first, blocks, step):
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = rows < queries
         q_ptrs = q_base + rows[:, None] * q_stride_n + d[None, :] * q_stride_d

@@ -90,6 +90,13 @@ def _deal(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def interleave(a, b, c, d, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr):
+    """One (BLOCK_N, CHANNELS) tile of rows 4 i + 0, 1, 2, 3: four neighbouring keys of a channel end up in one register."""
+    quads = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.permute(quads, (0, 2, 3, 1)), (BLOCK_N, CHANNELS))
+
+
+@triton.jit
 def load_value(
     v_base, v_stride_n, v_stride_d, start, keys, dv,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
@@ -114,8 +121,7 @@ def load_value(
     v1 = tl.load(ptrs + v_stride_n, mask=inside & (n + 1 < keys), other=0)
     v2 = tl.load(ptrs + 2 * v_stride_n, mask=inside & (n + 2 < keys), other=0)
     v3 = tl.load(ptrs + 3 * v_stride_n, mask=inside & (n + 3 < keys), other=0)
-    fours = tl.join(tl.join(v0, v2), tl.join(v1, v3))
-    return tl.reshape(tl.permute(fours, (0, 2, 3, 1)), (BLOCK_N, BLOCK_DV))
+    return interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
@@ -304,9 +310,7 @@ def finish(
     """Normalise by the row sums and store; ``count`` columns went into the sums. Without LOAD_SCALE V's scale is given."""
     total = tl.max(total, 1)[:, None]
     if BITS == 15:
-        total += tl.max(high_total, 1)[:, None] * 256
-    if BITS == 15:
-        total += 128 * count
+        total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
     elif BITS == 8:
         total = 127 * count - total
     bits, inverse = row_inverse(total, GUARD)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
 import warnings
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..folders import cache_folder
 from ..recipe import Recipe
 
 SHORT_ROW = 256
@@ -67,7 +67,7 @@ def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
 
 def table_path() -> pathlib.Path:
     """Return where ``qflash tune`` keeps its table: ``tiles.json`` in the user's cache folder."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "qflash" / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 def table_key(

@@ -370,7 +370,7 @@ def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM:
     elif WHAT == "output_multiplier":
         x, y = integer.output_multiplier(a, b, GUARD)
     elif WHAT == "requantize":
-        x = integer.requantize(a, b, c, GUARD)
+        x = integer.requantize(a, b, c, integer.half_of(c), GUARD)
     elif WHAT == "release":
         x = integer.release_factor(a, b, GUARD)
     elif WHAT == "offset":

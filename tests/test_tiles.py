@@ -52,6 +52,16 @@ def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     assert len(json.loads(table.read_text())["tiles"]) == 2
 
 
+def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> None:
+    def windows(heads: int, **kind: bool) -> Tiles:
+        return tiles.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=heads, **kind)
+
+    assert windows(100).warps == windows(600).warps == 4
+    assert windows(4096).warps == windows(4096, fused=True).warps == windows(4096, fused=True, masked=True).warps == 1
+    assert tiles.choose_tiles(DEFAULT, 32, 32, 49, 49, (8, 0), heads=4096).warps == 4
+    assert tiles.choose_tiles(DEFAULT, 64, 64, 49, 49, (9, 0), heads=4096).warps == 4
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}'])
 def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
     table.parent.mkdir(parents=True)

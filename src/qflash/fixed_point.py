@@ -115,7 +115,8 @@ def combine_scales(
     Returns:
         R and E, int64, of the broadcast shape. The relative error of R is below 2**-21.
     """
-    product = (((query[0] * key[0]) >> 22) * constant[0]) >> 22
+    # key and constant first: a kernel forms their product once, the rest for every row
+    product = (((key[0] * constant[0]) >> 22) * query[0]) >> 22
     product = product << 3
     extra = (product < 1 << 30).to(torch.int64) + (product < 1 << 29).to(torch.int64)
     exponent = query[1] + key[1] + constant[1] + 44 - 3 - extra

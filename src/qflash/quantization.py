@@ -123,8 +123,8 @@ def scale_shape(shape: torch.Size | tuple[int, ...], granularity: str) -> tuple[
 
 def scale_from_amplitude(amplitude: torch.Tensor) -> torch.Tensor:
     """Return Equation 2's scale ``max |x| / 127``; 1 for an all-zero tensor, NaN where x is not finite."""
-    # a tensor, not a number: CUDA would turn the division by a number into a product with its rounded reciprocal
-    scale = (amplitude / torch.full_like(amplitude, 127.0)).clamp(min=SMALLEST_SCALE)
+    # times the float32 1 / 127: a kernel has a scale to find for every row, and a division is many instructions
+    scale = (amplitude * torch.full_like(amplitude, 1.0 / 127.0)).clamp(min=SMALLEST_SCALE)
     scale = torch.where(amplitude == 0, 1.0, scale)
     return torch.where(amplitude.isfinite(), scale, math.nan)
 

@@ -30,21 +30,23 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     seen = {rule}
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
     if keys <= SHORT_ROW:
+        warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         tried = (
-            Tiles(m, rule.block_n, rule.warps, 1, registers, splits)
-            for m in blocks_m
-            if m <= 64
-            for registers in (0, 128, 168)
+            Tiles(m, rule.block_n, w, 1, registers, splits)
+            for m, w in warps
+            if m <= max(blocks_m)
+            for registers in (0, 80, 128, 168)
             for splits in (1, 2, 4)
             if splits <= -(-queries // m)
         )
     else:
         tried = (
-            Tiles(m, n, 8 if m == 128 else 4, stages)
+            Tiles(m, n, 8 if m == 128 else 4, stages, registers)
             for m in blocks_m
             if m >= min(64, rule.block_m)
             for n in (64, 128)
-            for stages in (2, 3, 4)
+            for stages in (3, 4)
+            for registers in (0, 128, 168)
         )
     for tiles in tried:
         if tiles not in seen:
@@ -78,7 +80,16 @@ def tune_shape(
     query, key, value = (
         (torch.rand((batch, heads, size, head_dim), generator=generator, device=device) * 8 - 4).half() for size in sizes
     )
-    rule = choose_tiles(DEFAULT, head_dim, head_dim, queries, keys, torch.cuda.get_device_capability(device))
+    rule = choose_tiles(
+        DEFAULT,
+        head_dim,
+        head_dim,
+        queries,
+        keys,
+        torch.cuda.get_device_capability(device),
+        heads=batch * heads,
+        fused=fused,
+    )
     factor = head_dim**-0.5
     if fused:
         out = torch.empty_like(query)

@@ -55,6 +55,7 @@ class Case:
         causal: whether query i sees only keys 0 to i.
         granularity: one granularity for all scales instead of the recipe's.
         key_heads: heads of key and value, fewer than query's 4 for grouped queries.
+        batch: batch elements; the tiles depend on it.
         kernel: which of the launches the problem takes.
     """
 
@@ -66,6 +67,7 @@ class Case:
     causal: bool = False
     granularity: str | None = None
     key_heads: int = 4
+    batch: int = 8
     kernel: str = "short_kernel"
 
 
@@ -76,6 +78,7 @@ CASES = (
     Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
+    Case("swin-thousands", 49, 32, batch=256),  # other tiles than few windows: one warp a program
     Case("swin-windows", 49, 32, mask="windows"),
     Case("swin-causal", 49, 32, causal=True),
     Case("long-64", 4096, 64, kernel="long_kernel"),
@@ -95,7 +98,7 @@ def kernel_call(case: Case, target: str) -> Any:
     from .recipe import resolve_recipe
 
     recipe: Recipe = resolve_recipe(case.recipe)
-    batch, heads, tokens, head_dim = 8, 4, case.tokens, case.head_dim
+    batch, heads, tokens, head_dim = case.batch, 4, case.tokens, case.head_dim
 
     def values(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -216,9 +216,9 @@ def _calls(
     return calls
 
 
-def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fused: bool, recipe: Recipe) -> Tiles:
+def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fused: bool, masked: bool, recipe: Recipe) -> Tiles:
     batch, heads, queries, head_dim = query.shape
-    return tiles_for(recipe, head_dim, value.shape[3], queries, key.shape[2], batch * heads, fused, query.device)
+    return tiles_for(recipe, head_dim, value.shape[3], queries, key.shape[2], batch * heads, fused, query.device, masked=masked)
 
 
 def attention_calls(
@@ -252,9 +252,19 @@ def attention_calls(
     if tiles:
         chosen = Tiles(*tiles)
     elif capability:
-        chosen = choose_tiles(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2], capability)
+        batch, heads, queries, head_dim = query.shape
+        chosen = choose_tiles(
+            recipe,
+            head_dim,
+            value.shape[3],
+            queries,
+            key.shape[2],
+            capability,
+            heads=batch * heads,
+            masked=is_causal or mask is not None,
+        )
     else:
-        chosen = _tiles_for(query, key, value, False, recipe)
+        chosen = _tiles_for(query, key, value, False, is_causal or mask is not None, recipe)
     scales = _Scales(query_scale, key_scale, value_scale, output_scale)
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
@@ -290,7 +300,7 @@ def fused_calls(
 
     Only for what :func:`fusable` accepts. The mask is bool or float.
     """
-    chosen = Tiles(*tiles) if tiles else _tiles_for(query, key, value, True, recipe)
+    chosen = Tiles(*tiles) if tiles else _tiles_for(query, key, value, True, is_causal or mask is not None, recipe)
     return _calls(query, key, value, None, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
 

@@ -61,7 +61,7 @@ INLINE int bit_length(int64_t x) { return x ? 64 - __builtin_clzll((uint64_t)x) 
 INLINE int column_bits(int64_t head_dim) { return bit_length(65536 / head_dim) - 1; }
 
 INLINE pair combine_scales(pair query, pair key, pair constant) {
-    int64_t product = ((((query.mantissa * key.mantissa) >> 22) * constant.mantissa) >> 22) << 3;
+    int64_t product = ((((key.mantissa * constant.mantissa) >> 22) * query.mantissa) >> 22) << 3;
     int64_t extra = (product < 1 << 30) + (product < 1 << 29);
     return (pair){product << extra, -(query.exponent + key.exponent + constant.exponent + 41 - extra)};
 }
@@ -507,7 +507,7 @@ INLINE float scale_from_amplitude(int32_t bits) {
     float amplitude;
     memcpy(&amplitude, &bits, 4);
     if (bits >= 0x7F800000) return NAN;
-    float scale = amplitude / 127.0f;
+    float scale = amplitude * (1.0f / 127.0f);
     return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 

@@ -19,6 +19,7 @@ from .tile import (
     load_key,
     load_value,
     mask_pointer,
+    output_factors,
     probability_words,
     row_multiplier,
     scores,
@@ -228,9 +229,11 @@ def long_kernel(
         most = 128 * tl.max(total, 1)[:, None]
         accumulator = tl.minimum(tl.maximum(accumulator, -most), most)
     o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
+    factor, shift, half = output_factors(
+        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
+        os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD,
+    )  # fmt: skip
     finish(
-        accumulator, high, total, high_total, count, row_max, usable, 0.0, o_ptrs,
-        inside[:, None] & (dv[None, :] < VALUE_DIM), vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d,
-        os_ptr + z * os_stride_z + h * os_stride_h, os_stride_d, dv, BITS, FLOOR_OUTPUT, MASK, VALUE_DIM, True, VALUE_CHANNEL,
-        OUTPUT_CHANNEL, GUARD,
+        accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
     )  # fmt: skip

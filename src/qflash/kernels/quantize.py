@@ -84,16 +84,20 @@ def highest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
 
 @triton.jit
 def amplitude_to_scale(amplitude):
-    """Equation 2's scale: amplitude / 127, 1 for zero, NaN where the amplitude is not finite."""
-    scale = tl.maximum(tl.math.div_rn(amplitude, tl.full(amplitude.shape, 127.0, tl.float32)), SMALLEST)
+    """Equation 2's scale: amplitude * (1 / 127), 1 for zero, NaN where the amplitude is not finite."""
+    scale = tl.maximum(amplitude * (1.0 / 127.0), SMALLEST)
     scale = tl.where(amplitude == 0.0, 1.0, scale)
     return tl.where(amplitude < float("inf"), scale, float("nan"))
 
 
 @triton.jit
-def inverse_scale(scale):
+def inverse_scale(scale, GUARD: tl.constexpr):
     """1 / scale, correctly rounded."""
-    return tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if GUARD:
+        inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+    return inverse
 
 
 @triton.jit
@@ -115,7 +119,7 @@ def round_to_int8(x, inverse, GUARD: tl.constexpr):
 @triton.jit
 def to_int8(x, scale, GUARD: tl.constexpr):
     """Round x / scale to nearest even, saturated to [-128, 127]; 0 where the quotient is NaN."""
-    scaled = _rounded_product(x, inverse_scale(scale), GUARD) - (ROUND_WIDE if GUARD else ROUND)
+    scaled = _rounded_product(x, inverse_scale(scale, GUARD), GUARD) - (ROUND_WIDE if GUARD else ROUND)
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     return tl.minimum(tl.maximum(scaled, -128.0), 127.0).to(tl.int8)
 

@@ -21,6 +21,7 @@ from .tile import (
     load_key,
     load_value,
     mask_pointer,
+    output_factors,
     probability_words,
     row_multiplier,
     scores,
@@ -172,7 +173,7 @@ def short_kernel(
             most = tl.zeros((BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
         key_scale = amplitude_to_scale(tl.zeros((1, 1), tl.float32) + amplitude)
         value_scale = amplitude_to_scale(most)[None, :]
-        key_inverse, value_inverse = inverse_scale(key_scale), inverse_scale(value_scale)
+        key_inverse, value_inverse = inverse_scale(key_scale, GUARD), inverse_scale(value_scale, GUARD)
         key_bits = tl.max(tl.max(key_scale.to(tl.int32, bitcast=True), 0), 0)
         middle = middle[None, :]
         k0 = tl.trans(_quantize_quads(ka, kb, kc, kd, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
@@ -190,7 +191,6 @@ def short_kernel(
             query_amplitude = highest(highest(query_amplitude, 1, GUARD), 0, GUARD)
             head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)
     else:
-        value_scale = 0.0
         n0 = key_order(tl.arange(0, BLOCK_N))
         k0 = load_key(k_base, k_stride_n, k_stride_d, n0, d, KEYS, HEAD_DIM, BLOCK_D, TILES == 2)
         v0 = load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, TILES == 1)
@@ -202,14 +202,20 @@ def short_kernel(
         keys_usable = usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)
         largest = 0
+        factor, shift, half = value_scale, 0, 0
     else:
         keys_usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, KEYS, BLOCK_N, KEY_TOKEN)
+        factor, shift, half = output_factors(
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
+        )
     # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
     # the row sum. Under a mask they are masked like any other.
-    ones = tl.full((BLOCK_N, 16), 1, tl.int8)
+    ones = tl.full((16, BLOCK_N), 1, tl.int8)
     weight = ones
     if not CHECK and KEYS < TILES * BLOCK_N:
-        weight = tl.where((TILES - 1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None] < KEYS, ones, 0)
+        weight = tl.where((TILES - 1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < KEYS, ones, 0)
+    # transposed, so that neighbouring keys, which the tensor core wants side by side, are written together
+    ones, weight = tl.trans(ones), tl.trans(weight)
     offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
 
@@ -224,7 +230,7 @@ def short_kernel(
                 query_scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
             else:
                 query_scale = head_scale
-            q = round_to_int8(x, inverse_scale(query_scale), GUARD)
+            q = round_to_int8(x, inverse_scale(query_scale, GUARD), GUARD)
             query_bits = query_scale.to(tl.int32, bitcast=True)
         elif QUERY_TOKEN:
             query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
@@ -268,7 +274,6 @@ def short_kernel(
             )
         o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
         finish(
-            accumulator, high_part, total, high_total, COUNT, row_max, usable, value_scale, o_ptrs,
-            inside[:, None] & (dv[None, :] < VALUE_DIM), vs_base, vs_stride_d, os_base, os_stride_d, dv,
-            BITS, FLOOR_OUTPUT, MASK, VALUE_DIM, not QUANTIZE, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD,
+            accumulator, high_part, total, high_total, COUNT, row_max, usable, factor, shift, half, o_ptrs,
+            inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from .integer import (
     column_multiplier,
     combine_scales,
     exponent_offset,
+    half_of,
     multiply_high,
     narrow_multiplier,
     output_multiplier,
@@ -302,12 +303,52 @@ def accumulate(
 
 
 @triton.jit
-def finish(
-    accumulator, high, total, high_total, count, row_max, usable, value_scale, o_ptrs, stored, vs_ptrs, vs_stride_d, os_ptrs,
-    os_stride_d, dv, BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, VALUE_DIM: tl.constexpr,
-    LOAD_SCALE: tl.constexpr, VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+def _latter(a, b, c, d, e, f):
+    return d, e, f
+
+
+@triton.jit
+def output_factors(
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Normalise by the row sums and store; ``count`` columns went into the sums. Without LOAD_SCALE V's scale is given."""
+    """What takes a normalised output to the stored one, for each channel or for all.
+
+    For an int8 output (multiplier, shift, rounding) of value scale / output scale, else (value scale, 0, 0).
+    """
+    INTEGER: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
+    SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD
+    channel = tl.arange(0, BLOCK_DV)[None, :]
+    if SPREAD:
+        # So many rows, all alike, that the compiler gives a thread one channel or two instead of many; one row is kept.
+        channel += tl.zeros((256 // BLOCK_DV, 1), tl.int32)
+    inside = channel < VALUE_DIM
+    if VALUE_CHANNEL:
+        value_scale = tl.load(vs_base + channel * vs_stride_d, mask=inside, other=1.0)
+    else:
+        value_scale = tl.load(vs_base)
+    if INTEGER:
+        if OUTPUT_CHANNEL:
+            output_scale = tl.load(os_base + channel * os_stride_d, mask=inside, other=1.0)
+        else:
+            output_scale = tl.load(os_base)
+        value_bits, output_bits = value_scale.to(tl.int32, bitcast=True), output_scale.to(tl.int32, bitcast=True)
+        factor, shift = output_multiplier(value_bits, output_bits, GUARD)
+        half = half_of(shift)
+        if SPREAD:
+            factor, shift, half = tl.reduce((factor, shift, half), 0, _latter)
+            factor, shift, half = factor[None, :], shift[None, :], half[None, :]
+    else:
+        factor, shift, half = value_scale, 0, 0
+    return factor, shift, half
+
+
+@triton.jit
+def finish(
+    accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs, stored,
+    BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Normalise by the row sums and store; ``count`` columns went into the sums, the factors are :func:`output_factors`'."""
     total = tl.max(total, 1)[:, None]
     if BITS == 15:
         total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
@@ -328,20 +369,11 @@ def finish(
         floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
         normalized = floor << 21
 
-    if VALUE_CHANNEL:
-        vs_ptrs += dv[None, :] * vs_stride_d
-    if OUTPUT_CHANNEL:
-        os_ptrs += dv[None, :] * os_stride_d
     if o_ptrs.dtype.element_ty == tl.int8:
-        value_bits = tl.load(vs_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
-        output_bits = tl.load(os_ptrs.to(tl.pointer_type(tl.int32)), mask=(dv[None, :] < VALUE_DIM) if OUTPUT_CHANNEL else None)
-        out_multiplier, out_shift = output_multiplier(value_bits, output_bits, GUARD)
-        tl.store(o_ptrs, requantize(normalized, out_multiplier, out_shift, GUARD), mask=stored)
+        tl.store(o_ptrs, requantize(normalized, factor, shift, half, GUARD), mask=stored)
     else:
-        if LOAD_SCALE:
-            value_scale = tl.load(vs_ptrs, mask=(dv[None, :] < VALUE_DIM) if VALUE_CHANNEL else None)
-        good = usable_scale(value_scale.to(tl.int32, bitcast=True))
-        result = normalized.to(tl.float32) * tl.where(good, value_scale * (1.0 / 2097152.0), float("nan"))
+        good = usable_scale(factor.to(tl.int32, bitcast=True))
+        result = normalized.to(tl.float32) * tl.where(good, factor * (1.0 / 2097152.0), float("nan"))
         if MASK == "bias":
             usable = usable & (row_max < POISON)
         # a factor a row is cheaper than a choice an element

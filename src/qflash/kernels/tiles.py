@@ -49,8 +49,25 @@ def most_queries(value_dim: int) -> int:
     return 8192 // triton.next_power_of_2(value_dim)
 
 
-def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others)."""
+def choose_tiles(
+    recipe: Recipe,
+    head_dim: int,
+    value_dim: int,
+    queries: int,
+    keys: int,
+    capability: tuple[int, int],
+    *,
+    heads: int = 1,
+    fused: bool = False,
+    masked: bool = False,
+) -> Tiles:
+    """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
+
+    Args:
+        heads: heads times batch.
+        fused: whether the kernel quantises, too.
+        masked: whether there is a mask or a bias, a causal one included.
+    """
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
     wide = head_dim > 64 or recipe.probability_bits == 15
@@ -58,11 +75,21 @@ def choose_tiles(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
         return Tiles(block_m, recipe.key_block, 4, 2)
     if keys <= SHORT_ROW and max(head_dim, value_dim) <= 128:
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
+        if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
+            # Swin's windows. Thousands fill the machine with programs of one warp, which has nobody to wait for.
+            if heads >= 1024:
+                return Tiles(32 if fused and not masked else 16, block_n, 1, 1, 168, 1)
+            if heads >= 512 and not masked:
+                return Tiles(block_m, block_n, 4, 1, 80, 1)
         return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
-    # measured on an H200 at 4096 keys: 128 keys a tile against 64 is 2 % faster at 64 channels, 14 % at 128
-    return Tiles(block_m, 128 if max(head_dim, value_dim) <= 128 and recipe.probability_bits != 15 else 64, 4, 3)
+    if max(head_dim, value_dim) > 128 or recipe.probability_bits == 15:
+        return Tiles(block_m, 64, 4, 3)
+    if masked or recipe.key_granularity == "token":
+        return Tiles(block_m, 128, 4, 3)
+    # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
+    return Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
 
 
 def table_path() -> pathlib.Path:
@@ -98,18 +125,29 @@ def _device_name(index: int) -> str:
 
 
 def tiles_for(
-    recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, heads: int, fused: bool, device: torch.device
+    recipe: Recipe,
+    head_dim: int,
+    value_dim: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    fused: bool,
+    device: torch.device,
+    *,
+    masked: bool = False,
 ) -> Tiles:
-    """Return the tiles of a call on ``device``: the table's if it has them, else by the rules."""
-    if device.type != "cuda":
-        return choose_tiles(recipe, head_dim, value_dim, queries, keys, (9, 0))
+    """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    rule = choose_tiles(recipe, head_dim, value_dim, queries, keys, capability, heads=heads, fused=fused, masked=masked)
+    if device.type != "cuda" or masked:
+        return rule
     table = _table()
     if table and recipe.normalization == "two_pass":
         name = _device_name(device.index or 0)
         found = table.get(table_key(name, fused, recipe, head_dim, value_dim, queries, keys, heads))
         if found is not None and found.block_m <= most_queries(value_dim):
             return found
-    return choose_tiles(recipe, head_dim, value_dim, queries, keys, torch.cuda.get_device_capability(device))
+    return rule
 
 
 def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Path:

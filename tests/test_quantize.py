@@ -137,6 +137,19 @@ def test_kernels_have_the_reference_bits(layout: str, granularity: str, center: 
     assert same_bits(scale, expected_scale)
 
 
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", ["head", "token", "channel"])
+@pytest.mark.parametrize("shape", [(1, 2, 577, 64), (2, 1, 9000, 16), (1, 1, 300, 100)])
+def test_long_heads_are_quantised_in_chunks_to_the_same_bits(shape: tuple[int, ...], granularity: str, center: bool) -> None:
+    x = (draw(shape, 7, torch.float16) + 2).to(DEVICE)
+    for _ in range(2):
+        values, scale = ops._quantize(x, granularity, center, "triton")
+        expected_values, expected_scale = ops._quantize(x, granularity, center, "reference")
+        assert same_bits(values, expected_values)
+        assert same_bits(scale, expected_scale)
+        x[0, 0, -1, 0] = math.inf
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("center", [False, True])

@@ -6,6 +6,8 @@ This module checks arguments and brings them to the four-dimensional form the op
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +15,9 @@ from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
+
+if TYPE_CHECKING:
+    from .kernels.attention import Call
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
@@ -90,10 +95,11 @@ def attention(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
         NotImplementedError: from ``backward()``; integer attention has no gradient.
     """
+    tensors = query, key, value, attn_mask
     options = is_causal, scale, enable_gqa, recipe, backend
-    repeat = launch.find(query, key, value, attn_mask, options)
-    if repeat is not None:
-        return repeat(query, key, value, attn_mask)
+    plan = launch.find(tensors, options)
+    if plan is not None:
+        return plan.run(*tensors)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, FLOAT_DTYPES, 2)
         if x.dtype != query.dtype:
@@ -102,12 +108,20 @@ def attention(
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
-    canonical = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
-    out = torch.ops.qflash.attention(*canonical, is_causal, factor, choices.key, backend)
-    launch.remember(
-        query, key, value, attn_mask, options,
-        canonical=canonical, is_causal=is_causal, choices=choices, factor=factor, backend=backend,
-    )  # fmt: skip
+    q, k, v, mask = views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
+    out = torch.ops.qflash.attention(*views, is_causal, factor, choices.key, backend)
+    if query.is_cuda:
+
+        def launches() -> list[Call]:
+            from .kernels.attention import fusable, fused_calls
+
+            if not fusable(choices, q.shape[3], v.shape[3], k.shape[2]):
+                return []
+            return fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
+
+        places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
+        shape = (*query.shape[:-1], value.shape[-1])
+        launch.remember(tensors, options, backend, views, launches, shape, query.dtype, places)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -206,6 +220,20 @@ def int8_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
+    options: tuple[Hashable, ...] = ()
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    if type(query) is type(key) is type(value) is QuantizedTensor:
+        scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
+        number = None if scale_tensor is not None else output_scale
+        options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
+        tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
+        plan = launch.find(tensors, options)
+        if plan is not None:
+            out = plan.run(*tensors)
+            if out_dtype is not None:
+                return out
+            fitted = scale_tensor if plan.output_scale is None else plan.output_scale
+            return QuantizedTensor.from_kernel(out, value.scale if fitted is None else fitted)
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, QuantizedTensor):
@@ -244,23 +272,36 @@ def int8_attention(
     like_output = (
         value.values[..., :1, :] if given is None else given.reshape((1,) * (len(shape) - given.dim()) + tuple(given.shape))
     )
+    factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query.values)
+    q, k, v = _four(query.values), _four(key.values), _four(value.values)
+    query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)
+    out_scale = None if given is None else _four_scale(like_output, query.values)
+    stored = torch.int8 if out_dtype is None else out_dtype
     out = torch.ops.qflash.int8_attention(
-        _four(query.values),
-        _four_scale(query.scale, query.values),
-        _four(key.values),
-        _four_scale(key.scale, key.values),
-        _four(value.values),
-        value_scale,
-        _four_mask(attn_mask, query.values),
-        is_causal,
-        resolve_softmax_scale(scale, query.shape[-1]),
-        None if given is None else _four_scale(like_output, query.values),
-        torch.int8 if out_dtype is None else out_dtype,
-        choices.key,
-        backend,
+        q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend
     )
     if query.values.dim() != 4:
         out = out.reshape(shape)
+    if q.is_cuda and tensors:
+
+        def launches() -> list[Call]:
+            from .kernels.attention import attention_calls, one_launch
+
+            float_mask = mask is not None and mask.dtype.is_floating_point  # is converted by launches of its own
+            own_scale = output_scale is None and given is not None and given is not value.scale
+            if float_mask or own_scale or not one_launch(choices, q.shape[3], v.shape[3], k.shape[2]):
+                return []
+            fresh = torch.empty_like(out).reshape(*q.shape[:3], -1)
+            return attention_calls(
+                q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, fresh, choices
+            )
+
+        places = {"q": 0, "qs": 1, "k": 2, "ks": 3, "v": 4, "vs": 5} | ({} if mask is None else {"mask": 6})
+        made = given if output_scale is not None and tensors[7] is None else None
+        if made is None:
+            places["os"] = 5 if output_scale is None else 7
+        views = (q, query_scale, k, key_scale, v, value_scale, mask, None if tensors[7] is None else out_scale)
+        launch.remember(tensors, options, backend, views, launches, shape, stored, places, made)
     return QuantizedTensor.from_kernel(out, given) if given is not None else out
 
 

@@ -1,4 +1,4 @@
-"""Repeating a call cheaply: what :func:`qflash.attention` did for tensors of one shape is kept and done again.
+"""Repeating a call cheaply: what a call found out for tensors of one shape is kept and done again.
 
 Checking arguments, going through PyTorch's dispatcher and binding fifty kernel arguments takes longer than a vision
 transformer's attention takes on the GPU. All of it depends only on shapes, strides, alignment and options. The first
@@ -8,108 +8,114 @@ call with some of these goes the whole way; the next ones look up what it found 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .backends import resolve_backend
-from .recipe import Recipe
 
-Repeat = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+if TYPE_CHECKING:
+    from .kernels.attention import Call
+
+Tensors = Sequence["torch.Tensor | None"]
+
+
+class Plan(NamedTuple):
+    """A call that can be repeated.
+
+    Attributes:
+        run: takes the tensors of such a call, in order, and returns its output.
+        output_scale: the scale of an int8 output that was given as a number.
+    """
+
+    run: Callable[..., torch.Tensor]
+    output_scale: torch.Tensor | None
+
 
 MOST_PLANS = 512
-_plans: OrderedDict[Hashable, Repeat] = OrderedDict()
+_plans: OrderedDict[Hashable, Plan] = OrderedDict()
 _mode_depth = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _plain(tensors: Tensors) -> bool:
     """Tell whether nobody watches: no subclass, no tracing, no dispatch or function mode, no gradient; on the current GPU."""
-    plain = torch.Tensor
-    return (
-        not torch.compiler.is_compiling()
-        and type(query) is plain
-        and type(key) is plain
-        and type(value) is plain
-        and (mask is None or type(mask) is plain)
-        and query.is_cuda
-        and query.device.index == torch.cuda.current_device()
-        and _mode_depth() == 0
-        and _function_modes() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    )
+    if (
+        torch.compiler.is_compiling()
+        or _mode_depth()
+        or _function_modes()
+        or torch._C._functorch.maybe_current_level() is not None
+        or not torch.cuda.is_initialized()
+    ):
+        return False
+    current, gradients = torch.cuda.current_device(), torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (
+            type(x) is not torch.Tensor or not x.is_cuda or x.device.index != current or (gradients and x.requires_grad)
+        ):
+            return False
+    return True
 
 
-def _signature(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Hashable
-) -> Hashable:
-    """Everything a launch depends on but the addresses; of those whether they are multiples of 16."""
-    about_mask = None
-    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
-    if mask is not None:
-        about_mask = (mask.shape, mask.stride(), mask.dtype, mask.device, mask.data_ptr() & 15)
-    return (
-        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        aligned, about_mask, options,
-    )  # fmt: skip
+def _signature(tensors: Tensors, options: Hashable) -> Hashable:
+    """Everything a launch depends on but the addresses; of those how far they are from a multiple of 16."""
+    about: list[Hashable] = [options]
+    for x in tensors:
+        about.append(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15))
+    return tuple(about)
 
 
-def find(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Hashable
-) -> Repeat | None:
+def find(tensors: Tensors, options: Hashable) -> Plan | None:
     """Return what repeats an earlier call with the same signature, or None: then the call has to go the whole way.
 
     Args:
-        options: all other arguments of :func:`qflash.attention`, as given.
+        tensors: of the call, as given, in an order of the caller's; not yet checked.
+        options: all its other arguments, as given.
     """
-    if not _plain(query, key, value, mask) or not _plans:
+    if not _plain(tensors) or not _plans:
         return None
     try:
-        return _plans.get(_signature(query, key, value, mask, options))
+        return _plans.get(_signature(tensors, options))
     except TypeError:  # an option that cannot be hashed: the whole way says what is wrong with it
         return None
 
 
 def remember(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    tensors: Tensors,
     options: Hashable,
-    *,
-    canonical: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    is_causal: bool,
-    choices: Recipe,
-    factor: float,
     backend: str,
+    views: Tensors,
+    launches: Callable[[], list[Call]],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    places: dict[str, int],
+    output_scale: torch.Tensor | None = None,
 ) -> None:
     """Keep a call that went the whole way, if it is one launch on plain tensors of the current GPU.
 
     Args:
-        options: as for :func:`find`.
-        canonical: query, key, value and mask as the operator took them; only views of the caller's qualify.
-        is_causal, choices, factor, backend: what the options came to: the recipe and the softmax scale resolved.
+        tensors, options: as for :func:`find`.
+        backend: as the caller named it.
+        views: the tensors as the operator took them; only views of the caller's qualify.
+        launches: returns the kernel launches, or none where they are not worth keeping.
+        shape, dtype: of the output, as the caller returns it.
+        places: the kernel's names for those of the tensors that it reads, and their numbers.
+        output_scale: see :class:`Plan`.
     """
-    if not _plain(query, key, value, mask) or torch.cuda.is_current_stream_capturing():
+    if not _plain(tensors) or torch.cuda.is_current_stream_capturing():
         return
-    if resolve_backend(backend, query.device) != "triton":
+    query = tensors[0]
+    if query is None or resolve_backend(backend, query.device) != "triton":
         return
-    from .kernels.attention import fusable, prepare_fused
-
-    q, k, v, m = canonical
-    if not fusable(choices, q.shape[3], v.shape[3], k.shape[2]):
-        return
-    for given, view in ((query, q), (key, k), (value, v), (mask, m)):
-        if given is not None and view is not None and given.data_ptr() != view.data_ptr():
+    for given, view in zip(tensors, views, strict=True):
+        if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
             return
-    # the kernel is specialised on the alignment of every address, the signature holds their common one
-    if any(x.data_ptr() & 15 for x in (q, k, v)):
+    if 0 in shape:
         return
-    repeat = prepare_fused(q, k, v, m, is_causal, factor, choices, (*query.shape[:-1], value.shape[-1]))
-    if repeat is None:
+    calls = launches()
+    if len(calls) != 1:
         return
-    _plans[_signature(query, key, value, mask, options)] = repeat
+    _plans[_signature(tensors, options)] = Plan(calls[0].prepare(shape, dtype, query.device, places), output_scale)
     if len(_plans) > MOST_PLANS:
         _plans.popitem(last=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,50 @@ def test_a_repeated_call_has_the_same_bits() -> None:
     query.requires_grad_()
     with pytest.raises(NotImplementedError):
         qflash.attention(query, key, value).sum().backward()
+
+
+def test_a_repeated_int8_call_has_the_same_bits() -> None:
+    from qflash import launch
+
+    launch._plans.clear()
+    fitted = torch.rand(4, 6, 1, 64, device=CUDA) * 0.01 + 0.01
+    bias = qflash.quantize_bias(torch.randn(1, 6, 197, 197, device=CUDA))
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"output_scale": 0.02},
+        {"output_scale": 0.03},
+        {"output_scale": fitted},
+        {"out_dtype": torch.float16},
+        {"attn_mask": bias, "output_scale": fitted},
+        {"is_causal": True, "recipe": "accurate"},
+    )
+    for seed in range(3):
+        for granularities in (("tensor",) * 3, ("token", "head", "channel")):
+            scaled = (x * (1 + seed) for x in inputs_on_gpu(4, 6, 197, head_dim=64, seed=seed))
+            int8 = [qflash.quantize(x, kind) for x, kind in zip(scaled, granularities, strict=True)]
+            for way in ways:
+                got = qflash.int8_attention(*int8, **way)
+                expected = qflash.int8_attention(*int8, **way, backend="reference")
+                if isinstance(expected, torch.Tensor):
+                    assert isinstance(got, torch.Tensor)
+                    assert same_bits(got, expected)
+                else:
+                    assert same_bits(got.values, expected.values), (seed, granularities, way)
+                    assert same_bits(got.scale, expected.scale)
+        assert len(launch._plans) == 2 * len(ways)
+    # several launches, or scales that had to be copied: nothing is kept, and nothing is wrong
+    kept = len(launch._plans)
+    long = [qflash.quantize(x) for x in inputs_on_gpu(1, 2, 600, head_dim=64)]
+    floating = torch.randn(197, 197, device=CUDA)
+    for _ in range(2):
+        assert same_bits(qflash.int8_attention(*long).values, qflash.int8_attention(*long, backend="reference").values)
+        got, expected = (qflash.int8_attention(*int8, floating, backend=backend) for backend in ("auto", "reference"))
+        assert same_bits(got.values, expected.values)
+    assert len(launch._plans) == kept
+    with pytest.raises(ValueError, match="output_scale"):
+        qflash.int8_attention(*int8, output_scale=-1.0)
+    with pytest.raises(TypeError, match="recipe"):
+        qflash.int8_attention(*int8, recipe=[1])
 
 
 @pytest.mark.parametrize("geometry", range(200, 212))

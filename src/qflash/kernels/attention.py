@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,15 +50,19 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, device: torch.device) -> Tiles:
+def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and narrow and tiles.warps == 4 and tiles.block_n > 64 and splits * heads > 2 * processors:
-        # three programs a processor instead of two, where there are enough of them
-        registers = 168
+    if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
+        programs = splits * heads
+        if fused and programs > 2 * processors:
+            # three programs a processor instead of two, where there are enough of them
+            registers = 168
+        elif not fused and 2 * processors < programs <= 3 * processors:
+            registers = 144  # costs spills, but one round instead of two
     return tiles._replace(splits=splits, registers=registers)
 
 
@@ -78,6 +82,36 @@ class Call(NamedTuple):
         """Launch it on the tensors it names."""
         self.kernel[self.grid](**self.arguments, **self.options)
 
+    def prepare(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, places: dict[str, int]
+    ) -> Callable[..., torch.Tensor]:
+        """Return a function that repeats the launch on other tensors, of the same shapes, strides and alignment.
+
+        It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
+        more to do than the launch. The caller answers for the tensors being alike.
+
+        Args:
+            shape, dtype, device: of the output; every call makes a new one.
+            places: the arguments (without ``_ptr``) that are tensors of the caller's, and which. Other addresses stay.
+        """
+        compiled = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)  # looked up, not launched
+        names = self.kernel.arg_names
+        values = [x.data_ptr() if isinstance(x := self.arguments[name], torch.Tensor) else x for name in names]
+        targets = [(names.index(f"{name}_ptr"), index) for name, index in places.items()]
+        out_at = names.index("o_ptr")
+        launch = compiled[self.grid]
+
+        def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
+            out = torch.empty(shape, dtype=dtype, device=device)
+            arguments = values.copy()
+            for position, index in targets:
+                arguments[position] = tensors[index].data_ptr()  # type: ignore[union-attr]
+            arguments[out_at] = out.data_ptr()
+            launch(*arguments)
+            return out
+
+        return repeat
+
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     # a product and a sum fused by the compiler would round differently; where one is meant it is spelt out
@@ -85,6 +119,10 @@ def _options(tiles: Tiles) -> dict[str, Any]:
     if tiles.registers:
         options["maxnreg"] = tiles.registers
     return options
+
+
+_PACKED_KEYS = 512
+"""Keys of V a program packs."""
 
 
 def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
@@ -96,7 +134,7 @@ def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[C
     batch, heads, keys, channels = value.shape
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
-    sums = torch.empty((batch, heads, channels), dtype=torch.int32, device=value.device)
+    sums = torch.zeros((batch, heads, channels), dtype=torch.int32, device=value.device)
     block = min(32, triton.next_power_of_2(channels))
     calls = []
     for start in range(0, batch, _MOST_BLOCKS):
@@ -107,11 +145,12 @@ def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[C
             **{f"v_stride_{axis}": value.stride(dim) for dim, axis in enumerate("zhnd")},
             "keys": keys,
             "padded": padded,
+            "chunk": _PACKED_KEYS,
             "VALUE_DIM": channels,
             "BLOCK_C": block,
             "BLOCK_N": 128,
         }
-        grid = (triton.cdiv(channels, block), heads, min(_MOST_BLOCKS, batch - start))
+        grid = (triton.cdiv(channels, block) * triton.cdiv(padded, _PACKED_KEYS), heads, min(_MOST_BLOCKS, batch - start))
         calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[..., :keys].mT, sums, calls
 
@@ -169,7 +208,14 @@ def _calls(
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
     }
     if short:
-        tiles = _split(tiles, queries, batch * heads, scales is None and head_dim <= 64, query.device)
+        tiles = _split(
+            tiles,
+            queries,
+            batch * heads,
+            max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
+            scales is None,
+            query.device,
+        )
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
     else:
@@ -269,6 +315,11 @@ def attention_calls(
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
 
+def one_launch(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
+    """Tell whether the attention of int8 tensors is one launch by the rules of :func:`choose_tiles`: short rows."""
+    return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
+
+
 def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     """Tell whether one launch can quantise and attend: short rows, and scales that one program can find by itself."""
     return (
@@ -366,50 +417,3 @@ def launch_fused(
     ):
         call.run()
     return out.to(query.dtype)
-
-
-def prepare_fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    recipe: Recipe,
-    shape: tuple[int, ...],
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
-    """Return a function that repeats such a launch on tensors of the same shapes, strides and alignment, or None.
-
-    It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
-    more to do than the launch. The caller answers for the tensors being alike.
-
-    Args:
-        shape: of the output the function returns: (batch, heads, queries, channels), or the batch in several dimensions.
-    """
-    if query.shape[0] > _MOST_BLOCKS or query.numel() == 0 or value.shape[3] == 0:
-        return None
-    dtype, device = query.dtype, query.device
-    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=dtype, device=device)
-    (call,) = fused_calls(query, key, value, mask, is_causal, softmax_scale, out, recipe)
-    compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)  # looked up, not launched
-    # every tensor's place is filled with an address before a launch
-    values = [None if isinstance(x := call.arguments[name], torch.Tensor) else x for name in call.kernel.arg_names]
-    place = {name: call.kernel.arg_names.index(f"{name}_ptr") for name in ("q", "k", "v", "o", "mask", "qs", "ks", "vs", "os")}
-    q_at, k_at, v_at, o_at, mask_at, *unread_at = place.values()
-    launch = compiled[call.grid]
-
-    def repeat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(shape, dtype=dtype, device=device)
-        arguments = values.copy()
-        address = query.data_ptr()
-        arguments[q_at] = address
-        arguments[k_at] = key.data_ptr()
-        arguments[v_at] = value.data_ptr()
-        arguments[o_at] = out.data_ptr()
-        arguments[mask_at] = address if mask is None else mask.data_ptr()
-        for position in unread_at:
-            arguments[position] = address
-        launch(*arguments)
-        return out
-
-    return repeat

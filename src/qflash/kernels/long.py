@@ -29,22 +29,27 @@ from .tile import (
 
 @triton.jit
 def pack_value_kernel(
-    v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded,
+    v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
     VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Bring a head's V to the order the tensor core reads, (channels, keys), zero up to ``padded``; and sum each channel."""
+    """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each channel.
+
+    Keys from the last up to ``padded`` are zero. The sums, of integers, do not depend on who adds first.
+    """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    blocks = (VALUE_DIM + BLOCK_C - 1) // BLOCK_C
+    begin = tl.program_id(0) // blocks * chunk
+    channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     head = z * tl.num_programs(1) + h
     v_base = v_ptr + z * v_stride_z + h * v_stride_h
     sums = tl.zeros((BLOCK_C,), tl.int32)
-    for start in range(0, padded, BLOCK_N):
+    for start in range(begin, tl.minimum(begin + chunk, padded), BLOCK_N):
         v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True)
         sums += tl.sum(v.to(tl.int32), 0)
         n = start + tl.arange(0, BLOCK_N)
         out = packed_ptr + (head * VALUE_DIM + channels[None, :]) * padded + n[:, None]
         tl.store(out, v, mask=channels[None, :] < VALUE_DIM)
-    tl.store(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+    tl.atomic_add(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
 
 
 @triton.jit

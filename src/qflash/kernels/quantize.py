@@ -185,40 +185,52 @@ def _channel_range(
     x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
-    low = tl.full((BLOCK_D,), float("inf"), tl.float32)
-    high = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+    low = tl.full((BLOCK_N, BLOCK_D), float("inf"), tl.float32)
+    high = tl.full((BLOCK_N, BLOCK_D), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n[:, None] < tokens) & (d[None, :] < channels)
         x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-        low = tl.minimum(low, tl.min(tl.where(inside, tl.where(x == x, x, float("-inf")), float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(inside, tl.where(x == x, x, float("inf")), float("-inf")), 0))
-    return low, high
+        low = tl.minimum(low, tl.where(inside, tl.where(x == x, x, float("-inf")), float("inf")))
+        high = tl.maximum(high, tl.where(inside, tl.where(x == x, x, float("inf")), float("-inf")))
+    return tl.min(low, 0), tl.max(high, 0)
 
 
 @triton.jit
 def quantize_head_kernel(
-    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
-    GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, low_ptr, high_ptr, chunk,
+    CHUNKS: tl.constexpr, GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one head, finding its scales: a pass for the range of its channels, a pass for the values."""
-    h, z = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Quantise one head, or a chunk of its tokens, with the scales of the whole head.
+
+    With one chunk the ranges of the channels are found here, otherwise :func:`range_kernel` has found every chunk's.
+    """
+    h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     head = z * tl.num_programs(0) + h
     d = tl.arange(0, BLOCK_D)
     x_base = x_ptr + z * x_stride_z + h * x_stride_h
-    low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+    if CHUNKS == 1:
+        low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+    else:
+        parts = tl.arange(0, CHUNKS)[:, None]
+        there = (parts < tl.num_programs(2)) & (d[None, :] < channels)
+        at = (head * tl.num_programs(2) + parts) * channels + d[None, :]
+        low = tl.min(tl.load(low_ptr + at, mask=there, other=float("inf")), 0)
+        high = tl.max(tl.load(high_ptr + at, mask=there, other=float("-inf")), 0)
     middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
     if CENTER:
         low -= middle
         high -= middle
     amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    first = part + tl.zeros((1, 1), tl.int32) == 0
     if GRANULARITY == "head":
         scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
-        tl.store(scale_ptr + head + tl.zeros((1, 1), tl.int32), scale)
+        tl.store(scale_ptr + head + tl.zeros((1, 1), tl.int32), scale, mask=first)
     elif GRANULARITY == "channel":
         scale = amplitude_to_scale(amplitude)[None, :]
-        tl.store(scale_ptr + head * channels + d[None, :], scale, mask=d[None, :] < channels)
-    for start in range(0, tokens, BLOCK_N):
+        tl.store(scale_ptr + head * channels + d[None, :], scale, mask=(d[None, :] < channels) & first)
+    for start in range(part * chunk, tl.minimum(tokens, part * chunk + chunk), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n[:, None] < tokens) & (d[None, :] < channels)
         x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
@@ -232,20 +244,23 @@ def quantize_head_kernel(
 
 @triton.jit
 def range_kernel(
-    x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
+    x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, chunk_tokens,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Lowest and highest value of every channel over one chunk of tokens of one head."""
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    begin = chunk * BLOCK_N
+    begin = chunk * chunk_tokens
     low, high = _channel_range(
-        x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + BLOCK_N, tokens, channels, d, BLOCK_N,
-        BLOCK_D,
+        x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + chunk_tokens, tokens, channels, d,
+        BLOCK_N, BLOCK_D,
     )  # fmt: skip
     out = ((z * tl.num_programs(1) + h) * tl.num_programs(0) + chunk) * channels + d
     tl.store(low_ptr + out, low, mask=d < channels)
     tl.store(high_ptr + out, high, mask=d < channels)
+
+
+_MOST_CHUNKS = 16
 
 
 def _tokens_per_block(channels: int) -> int:
@@ -297,11 +312,20 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                     *arguments, BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False
                 )
             else:
-                # a head of up to 256 tokens is one block: its second pass finds it in the cache
+                # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
+                # into chunks few enough that every program can look at the ranges of all.
                 whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
-                quantize_head_kernel[(heads, stop - start)](
-                    *arguments, GRANULARITY=granularity, CENTER=center, BLOCK_N=whole, BLOCK_D=width, GUARD=guard,
-                    enable_fp_fusion=False,
+                chunk = max(whole, triton.next_power_of_2(triton.cdiv(tokens, _MOST_CHUNKS)))
+                chunks = triton.cdiv(tokens, chunk)
+                low = high = values
+                if chunks > 1:
+                    low, high = torch.empty((2, stop - start, heads, chunks, channels), device=x.device).unbind()
+                    range_kernel[(chunks, heads, stop - start)](
+                        x[start:stop], low, high, *x.stride(), tokens, channels, chunk, BLOCK_N=block, BLOCK_D=width
+                    )
+                quantize_head_kernel[(heads, stop - start, chunks)](
+                    *arguments, low, high, chunk, CHUNKS=triton.next_power_of_2(chunks), GRANULARITY=granularity,
+                    CENTER=center, BLOCK_N=whole, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
                     num_warps=8 if whole * width >= 8192 else 4,
                 )  # fmt: skip
         return values, scale
@@ -312,7 +336,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     for start in range(0, batch, 65535):
         stop = min(batch, start + 65535)
         range_kernel[(chunks, heads, stop - start)](
-            x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens, channels, BLOCK_N=block, BLOCK_D=width
+            x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens, channels, block, BLOCK_N=block, BLOCK_D=width
         )
     middle = None
     if center:

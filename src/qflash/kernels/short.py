@@ -138,6 +138,8 @@ def short_kernel(
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
     blocks = tl.cdiv(queries, BLOCK_M)
+    # a number for each channel, or rows so short that a program walks over many blocks: formed once, before them
+    EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or TILES == 1
 
     if QUANTIZE:
         # every load is under way before the first use, and one reduction finds all ranges
@@ -205,9 +207,10 @@ def short_kernel(
         factor, shift, half = value_scale, 0, 0
     else:
         keys_usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, KEYS, BLOCK_N, KEY_TOKEN)
-        factor, shift, half = output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
-        )
+        if EARLY:
+            factor, shift, half = output_factors(
+                o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
+            )
     # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
     # the row sum. Under a mask they are masked like any other.
     ones = tl.full((16, BLOCK_N), 1, tl.int8)
@@ -272,6 +275,9 @@ def short_kernel(
             accumulator, high_part, total, high_total = accumulate(
                 word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS, BITS != 7, GUARD
             )
+        if not QUANTIZE and not EARLY:
+            # one number, cheap enough to form again for every block; here nobody waits for it
+            factor, shift, half = output_factors(o_ptr, vs_base, 0, os_base, 0, VALUE_DIM, BLOCK_DV, False, False, GUARD)
         o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
         finish(
             accumulator, high_part, total, high_total, COUNT, row_max, usable, factor, shift, half, o_ptrs,

@@ -177,7 +177,12 @@ def test_integer_instructions(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["HFMA2.MMA R5, -RZ, RZ, 0, 0", "HFMA2 R0, -RZ, RZ, 0, 5.9604644775390625e-08", "@P1 HFMA2.MMA R3, -RZ, RZ, 1.875, -0"],
+    [
+        "HFMA2.MMA R5, -RZ, RZ, 0, 0",
+        "HFMA2 R0, -RZ, RZ, 0, 5.9604644775390625e-08",
+        "@P1 HFMA2.MMA R3, -RZ, RZ, 1.875, -0",
+        "HFMA2 R9, -RZ, RZ, 0, 0                ?trans1",
+    ],
 )
 def test_constant_moves_are_no_arithmetic(text: str) -> None:
     assert verify.is_constant_move(_one(text))

@@ -60,7 +60,7 @@ def _plain(tensors: Tensors) -> bool:
 
 def _signature(tensors: Tensors, options: Hashable) -> Hashable:
     """Everything a launch depends on but the addresses; of those how far they are from a multiple of 16."""
-    about: list[Hashable] = [options]
+    about: list[Hashable] = [options, torch.cuda.current_device()]  # all tensors are there
     for x in tensors:
         about.append(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15))
     return tuple(about)

@@ -86,7 +86,7 @@ def choose_tiles(
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
     if max(head_dim, value_dim) > 128 or recipe.probability_bits == 15:
         return Tiles(block_m, 64, 4, 3)
-    if masked or recipe.key_granularity == "token":
+    if masked or not hopper or recipe.key_granularity == "token":
         return Tiles(block_m, 128, 4, 3)
     # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
     return Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)

@@ -215,6 +215,22 @@ def test_more_windows_than_a_grid_dimension(mask: str) -> None:
     assert same_bits(got, qflash.attention(*inputs, bias, backend="reference"))
 
 
+@pytest.mark.parametrize("images", [16, 43, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_windows_have_the_reference_bits(images: int, biased: bool) -> None:
+    # the tiles depend on how many heads there are: 3 heads in 4 windows an image
+    query, key, value = inputs_on_gpu(images * 4, 3, 49, head_dim=32)
+    bias = torch.randn(4, 3, 49, 49, device=CUDA) if biased else None
+    whole = None if bias is None else bias.repeat(images, 1, 1, 1)
+    got = qflash.attention(query, key, value, whole)
+    assert same_bits(got, qflash.attention(query, key, value, whole, backend="reference"))
+    fixed = None if whole is None else qflash.quantize_bias(whole)
+    for granularities in (("tensor",) * 3, ("token", "head", "channel")):
+        int8 = [qflash.quantize(x, kind) for x, kind in zip((query, key, value), granularities, strict=True)]
+        got, expected = (qflash.int8_attention(*int8, fixed, backend=backend) for backend in ("auto", "reference"))
+        assert same_bits(got.values, expected.values), granularities
+
+
 @pytest.mark.parametrize("granularity", ["head", "token", "channel"])
 def test_more_heads_to_quantise_than_a_grid_dimension(granularity: str) -> None:
     x = inputs_on_gpu(70_000, 1, 3, head_dim=16)[0]

@@ -9,7 +9,7 @@ import qflash
 from helpers import DEVICE, draw_fused_case, make_inputs, same_bits
 from qflash import ops
 from qflash.kernels.attention import fusable, launch_fused
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 
 
 def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> torch.Tensor:
@@ -37,9 +37,17 @@ def test_what_one_launch_can_do() -> None:
         assert not fusable(recipe, 64, 64, 197)
     assert not fusable(DEFAULT, 64, 64, 257)
     assert not fusable(DEFAULT, 128, 128, 197)
+    assert not fusable(DEFAULT, 256, 256, 49)  # a row of so many channels is not held whole
     inputs = make_inputs(1, 1, 8)
     with pytest.raises(ValueError, match="one launch cannot"):
         launch_fused(*(x.to(DEVICE) for x in inputs), None, False, 1.0, PAPER)
+
+
+@pytest.mark.parametrize("recipe", [DEFAULT, ACCURATE])
+def test_wide_heads_with_few_keys(recipe: Recipe) -> None:
+    query, key, value = (x.to(DEVICE) for x in make_inputs(1, 2, 40, head_dim=256, dtype=torch.float16))
+    got = qflash.attention(query, key, value, recipe=recipe, backend="triton")
+    assert same_bits(got, qflash.attention(query, key, value, recipe=recipe, backend="reference"))
 
 
 def test_attention_takes_the_fused_launch(monkeypatch: pytest.MonkeyPatch) -> None:

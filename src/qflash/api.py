@@ -285,11 +285,12 @@ def int8_attention(
     if q.is_cuda and tensors:
 
         def launches() -> list[Call]:
-            from .kernels.attention import attention_calls, one_launch
+            from .kernels.attention import attention_calls
+            from .kernels.tiles import is_short
 
             float_mask = mask is not None and mask.dtype.is_floating_point  # is converted by launches of its own
             own_scale = output_scale is None and given is not None and given is not value.scale
-            if float_mask or own_scale or not one_launch(choices, q.shape[3], v.shape[3], k.shape[2]):
+            if float_mask or own_scale or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
                 return []
             fresh = torch.empty_like(out).reshape(*q.shape[:3], -1)
             return attention_calls(

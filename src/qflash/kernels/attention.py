@@ -14,7 +14,7 @@ from .. import fixed_point as fp
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .short import short_kernel
-from .tiles import SHORT_ROW, Tiles, choose_tiles, most_queries, tiles_for
+from .tiles import SHORT_ROW, Tiles, choose_tiles, is_short, most_queries, tiles_for
 
 _MOST_BLOCKS = 65535
 
@@ -315,16 +315,10 @@ def attention_calls(
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
 
-def one_launch(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
-    """Tell whether the attention of int8 tensors is one launch by the rules of :func:`choose_tiles`: short rows."""
-    return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
-
-
 def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     """Tell whether one launch can quantise and attend: short rows, and scales that one program can find by itself."""
     return (
-        recipe.normalization == "two_pass"
-        and 0 < keys <= SHORT_ROW
+        is_short(recipe, head_dim, value_dim, keys)
         and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
         and recipe.query_granularity in ("head", "token")
         and recipe.key_granularity == "head"

@@ -49,6 +49,11 @@ def most_queries(value_dim: int) -> int:
     return 8192 // triton.next_power_of_2(value_dim)
 
 
+def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
+    """Tell whether the rules hold a row whole, which makes attention one launch (:mod:`.short`)."""
+    return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
+
+
 def choose_tiles(
     recipe: Recipe,
     head_dim: int,
@@ -73,7 +78,7 @@ def choose_tiles(
     wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
-    if keys <= SHORT_ROW and max(head_dim, value_dim) <= 128:
+    if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
             # Swin's windows. Thousands fill the machine with programs of one warp, which has nobody to wait for.

@@ -6,7 +6,6 @@ This module checks arguments and brings them to the four-dimensional form the op
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -220,24 +219,22 @@ def int8_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
-    options: tuple[Hashable, ...] = ()
-    tensors: tuple[torch.Tensor | None, ...] = ()
-    if type(query) is type(key) is type(value) is QuantizedTensor:
-        scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
-        number = None if scale_tensor is not None else output_scale
-        options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
-        tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
-        plan = launch.find(tensors, options)
-        if plan is not None:
-            out = plan.run(*tensors)
-            if out_dtype is not None:
-                return out
-            fitted = scale_tensor if plan.output_scale is None else plan.output_scale
-            return QuantizedTensor.from_kernel(out, value.scale if fitted is None else fitted)
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, QuantizedTensor):
             raise TypeError(f"{name} must be a QuantizedTensor (qflash.quantize makes one), got {type(x).__name__}")
+    scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
+    number = None if scale_tensor is not None else output_scale
+    options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
+    tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
+    plan = launch.find(tensors, options)
+    if plan is not None:
+        out = plan.run(*tensors)
+        if out_dtype is not None:
+            return out
+        fitted = scale_tensor if plan.output_scale is None else plan.output_scale
+        return QuantizedTensor.from_kernel(out, value.scale if fitted is None else fitted)
+    for name, x in named:
         check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
     check_attention_shapes(query.values, key.values, value.values, enable_gqa)
     for name, x, dim, allowed in (
@@ -269,20 +266,17 @@ def int8_attention(
         given = value.scale
         if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
             given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
-    like_output = (
-        value.values[..., :1, :] if given is None else given.reshape((1,) * (len(shape) - given.dim()) + tuple(given.shape))
-    )
     factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query.values)
     q, k, v = _four(query.values), _four(key.values), _four(value.values)
     query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)
-    out_scale = None if given is None else _four_scale(like_output, query.values)
+    out_scale = None if given is None else _four_scale(given, query.values)
     stored = torch.int8 if out_dtype is None else out_dtype
     out = torch.ops.qflash.int8_attention(
         q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend
     )
     if query.values.dim() != 4:
         out = out.reshape(shape)
-    if q.is_cuda and tensors:
+    if q.is_cuda:
 
         def launches() -> list[Call]:
             from .kernels.attention import attention_calls
@@ -298,10 +292,10 @@ def int8_attention(
             )
 
         places = {"q": 0, "qs": 1, "k": 2, "ks": 3, "v": 4, "vs": 5} | ({} if mask is None else {"mask": 6})
-        made = given if output_scale is not None and tensors[7] is None else None
+        made = None if number is None else given
         if made is None:
             places["os"] = 5 if output_scale is None else 7
-        views = (q, query_scale, k, key_scale, v, value_scale, mask, None if tensors[7] is None else out_scale)
+        views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
         launch.remember(tensors, options, backend, views, launches, shape, stored, places, made)
     return QuantizedTensor.from_kernel(out, given) if given is not None else out
 

@@ -62,6 +62,38 @@ def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> N
     assert tiles.choose_tiles(DEFAULT, 64, 64, 49, 49, (9, 0), heads=4096).warps == 4
 
 
+def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
+    def rule(
+        keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
+    ) -> Tiles:
+        return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
+
+    assert rule().hopper == rule(keys=256).hopper == rule(keys=65, dim=32).hopper == 1
+    others = [rule(keys=257), rule(keys=64), rule(dim=80), rule(queries=32), rule(masked=True), rule(capability=(8, 0))]
+    others += [
+        rule(capability=(10, 0)),
+        rule(recipe=PAPER),
+        rule(recipe=ACCURATE),
+        rule(recipe=DEFAULT.replace(exponential="linear")),
+    ]
+    assert not any(other.hopper for other in others)
+    tried = list(candidates(rule(), 64, 197, 197))
+    assert {(t.splits, t.registers) for t in tried if t.hopper} >= {(splits, 168) for splits in (1, 2, 3, 4)}
+    assert any(not t.hopper for t in tried)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
+    from qflash.kernels.attention import attention_calls
+
+    x, one = torch.zeros(1, 1, 197, 64, dtype=torch.int8, device=device), torch.ones(1, 1, 1, 1, device=device)
+    (call,) = attention_calls(
+        x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT, tiles=Tiles(64, 128, 4, 1, hopper=1),
+        guard=device == "cpu",
+    )  # fmt: skip
+    assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}'])
 def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
     table.parent.mkdir(parents=True)

@@ -7,8 +7,9 @@ Every candidate has to return the rules' bits before it is timed. What wins goes
 from __future__ import annotations
 
 import datetime
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
     if keys <= SHORT_ROW:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
-        tried = (
+        by_hand = (
+            rule._replace(registers=registers, splits=splits)
+            for registers in (0, 168)
+            for splits in range(1, 1 + -(-queries // rule.block_m))
+            if rule.hopper
+        )
+        tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
             for m, w in warps
             if m <= max(blocks_m)
@@ -39,6 +46,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             for splits in (1, 2, 4)
             if splits <= -(-queries // m)
         )
+        tried = itertools.chain(by_hand, tried)
     else:
         tried = (
             Tiles(m, n, 8 if m == 128 else 4, stages, registers)

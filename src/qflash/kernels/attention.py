@@ -14,7 +14,7 @@ from .. import fixed_point as fp
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .short import short_kernel
-from .tiles import SHORT_ROW, Tiles, choose_tiles, is_short, most_queries, tiles_for
+from .tiles import SHORT_ROW, Tiles, choose_tiles, fits_hopper, is_short, most_queries, tiles_for
 
 _MOST_BLOCKS = 65535
 
@@ -50,13 +50,31 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+@functools.cache
+def _hopper_kernel() -> Any:
+    from .hopper import hopper_kernel  # only where it runs: it needs a part of Triton that the interpreter has not
+
+    return hopper_kernel
+
+
+def _side_by_side(x: torch.Tensor) -> bool:
+    """Whether channels are neighbours and every row can be copied sixteen bytes at a time."""
+    whole = 16 // x.element_size()
+    return (
+        x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(x.stride(dim) % whole == 0 for dim in range(3) if x.shape[dim] > 1)
+    )
+
+
 def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
-    if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
+    if tiles.hopper and not registers and splits * heads > 2 * processors:
+        # three programs a processor instead of two, at the price of a few spills
+        registers = 168
+    elif not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
         programs = splits * heads
         if fused and programs > 2 * processors:
             # three programs a processor instead of two, where there are enough of them
@@ -191,6 +209,17 @@ def _calls(
     calls: list[Call] = []
     if two_pass and not short:
         value, sums, calls = _pack_value(value)
+    key_token = scales is not None and scales.key.shape[2] > 1
+    hopper = (
+        bool(tiles.hopper)
+        and not guard
+        and fits_hopper(recipe, head_dim, value_dim, queries, keys)
+        and mask is None
+        and not is_causal
+        and not key_token
+        and query.element_size() <= 2
+        and all(map(_side_by_side, (query, key, value, out)))
+    )
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constant = fp.split_float(softmax_scale * math.log2(math.e))
@@ -209,7 +238,7 @@ def _calls(
     }
     if short:
         tiles = _split(
-            tiles,
+            tiles if hopper else tiles._replace(hopper=0),
             queries,
             batch * heads,
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
@@ -218,18 +247,20 @@ def _calls(
         )
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
+        if hopper:
+            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WALK": blocks < triton.cdiv(queries, tiles.block_m)}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}
     if scales is None:
         # the kernel finds the scales and reads none; any tensor fills the places
         given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
-        query_token, key_token = recipe.query_granularity == "token", False
+        query_token = recipe.query_granularity == "token"
         value_channel, output_channel = recipe.value_granularity == "channel", False
     else:
         given = {"qs": scales.query, "ks": scales.key, "vs": scales.value}
         given["os"] = scales.value if scales.output is None else scales.output
-        query_token, key_token = scales.query.shape[2] > 1, scales.key.shape[2] > 1
+        query_token = scales.query.shape[2] > 1
         value_channel = scales.value.shape[3] > 1
         output_channel = scales.output is not None and scales.output.shape[3] > 1
     fixed |= {
@@ -258,7 +289,11 @@ def _calls(
         strides = (0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))
         arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
         grid = (blocks, heads, min(step, batch - start))
-        calls.append(Call(short_kernel if short else long_kernel, grid, arguments | fixed, _options(tiles)))
+        arguments |= fixed
+        kernel = _hopper_kernel() if hopper else short_kernel if short else long_kernel
+        if hopper:
+            arguments = {name: arguments[name] for name in kernel.arg_names}
+        calls.append(Call(kernel, grid, arguments, _options(tiles)))
     return calls
 
 

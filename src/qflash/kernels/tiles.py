@@ -31,6 +31,8 @@ class Tiles(NamedTuple):
         stages: loads in flight in a loop.
         registers: most registers a thread, 0 for the compiler's choice.
         splits: programs that share a head's query blocks (short rows); 0 chooses by the size of the machine.
+        hopper: 1 for the kernel written for that architecture (:mod:`.hopper`), where it takes the call (:func:`fits_hopper`);
+            it has its own tiles over the keys.
     """
 
     block_m: int
@@ -39,6 +41,7 @@ class Tiles(NamedTuple):
     stages: int
     registers: int = 0
     splits: int = 0
+    hopper: int = 0
 
 
 def most_queries(value_dim: int) -> int:
@@ -52,6 +55,21 @@ def most_queries(value_dim: int) -> int:
 def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     """Tell whether the rules hold a row whole, which makes attention one launch (:mod:`.short`)."""
     return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
+
+
+def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+    """Tell whether :mod:`.hopper` knows the shapes and the recipe. It takes no mask, and one key scale a head."""
+    return (
+        is_short(recipe, head_dim, value_dim, keys)
+        and head_dim == value_dim
+        and head_dim in (32, 64, 128)
+        and queries > 32
+        and keys > 64
+        and recipe.exponential == "quadratic"
+        and recipe.probability_bits == 8
+        and recipe.probability_rounding == "nearest"
+        and recipe.output == "accumulator"
+    )
 
 
 def choose_tiles(
@@ -78,6 +96,8 @@ def choose_tiles(
     wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
+    if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
+        return Tiles(64, 128, 4, 1, hopper=1)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:

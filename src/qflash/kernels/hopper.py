@@ -1,0 +1,432 @@
+"""Rows of up to 256 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
+
+A program takes one head, or every few blocks of 64 of its queries. A row of scores is held whole, in tiles of 128, 64
+and 32 keys, so that 197 keys take 224 columns and not 256. The products of a block are issued one behind the other and
+waited for once: those of a tile of probabilities with V run under the exponentials of the next. What the offset of a
+stored probability adds to an output, 127 times a channel's sum of V, is formed once a program.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .integer import (
+    half_of,
+    multiply_high,
+    output_multiplier,
+    requantize,
+    row_inverse,
+    split_scale,
+    usable_scale,
+)
+from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
+from .tile import _high_bytes, key_order, probability_words, row_multiplier
+
+# the names differ between releases of Triton
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
+ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+# the sum of four bytes, each times its weight, and nothing in the other three of four places
+SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
+
+
+@gluon.constexpr_function
+def row_widths(columns):
+    """The tiles of a row, a power of two each, as few as can be."""
+    widths = []
+    for width in (128, 128, 64, 32):
+        if sum(widths) + width <= columns:
+            widths.append(width)
+    return tuple(widths)
+
+
+@gluon.constexpr_function
+def row_starts(columns):
+    """Where the tiles of a row begin."""
+    widths = row_widths(columns)
+    return tuple(sum(widths[:index]) for index in range(len(widths)))
+
+
+@gluon.constexpr_function
+def product_layout(width):
+    """A product with ``width`` columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+
+
+@gluon.constexpr_function
+def shared_layout(width):
+    """Rows of ``width`` bytes in shared memory, as the tensor core reads them."""
+    return gl.NVMMASharedLayout(min(width, 128), 8)
+
+
+@gluon.constexpr_function
+def row_layout(channels, bits):
+    """Rows of ``channels`` numbers, sixteen bytes a thread."""
+    each = 128 // bits
+    return gl.BlockedLayout([1, each], [32 * each // channels, channels // each], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def quad_layout(channels):
+    """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word; 32 keys in all."""
+    if channels == 32:
+        return gl.BlockedLayout([4, 2], [2, 16], [4, 1], [1, 0])
+    return gl.BlockedLayout([4, 4], [4, 8], [128 // channels, channels // 32], [1, 0])
+
+
+@gluon.jit
+def _load_quads(
+    base, stride_n, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, KEY: gl.constexpr
+):  # fmt: skip
+    """A (WIDTH, D) tile; keys in the order of :func:`.tile.key_order`, the last again past the end; values zero there."""
+    L: gl.constexpr = quad_layout(D)
+    n = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    if KEY:
+        n = key_order(n)
+    n = START + n
+    if START + WIDTH <= KEYS:
+        x = gl.load(base + n[:, None] * stride_n + d[None, :])
+    elif KEY:
+        x = gl.load(base + gl.minimum(n, KEYS - 1)[:, None] * stride_n + d[None, :])
+    else:
+        x = gl.load(base + n[:, None] * stride_n + d[None, :], mask=(n[:, None] < KEYS) & (d[None, :] >= 0), other=0.0)
+    return x
+
+
+@gluon.jit
+def _halves(x):
+    N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, (2, N // 2, D)), (1, 2, 0)))
+
+
+@gluon.jit
+def _lowest_rows(x):
+    """Minima of rows 32 apart, two numbers an instruction."""
+    if x.shape[0] == 128:
+        a, b = _halves(x)
+        c, d = _halves(lower(a, b, False))
+        x = lower(c, d, False)
+    elif x.shape[0] == 64:
+        a, b = _halves(x)
+        x = lower(a, b, False)
+    return gl.convert_layout(x, quad_layout(x.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def _highest_rows(x):
+    if x.shape[0] == 128:
+        a, b = _halves(x)
+        c, d = _halves(higher(a, b, False))
+        x = higher(c, d, False)
+    elif x.shape[0] == 64:
+        a, b = _halves(x)
+        x = higher(a, b, False)
+    return gl.convert_layout(x, quad_layout(x.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def _combine(low_a, high_a, most_a, low_b, high_b, most_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b), nan_max(most_a, most_b)
+
+
+@gluon.jit
+def _round_to_int8(x, inverse):
+    """:func:`.quantize.round_to_int8`."""
+    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
+
+
+@gluon.jit
+def _quantized(x, middle, inverse, CENTER: gl.constexpr):
+    y = x.to(gl.float32)
+    if CENTER:
+        y = y - middle
+    return _round_to_int8(y, inverse)
+
+
+@gluon.jit
+def _copy_keys(base, stride_n, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
+    L: gl.constexpr = row_layout(D, 8)
+    n = START + key_order(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    _copy(smem, base + gl.minimum(n, KEYS - 1)[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _copy_queries(base, stride_n, block, queries, smem, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    L: gl.constexpr = row_layout(D, 8)
+    n = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    _copy(smem, base + gl.minimum(n, queries - 1)[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _load_queries(base, stride_n, block, queries, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """A block of float queries; past the last row the last again."""
+    L: gl.constexpr = row_layout(D, base.dtype.element_ty.primitive_bitwidth)
+    n = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    return gl.load(base + gl.minimum(n, queries - 1)[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _quantize_queries(x, head_scale, smem, QUERY_TOKEN: gl.constexpr, R: gl.constexpr):
+    """Put quantised queries into shared memory; returns the bits of their scales."""
+    y = x.to(gl.float32)
+    if QUERY_TOKEN:
+        scale = amplitude_to_scale(gl.reduce(gl.abs(y), 1, nan_max))
+        smem.store(_round_to_int8(y, inverse_scale(scale, False)[:, None]))
+        bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), R)
+    else:
+        smem.store(_round_to_int8(y, inverse_scale(head_scale, False)))
+        bits = head_scale.to(gl.int32, bitcast=True)
+    return bits
+
+
+@gluon.jit
+def _channel_sums(smem):
+    """Sums of the channels of a tile of V in shared memory."""
+    D: gl.constexpr = smem.shape[0]
+    v = smem.load(row_layout(smem.shape[1], 8))
+    parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4)
+    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D)))
+
+
+@gluon.jit
+def _output_factors(
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
+    D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """:func:`.tile.output_factors`; a thread forms those of one channel."""
+    CO: gl.constexpr = gl.SliceLayout(0, product_layout(D))
+    channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if VALUE_CHANNEL:
+        factor = gl.load(vs_base + channel * vs_stride_d)
+    else:
+        factor = gl.load(vs_base)
+    shift, half = 0, 0
+    if o_ptr.dtype.element_ty == gl.int8:
+        if OUTPUT_CHANNEL:
+            output_scale = gl.load(os_base + channel * os_stride_d)
+        else:
+            output_scale = gl.load(os_base)
+        factor, shift = output_multiplier(factor.to(gl.int32, bitcast=True), output_scale.to(gl.int32, bitcast=True), False)
+        half = half_of(shift)
+        if VALUE_CHANNEL or OUTPUT_CHANNEL:
+            shift, half = gl.convert_layout(shift, CO)[None, :], gl.convert_layout(half, CO)[None, :]
+    if factor.type.is_block():
+        factor = gl.convert_layout(factor, CO)[None, :]
+    return factor, shift, half
+
+
+@gluon.jit
+def _scores(q, k_smem, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+    """Start the product of a block of queries with a tile of keys."""
+    zeros = gl.zeros((BLOCK_M, WIDTH), gl.int32, product_layout(WIDTH))
+    return warpgroup_mma(q, k_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _probabilities(s, row_max, multiplier, fraction_bits, D: gl.constexpr, OFFSET: gl.constexpr):
+    """Probabilities of a tile of scores, as an operand of the product with V."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    L: gl.constexpr = gl.SliceLayout(1, product_layout(N))
+    base = gl.convert_layout(row_max, L, assert_trivial=True)[:, None]
+    if multiplier.type.is_block():
+        multiplier = gl.convert_layout(multiplier, L, assert_trivial=True)[:, None]
+        fraction_bits = gl.convert_layout(fraction_bits, L, assert_trivial=True)[:, None]
+    word = probability_words(s, base, multiplier, fraction_bits, "none", False, True, 8, True, OFFSET, False, False)
+    p = gl.reshape(_high_bytes(word, False), (M, N // 16, 2, 4, 2))
+    p = gl.reshape(gl.permute(p, (0, 1, 3, 2, 4)), (M, N))
+    return gl.convert_layout(p, gl.DotOperandLayout(0, product_layout(D), 4), assert_trivial=True)
+
+
+@gluon.jit
+def _row_sums(p, START: gl.constexpr, KEYS: gl.constexpr, RO: gl.constexpr):
+    """Sums of stored probabilities, those past the last key left out."""
+    N: gl.constexpr = p.shape[1]
+    n = START + gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
+    if START + N <= KEYS:
+        weight = p * 0 + 1
+    else:
+        weight = (n < KEYS).to(gl.int8)[None, :] + p * 0
+    parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+    return gl.convert_layout(gl.sum(parts, 1), RO, assert_trivial=True)
+
+
+@gluon.jit
+def hopper_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_stride_z, q_stride_h, q_stride_n,
+    k_stride_z, k_stride_h, k_stride_n,
+    v_stride_z, v_stride_h, v_stride_n,
+    o_stride_z, o_stride_h, o_stride_n,
+    qs_stride_z, qs_stride_h, qs_stride_n,
+    ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d,
+    os_stride_z, os_stride_h, os_stride_d,
+    queries, constant_mantissa, constant_exponent,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+):  # fmt: skip
+    """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
+
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
+    program takes more than one block of queries. COLUMNS are KEYS up to a multiple of 32, BLOCK_M is 64.
+    """
+    z = gl.program_id(2).to(gl.int64)
+    h = gl.program_id(1)
+    kv_head = h // GROUP
+    q_base = q_ptr + z * q_stride_z + h * q_stride_h
+    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    blocks = gl.cdiv(queries, BLOCK_M)
+    block = gl.program_id(0)
+    D: gl.constexpr = HEAD_DIM
+    WIDTHS: gl.constexpr = row_widths(COLUMNS)
+    STARTS: gl.constexpr = row_starts(COLUMNS)
+    TILES: gl.constexpr = len(WIDTHS)
+    R: gl.constexpr = gl.SliceLayout(1, product_layout(WIDTHS[0]))
+    PV: gl.constexpr = product_layout(D)
+    RO: gl.constexpr = gl.SliceLayout(1, PV)
+    CO: gl.constexpr = gl.SliceLayout(0, PV)
+
+    q_smem = gl.allocate_shared_memory(gl.int8, [2 if WALK else 1, BLOCK_M, D], shared_layout(D))
+    k_smem = ()
+    v_smem = ()
+    for i in gl.static_range(TILES):
+        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [WIDTHS[i], D], shared_layout(D)),)
+        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [D, WIDTHS[i]], shared_layout(WIDTHS[i])),)
+
+    head_scale = 0.0
+    if QUANTIZE:
+        # every load is under way before the first use, and one reduction finds all ranges
+        k = ()
+        v = ()
+        for i in gl.static_range(TILES):
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False),)
+        low, high, most = _lowest_rows(k[0]), _highest_rows(k[0]), _highest_rows(gl.abs(v[0]))
+        for i in gl.static_range(1, TILES):
+            low, high = lower(low, _lowest_rows(k[i]), False), higher(high, _highest_rows(k[i]), False)
+            most = higher(most, _highest_rows(gl.abs(v[i])), False)
+        low, high, most = gl.reduce((low.to(gl.float32), high.to(gl.float32), most.to(gl.float32)), 0, _combine)
+        middle = (low + high) * 0.5
+        if CENTER:
+            low, high = low - middle, high - middle
+        key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+        if not VALUE_CHANNEL:
+            most = most * 0.0 + gl.reduce(most, 0, nan_max)
+        value_scale = amplitude_to_scale(most)
+        key_inverse, value_inverse = inverse_scale(key_scale, False), inverse_scale(value_scale, False)
+        for i in gl.static_range(TILES):
+            k_smem[i].store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
+            v_smem[i].permute((1, 0)).store(_quantized(v[i], middle[None, :], value_inverse[None, :], False))
+        key_bits = key_scale.to(gl.int32, bitcast=True)
+        factor, shift, half = gl.convert_layout(value_scale, CO)[None, :], 0, 0
+        if not QUERY_TOKEN:
+            # one scale for the head's queries: a walk of its own
+            largest = gl.abs(_load_queries(q_base, q_stride_n, 0, queries, BLOCK_M, D).to(gl.float32))
+            for other in range(1, blocks):
+                largest = nan_max(largest, gl.abs(_load_queries(q_base, q_stride_n, other, queries, BLOCK_M, D).to(gl.float32)))
+            head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest, 1, nan_max), 0, nan_max))
+    else:
+        _copy_queries(q_base, q_stride_n, block, queries, q_smem.index(0), BLOCK_M, D)
+        for i in gl.static_range(TILES):
+            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, D)
+        async_copy.commit_group()
+        v = ()
+        for i in gl.static_range(TILES):
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False),)
+        key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+        factor, shift, half = _output_factors(
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL
+        )
+        for i in gl.static_range(TILES):
+            v_smem[i].permute((1, 0)).store(v[i])
+    keys_usable = usable_scale(key_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    _barrier()
+    sums = _channel_sums(v_smem[0])
+    for i in gl.static_range(1, TILES):
+        sums += _channel_sums(v_smem[i])
+    sums = -127 * sums[None, :]
+
+    slot = 0
+    while block < blocks:
+        following = block + gl.num_programs(0)
+        if QUANTIZE:
+            x = _load_queries(q_base, q_stride_n, block, queries, BLOCK_M, D)
+            query_bits = _quantize_queries(x, head_scale, q_smem.index(slot), QUERY_TOKEN, R)
+        else:
+            if QUERY_TOKEN:
+                rows = gl.minimum(block * BLOCK_M + gl.arange(0, BLOCK_M, layout=R), queries - 1)
+                query_bits = gl.load(qs_base + rows * qs_stride_n)
+            else:
+                query_bits = gl.load(qs_base)
+            async_copy.wait_group(0)
+        fence_async_shared()
+        _barrier()
+        scores = ()
+        for t in gl.static_range(TILES):
+            scores = scores + (_scores(q_smem.index(slot), k_smem[t], BLOCK_M, WIDTHS[t]),)
+        if WALK:
+            # queries alternate between two places, so that nobody overtakes who still reads them
+            slot = 1 - slot
+            if not QUANTIZE:
+                # the next travel meanwhile; past the last block the last row comes again
+                _copy_queries(q_base, q_stride_n, following, queries, q_smem.index(slot), BLOCK_M, D)
+                async_copy.commit_group()
+        usable = keys_usable & usable_scale(query_bits)
+        multiplier, fraction_bits = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
+            False,
+        )  # fmt: skip
+        ready = (warpgroup_mma_wait(TILES - 1, [scores[0]]),)
+        row_max = gl.max(ready[0], 1)
+        for t in gl.static_range(1, TILES):
+            ready = ready + (warpgroup_mma_wait(TILES - 1 - t, [scores[t]]),)
+            row_max = gl.maximum(row_max, gl.convert_layout(gl.max(ready[t], 1), R, assert_trivial=True))
+        accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
+        total = gl.zeros((BLOCK_M,), gl.int32, RO)
+        for t in gl.static_range(TILES):
+            p = _probabilities(ready[t], row_max, multiplier, fraction_bits, D, OFFSET)
+            accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
+            total += _row_sums(p, STARTS[t], KEYS, RO)
+        bits, inverse = row_inverse(127 * KEYS - total, False)
+        numerator = warpgroup_mma_wait(0, [accumulator]) + sums
+        normalized = multiply_high(numerator << (24 - bits)[:, None], (-inverse)[:, None], False)
+        if o_ptr.dtype.element_ty == gl.int8:
+            result = requantize(normalized, factor, shift, half, False)
+        else:
+            good = usable_scale(factor.to(gl.int32, bitcast=True))
+            result = normalized.to(gl.float32) * gl.where(good, factor * (1.0 / 2097152.0), float("nan"))
+            # a factor a row is cheaper than a choice an element
+            weight = gl.where(usable, 1.0, float("nan"))
+            if usable.type.is_block():
+                weight = gl.convert_layout(weight, RO, assert_trivial=True)[:, None]
+            result = (result * weight).to(o_ptr.dtype.element_ty)
+        OL: gl.constexpr = row_layout(D, o_ptr.dtype.element_ty.primitive_bitwidth)
+        rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OL))
+        channels = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
+        o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + channels[None, :]
+        gl.store(o_ptrs, gl.convert_layout(result, OL), mask=(rows[:, None] < queries) & (channels[None, :] >= 0))
+        block = following
+    if WALK and not QUANTIZE:
+        async_copy.wait_group(0)

@@ -1,0 +1,190 @@
+"""The kernel for Hopper (:mod:`qflash.kernels.hopper`) has the reference's bits: shapes, scales, types and layouts at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import qflash
+from helpers import lay_out, same_bits
+from qflash import ops, reference
+from qflash.recipe import DEFAULT, Recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="written for compute capability 9.0"
+    ),
+]
+
+CUDA = torch.device("cuda")
+HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "hopper": 1}
+PLAIN = ("contiguous", "tokens_first", "packed")
+SCALES = ("tensor", "head", "token", "channel")
+
+
+def tiles(chance: random.Random, queries: int) -> tuple[int, ...]:
+    from qflash.kernels.tiles import Tiles
+
+    return Tiles(**HAND, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-queries // 64)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
+    head_dim: int
+
+    def sizes(self) -> tuple[tuple[int, int, int, int], ...]:
+        few = (self.batch, self.heads // self.group, self.keys, self.head_dim)
+        return (self.batch, self.heads, self.queries, self.head_dim), few, few
+
+
+def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
+    group = chance.choice((1, 1, 2))
+    keys = chance.choice((65, 96, 100, 128, 129, 160, 161, 192, 196, 197, 224, 225, 255, 256))
+    return Shape(
+        chance.randint(1, 3),
+        group * chance.randint(1, 3),
+        group,
+        chance.choice((33, 64, 65, 197, 300)),
+        keys,
+        chance.choice(head_dims),
+    )
+
+
+def scale(size: tuple[int, int, int, int], granularity: str, generator: torch.Generator) -> torch.Tensor:
+    batch, heads, tokens, channels = size
+    shape = {
+        "tensor": (1, 1, 1, 1),
+        "head": (batch, heads, 1, 1),
+        "token": (batch, heads, tokens, 1),
+        "channel": (batch, heads, 1, channels),
+    }[granularity]
+    return torch.rand(shape, generator=generator, device=CUDA) + 0.5
+
+
+@pytest.mark.parametrize("geometry", range(40))
+def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
+    from qflash.kernels.attention import attention_calls
+
+    chance = random.Random(geometry)
+    shape = draw_shape(chance, (32, 64, 64, 128))
+    chosen = tiles(chance, shape.queries)
+    query_scale, key_scale, value_scale = (
+        chance.choice(SCALES[:3]),
+        chance.choice(SCALES[:2]),
+        chance.choice(("tensor", "head", "channel")),
+    )
+    output_scale = chance.choice((None, "tensor", "head", "channel"))
+    for draw in range(4):
+        generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
+        sizes = shape.sizes()
+        if draw == 3:
+            # the largest and smallest integers
+            int8 = [
+                torch.randint(0, 2, size, generator=generator, device=CUDA, dtype=torch.int16).mul(255).sub(128).to(torch.int8)
+                for size in sizes
+            ]
+        else:
+            int8 = [
+                torch.randint(-128, 128, size, generator=generator, device=CUDA, dtype=torch.int16).to(torch.int8)
+                for size in sizes
+            ]
+        q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in int8)
+        amplitude = (0.03, 1e-3, 3.0, 1e-6)[draw]
+        scales = [
+            scale(size, kind, generator) * amplitude
+            for size, kind in zip(sizes, (query_scale, key_scale, value_scale), strict=True)
+        ]
+        if draw == 1:
+            scales[draw % 3].view(-1)[0] = torch.nan
+        out_scale = (
+            None if output_scale is None else scale((*sizes[0][:3], shape.head_dim), output_scale, generator) * amplitude / 2
+        )
+        dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
+        out = torch.empty(sizes[0], dtype=dtype, device=CUDA)
+        factor = shape.head_dim**-0.5
+        arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, factor, out_scale)
+        (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
+        assert call.kernel.__name__ == "hopper_kernel"
+        call.run()
+        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shape, chosen, draw, dtype)
+
+
+RECIPES = [
+    DEFAULT.replace(query_granularity=query, value_granularity=value, smooth_key=smooth)
+    for query, value, smooth in itertools.product(("head", "token"), ("head", "channel"), (False, True))
+]
+
+
+@pytest.mark.parametrize("geometry", range(40))
+def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
+    from qflash.kernels.attention import fused_calls
+
+    chance = random.Random(1000 + geometry)
+    shape = draw_shape(chance, (32, 64, 64))
+    chosen, recipe = tiles(chance, shape.queries), chance.choice(RECIPES)
+    dtype = chance.choice((torch.float16, torch.bfloat16))
+    for draw in range(4):
+        generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
+        amplitude = (1.0, 0.01, 30.0, 1.0)[draw]
+        floats = [(torch.randn(size, generator=generator, device=CUDA) * amplitude).to(dtype) for size in shape.sizes()]
+        if draw == 3:
+            floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf, 0.0)[geometry % 2]
+            floats[1][0, 0] = 0  # a head of zeros
+        q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
+        out = torch.empty_like(floats[0])
+        (call,) = fused_calls(q, k, v, None, False, shape.head_dim**-0.5, out, recipe, tiles=chosen)
+        assert call.kernel.__name__ == "hopper_kernel"
+        call.run()
+        expected = ops.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
+        assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)
+
+
+@pytest.mark.parametrize("heads", [6, 90, 130, 400])
+def test_the_rules_take_it_at_every_load(heads: int) -> None:
+    q, k, v = (torch.randn(heads, 1, 197, 64, device=CUDA, dtype=torch.float16) for _ in range(3))
+    assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
+    int8 = [qflash.quantize(x) for x in (q, k, v)]
+    got, expected = (qflash.int8_attention(*int8, backend=backend) for backend in ("auto", "reference"))
+    assert same_bits(got.values, expected.values)  # type: ignore[union-attr]
+
+
+def test_what_it_does_not_take_goes_elsewhere() -> None:
+    from qflash.kernels.attention import attention_calls, fused_calls
+    from qflash.kernels.tiles import Tiles
+
+    chosen = Tiles(**HAND)
+    one = torch.ones(1, 1, 1, 1, device=CUDA)
+    x = torch.ones(1, 2, 197, 64, device=CUDA, dtype=torch.int8)
+    padded = torch.ones(1, 2, 197, 72, device=CUDA, dtype=torch.int8)[..., :64]
+    token = torch.ones(1, 2, 197, 1, device=CUDA)
+    mask = torch.ones(1, 1, 197, 197, device=CUDA, dtype=torch.bool)
+
+    def kernel(
+        q: torch.Tensor,
+        key_scale: torch.Tensor = one,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+        recipe: Recipe = DEFAULT,
+    ) -> str:
+        calls = attention_calls(q, one, x, key_scale, x, one, mask, causal, 0.1, one, torch.empty_like(x), recipe, tiles=chosen)
+        return calls[-1].kernel.__name__
+
+    assert kernel(x) == "hopper_kernel"
+    others = (kernel(padded), kernel(x, token), kernel(x, mask=mask), kernel(x, causal=True), kernel(x, recipe=qflash.ACCURATE))
+    assert set(others) == {"short_kernel"}
+    wide = x.float()
+    assert (
+        fused_calls(wide, wide, wide, None, False, 0.1, torch.empty_like(wide), DEFAULT, tiles=chosen)[0].kernel.__name__
+        == "short_kernel"
+    )

@@ -141,7 +141,8 @@ def test_any_amplitude_is_as_good_as_float_softmax(tokens: int, head_dim: int) -
             elif recipe.key_granularity == "token" and grain == "the recipe's" and head_dim == 256:
                 # a per-token key scale has 16 - log2(head_dim) bits, here no more than the key itself
                 allowed = 2.6
-            assert sqnr(exact, out) >= sqnr(exact, ceiling) - allowed, (name, grain, group)
+            # one key alone can be exact, and then float32's own roundings show
+            assert sqnr(exact, out) >= min(sqnr(exact, ceiling), 140.0) - allowed, (name, grain, group)
 
 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from fractions import Fraction
 
 import pytest
@@ -152,8 +151,8 @@ def test_reciprocal_keeps_26_bits() -> None:
     assert error < 2.0**-26
 
 
-@pytest.mark.parametrize("width", [31, 38])
-def test_normalize_is_the_exact_quotient_within_its_bound(width: int) -> None:
+def rows_of_sums(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numerators and row sums as they occur, the largest quotients of +-128 among them."""
     generator = torch.Generator().manual_seed(width)
     most = 1 << (24 if width == 31 else 31)
     octave = torch.randint(0, most.bit_length() - 1, (40_000,), generator=generator)
@@ -162,17 +161,23 @@ def test_normalize_is_the_exact_quotient_within_its_bound(width: int) -> None:
     share = torch.rand(denominator.shape, generator=generator, dtype=torch.float64) * 2 - 1
     share[::7] = 1
     share[3::7] = -1
-    numerator = (share * 128 * denominator).long()
-    got = fp.normalize(numerator, denominator)
-    # two floors, one of them of a number four to eight times finer; and the reciprocal's 2**-26
-    wanted = numerator.double() / denominator.double() * 2**21
-    assert float(((got - wanted).abs() - wanted.abs() * 2.0**-26).max()) <= 1.5
-    assert int(got.min()) >= -(128 << 21) - 1
-    assert int(got.max()) <= 128 << 21
+    return (share * 128 * denominator).long(), denominator
 
 
-def test_normalize_of_an_empty_row_is_zero() -> None:
-    assert fp.normalize(torch.tensor([0, 5, -5]), torch.tensor([0, 0, 0])).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("width", [31, 38])
+def test_row_inverse_and_floored_quotient(width: int) -> None:
+    numerator, denominator = rows_of_sums(width)
+    bits, inverse = fp.row_inverse(denominator)
+    assert int(inverse.min()) >= 1 << 29
+    assert int(inverse.max()) <= (1 << 30) + 1
+    error = torch.ldexp(inverse.double() * denominator.double(), -29 - bits) - 1
+    assert float(error.abs().max()) <= 2.0**-26
+    assert int(((numerator << 24) >> bits).abs().max()) < 1 << 31
+    assert torch.equal(fp.floored_quotient(numerator, denominator), torch.div(numerator, denominator, rounding_mode="floor"))
+
+
+def test_quotient_of_an_empty_row_is_zero() -> None:
+    assert fp.floored_quotient(torch.tensor([0, 5, -5]), torch.tensor([0, 0, 0])).tolist() == [0, 0, 0]
 
 
 def test_output_multiplier_is_the_ratio_of_the_scales() -> None:
@@ -186,21 +191,21 @@ def test_output_multiplier_is_the_ratio_of_the_scales() -> None:
     for v, o, m, s in zip(value.tolist(), output.tolist(), multiplier.tolist(), shift.tolist(), strict=True):
         ratio = Fraction(v) / Fraction(o)
         if 0 < s < 31:
-            # requantize: x * 4 * R / 2**32 / 2**s, x in units of 2**-21 of the value scale
-            assert relative_error(Fraction(m * 4, 2 ** (32 + s)) * 2**21, ratio) < 2.0**-23
+            # requantize: O / l is scaled * x * 2**-53, and scaled * x * R goes down by 64 bits and the shift
+            assert relative_error(Fraction(m, 2 ** (11 + s)), ratio) < 2.0**-23
             checked += 1
     assert checked > 1000
 
 
 def test_requantize_is_the_exact_rounding_but_next_to_a_tie() -> None:
-    rng = random.Random(0)
     value, output = random_scales(4000, 8, -8, 8), random_scales(4000, 9, -8, 8)
     multiplier, shift = fp.output_multiplier(value, output)
-    x = torch.tensor([rng.randint(-(128 << 21), 128 << 21) for _ in range(4000)])
-    got = fp.requantize(x, multiplier, shift)
+    numerator, denominator = (x[:4000] for x in rows_of_sums(31))
+    bits, inverse = fp.row_inverse(denominator)
+    got = fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
     near = 0
     for i, (v, o) in enumerate(zip(value.tolist(), output.tolist(), strict=True)):
-        exact = Fraction(int(x[i]), 1 << 21) * Fraction(v) / Fraction(o)
+        exact = Fraction(int(numerator[i]), int(denominator[i])) * Fraction(v) / Fraction(o)
         wanted = min(max(math.floor(exact + Fraction(1, 2)), -128), 127)
         if int(got[i]) != wanted:
             # the multiplier is 2**-23 off, so |exact| * 2**-23 and a unit of the last place decide a tie
@@ -440,8 +445,9 @@ def test_twin_output_multiplier_and_requantize() -> None:
     output[::2] = value[::2] * torch.exp2(torch.randn(2 * LANES, generator=torch.Generator().manual_seed(0)))
     multiplier, shift = fp.output_multiplier(value, output)
     assert_twins(run_twin("output_multiplier", value, output), multiplier, shift)
-    x = torch.randint(-(128 << 21), (128 << 21) + 1, (4 * LANES,), generator=torch.Generator().manual_seed(1))
-    assert_twins(run_twin("requantize", x, multiplier, shift), fp.requantize(x, multiplier, shift))
+    x = torch.randint(-(1 << 31), 1 << 31, (4 * LANES,), generator=torch.Generator().manual_seed(1))
+    by = fp.multiply_high(torch.full_like(multiplier, (1 << 30) + 1), multiplier)
+    assert_twins(run_twin("requantize", x, by, shift), fp.requantize(x, by, shift))
 
 
 def test_twin_release_factor_and_exponent_offset() -> None:

@@ -48,9 +48,6 @@ SCORE_POISON = 1 << 30
 """What a poisoned score is set to: above every honest one."""
 SCORE_MASKED = -(1 << 31)
 
-OUTPUT_FRACTION_BITS = 21
-"""Fraction bits of a normalised output element (in units of the value scale)."""
-
 
 class Checker:
     """Raises when an integer tensor leaves its declared range (the reference's checked mode)."""
@@ -205,17 +202,30 @@ def reciprocal(divisor: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def normalize(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Return about ``numerator / denominator * 2**21`` (floor of a product with the integer reciprocal).
+def row_inverse(denominator: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(bits, x)`` with ``1 / denominator ~ x * 2**-(29 + bits)``, ``2**29 <= x <= 2**30 + 1``.
+
+    Args:
+        denominator: int64 in ``[0, 2**31)``; where it is 0 the result is that of 1 with no bits.
+    """
+    bits = bit_length(denominator)
+    return bits, reciprocal(torch.where(denominator > 0, denominator, 1) << (31 - bits.clamp(min=1)))
+
+
+def floored_quotient(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """Return ``floor(numerator / denominator)``, exactly; 0 where the denominator is 0.
+
+    The reciprocal's quotient is a hair off; one remainder puts the floor right.
 
     Args:
         numerator: int64, ``|numerator| <= 128 * denominator``.
-        denominator: int64 in ``[0, 2**31)``, broadcastable; where it is 0 the result is 0.
+        denominator: int64 in ``[0, 2**31)``, broadcastable.
     """
-    bits = bit_length(denominator)
-    inverse = reciprocal(torch.where(denominator > 0, denominator, 1) << (31 - bits.clamp(min=1)))
-    scaled = (numerator.to(torch.int64) << 24) >> bits
-    return torch.where(denominator > 0, multiply_high(scaled, inverse), 0)
+    bits, inverse = row_inverse(denominator)
+    floor = multiply_high((numerator << 24) >> bits, inverse) >> 21
+    remainder = numerator - floor * denominator
+    floor = floor + (remainder >= denominator).to(torch.int64) - (remainder < 0).to(torch.int64)
+    return torch.where(denominator > 0, floor, 0)
 
 
 def output_multiplier(value_scale: torch.Tensor, output_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,15 +239,18 @@ def output_multiplier(value_scale: torch.Tensor, output_scale: torch.Tensor) -> 
     ratio = multiply_high(value << 7, reciprocal(output << 7)) << 2
     small = ratio < 1 << 30
     exponent = 30 - (value_exponent - output_exponent) + small.to(torch.int64)
-    return torch.where(small, ratio << 1, ratio), (exponent - 9).clamp(0, 31)
+    return torch.where(small, ratio << 1, ratio), (exponent - 11).clamp(0, 31)
 
 
-def requantize(x: torch.Tensor, multiplier: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Bring a normalised output (21 fraction bits, value scale) to int8 at the output scale.
+def requantize(scaled: torch.Tensor, multiplier: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Bring an output to int8 at the output scale: one multiply-high, rounded half up, saturated to [-128, 127].
 
-    Rounds half up and saturates to [-128, 127].
+    Args:
+        scaled: int64, ``O << (24 - bits)`` with the ``bits`` of :func:`row_inverse`; below ``2**31`` in magnitude.
+        multiplier: int64, ``mulhi(x, R)``: the row's inverse times the channel's :func:`output_multiplier`.
+        shift: of :func:`output_multiplier`.
     """
-    wide = multiply_high(x << 2, multiplier)
+    wide = multiply_high(scaled, multiplier)
     rounded = torch.where(shift > 0, round_shift(wide, shift.clamp(min=1)), wide)
     return rounded.clamp(-128, 127)
 

@@ -297,17 +297,16 @@ def _finish(
     recipe: Recipe,
 ) -> torch.Tensor:
     """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8)."""
-    normalized = fp.normalize(numerator, denominator)
-    if recipe.output == "value_scale":
-        # the paper's floor(O / l): the reciprocal is a hair off, one remainder puts the floor right
-        floor = normalized >> fp.OUTPUT_FRACTION_BITS
-        remainder = numerator - floor * denominator
-        floor = floor + torch.where(
-            denominator > 0, (remainder >= denominator).to(torch.int64) - (remainder < 0).to(torch.int64), 0
-        )
-        normalized = floor << fp.OUTPUT_FRACTION_BITS
+    bits, inverse = fp.row_inverse(denominator)
+    whole = recipe.output == "value_scale"
+    if whole:
+        floor = fp.floored_quotient(numerator, denominator)
     if out_dtype == torch.int8:
         assert output_scale is not None
         multiplier, shift = fp.output_multiplier(value_scale, output_scale)
-        return fp.requantize(normalized, multiplier, shift)
-    return normalized.to(torch.float32) * (value_scale * 2.0**-fp.OUTPUT_FRACTION_BITS)
+        if whole:
+            return fp.requantize(floor << 23, multiplier >> 2, shift)
+        return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
+    if whole:
+        return floor.to(torch.float32) * value_scale
+    return numerator.to(torch.float32) * torch.ldexp(inverse.to(torch.float32), -29 - bits) * value_scale

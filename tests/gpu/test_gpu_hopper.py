@@ -1,4 +1,4 @@
-"""The kernel for Hopper (:mod:`qflash.kernels.hopper`) has the reference's bits: shapes, scales, types and layouts at random."""
+"""The kernel for Hopper (:mod:`qflash.kernels.hopper`) has the reference's bits: shapes, scales, types, layouts at random."""
 
 from __future__ import annotations
 

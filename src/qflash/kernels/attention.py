@@ -212,6 +212,8 @@ def _calls(
     key_token = scales is not None and scales.key.shape[2] > 1
     hopper = (
         bool(tiles.hopper)
+        and tiles.block_m == 16 * tiles.warps
+        and tiles.warps in (4, 8)
         and not guard
         and fits_hopper(recipe, head_dim, value_dim, queries, keys)
         and mask is None
@@ -248,7 +250,8 @@ def _calls(
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if hopper:
-            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WALK": blocks < triton.cdiv(queries, tiles.block_m)}
+            walk = blocks < triton.cdiv(queries, tiles.block_m)
+            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WARPS": tiles.warps, "WALK": walk}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

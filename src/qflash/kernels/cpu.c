@@ -90,7 +90,7 @@ INLINE pair output_multiplier(float value_scale, float output_scale) {
     pair value = split_scale(value_scale), output = split_scale(output_scale);
     int64_t ratio = multiply_high(value.mantissa << 7, reciprocal(output.mantissa << 7)) * 4;
     int small = ratio < 1 << 30;
-    return (pair){small ? ratio << 1 : ratio, clamp(30 - (value.exponent - output.exponent) + small - 9, 0, 31)};
+    return (pair){small ? ratio << 1 : ratio, clamp(30 - (value.exponent - output.exponent) + small - 11, 0, 31)};
 }
 
 INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
@@ -217,7 +217,7 @@ typedef struct {
     int32_t *s, *column;
     int64_t *numerator;
     int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
-    float *scale;                /* float output: value scale / 2^21, NaN where it is not usable */
+    float *scale;                /* float output: value scale, NaN where it is not usable */
     int64_t head;                /* whose key and value are packed, -1 none */
     int64_t out_head;            /* whose output scales are prepared */
     pair reference;
@@ -307,7 +307,7 @@ static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) 
     const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
     for (int64_t c = 0; c < x->value_dim; c++) {
         float scale = value_scale[c * x->vs[2]];
-        w->scale[c] = usable(scale) ? scale * 0x1p-21f : NAN;
+        w->scale[c] = usable(scale) ? scale : NAN;
         if (!x->int8_output) continue;
         pair by = output_multiplier(scale, output_scale[c * x->os[2]]);
         w->multiplier[c] = (int32_t)by.mantissa;
@@ -320,23 +320,23 @@ static void finish_row(
 ) {
     const int64_t channels = x->value_dim;
     const int bits = bit_length(denominator);
-    const int32_t inverse = denominator ? (int32_t)reciprocal(denominator << (31 - bits)) : 0;
-    int32_t o[256];
-    for (int64_t c = 0; c < channels; c++) {
-        int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
-        o[c] = (int32_t)((int64_t)scaled * inverse >> 32);
-    }
+    const int32_t inverse = (int32_t)reciprocal((denominator ? denominator : 1) << (31 - (bits ? bits : 1)));
+    const float *restrict scale = w->scale;
+    int32_t floors[256];
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
-            int64_t whole = o[c] >> 21, remainder = numerator[c] - whole * denominator;
-            if (denominator) whole += (remainder >= denominator) - (remainder < 0);
-            o[c] = (int32_t)(whole * (1 << 21));
+            int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+            int64_t whole = (int64_t)scaled * inverse >> 53, remainder = numerator[c] - whole * denominator;
+            floors[c] = denominator ? (int32_t)(whole + (remainder >= denominator) - (remainder < 0)) : 0;
         }
     if (x->int8_output) {
         int8_t *restrict out = (int8_t *)x->out + at;
         const int32_t *restrict multiplier = w->multiplier, *restrict shift = w->shift;
         for (int64_t c = 0; c < channels; c++) {
-            int32_t wide = (int32_t)((int64_t)(o[c] * 4) * multiplier[c] >> 32);
+            int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+            int32_t by = (int32_t)((int64_t)inverse * multiplier[c] >> 32);
+            if (x->floor_output) scaled = floors[c] * (1 << 23), by = multiplier[c] >> 2;
+            int32_t wide = (int32_t)((int64_t)scaled * by >> 32);
             int32_t rounded = ((wide >> (shift[c] > 0 ? shift[c] - 1 : 0)) + 1) >> 1;
             rounded = shift[c] > 0 ? rounded : wide;
             rounded = rounded > 127 ? 127 : rounded;
@@ -345,8 +345,13 @@ static void finish_row(
         return;
     }
     float *restrict out = (float *)x->out + at;
-    const float *restrict scale = w->scale;
-    for (int64_t c = 0; c < channels; c++) out[c] = bad ? NAN : (float)o[c] * scale[c];
+    const float weight = ldexpf((float)inverse, -29 - bits);
+    if (bad)
+        for (int64_t c = 0; c < channels; c++) out[c] = NAN;
+    else if (x->floor_output)
+        for (int64_t c = 0; c < channels; c++) out[c] = (float)floors[c] * scale[c];
+    else
+        for (int64_t c = 0; c < channels; c++) out[c] = (float)numerator[c] * weight * scale[c];
 }
 
 /* A block of up to ROWS queries, from scores to output. */

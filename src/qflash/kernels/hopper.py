@@ -24,6 +24,7 @@ from .integer import (
     output_multiplier,
     requantize,
     row_inverse,
+    row_weight,
     split_scale,
     usable_scale,
 )
@@ -58,9 +59,9 @@ def row_starts(columns):
 
 
 @gluon.constexpr_function
-def product_layout(width):
-    """A product with ``width`` columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+def product_layout(width, warps):
+    """A product with ``width`` columns; sixteen rows a warp."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 32])
 
 
 @gluon.constexpr_function
@@ -70,26 +71,27 @@ def shared_layout(width):
 
 
 @gluon.constexpr_function
-def row_layout(channels, bits):
+def row_layout(channels, bits, warps):
     """Rows of ``channels`` numbers, sixteen bytes a thread."""
     each = 128 // bits
-    return gl.BlockedLayout([1, each], [32 * each // channels, channels // each], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, each], [32 * each // channels, channels // each], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def quad_layout(channels):
+def quad_layout(channels, warps):
     """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word; 32 keys in all."""
-    if channels == 32:
-        return gl.BlockedLayout([4, 2], [2, 16], [4, 1], [1, 0])
-    return gl.BlockedLayout([4, 4], [4, 8], [128 // channels, channels // 32], [1, 0])
+    each = min(4, channels // (4 * warps))
+    across = channels // (8 * each)
+    return gl.BlockedLayout([4, each], [4, 8], [warps // across, across], [1, 0])
 
 
 @gluon.jit
 def _load_quads(
-    base, stride_n, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, KEY: gl.constexpr
+    base, stride_n, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, KEY: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """A (WIDTH, D) tile; keys in the order of :func:`.tile.key_order`, the last again past the end; values zero there."""
-    L: gl.constexpr = quad_layout(D)
+    L: gl.constexpr = quad_layout(D, WARPS)
     n = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     if KEY:
@@ -112,7 +114,7 @@ def _halves(x):
 
 
 @gluon.jit
-def _lowest_rows(x):
+def _lowest_rows(x, WARPS: gl.constexpr):
     """Minima of rows 32 apart, two numbers an instruction."""
     if x.shape[0] == 128:
         a, b = _halves(x)
@@ -121,11 +123,11 @@ def _lowest_rows(x):
     elif x.shape[0] == 64:
         a, b = _halves(x)
         x = lower(a, b, False)
-    return gl.convert_layout(x, quad_layout(x.shape[1]), assert_trivial=True)
+    return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
-def _highest_rows(x):
+def _highest_rows(x, WARPS: gl.constexpr):
     if x.shape[0] == 128:
         a, b = _halves(x)
         c, d = _halves(higher(a, b, False))
@@ -133,7 +135,7 @@ def _highest_rows(x):
     elif x.shape[0] == 64:
         a, b = _halves(x)
         x = higher(a, b, False)
-    return gl.convert_layout(x, quad_layout(x.shape[1]), assert_trivial=True)
+    return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
@@ -156,25 +158,27 @@ def _quantized(x, middle, inverse, CENTER: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(base, stride_n, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
-    L: gl.constexpr = row_layout(D, 8)
+def _copy_keys(
+    base, stride_n, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr
+):
+    L: gl.constexpr = row_layout(D, 8, WARPS)
     n = START + key_order(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L)))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     _copy(smem, base + gl.minimum(n, KEYS - 1)[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
-def _copy_queries(base, stride_n, block, queries, smem, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    L: gl.constexpr = row_layout(D, 8)
+def _copy_queries(base, stride_n, block, queries, smem, BLOCK_M: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    L: gl.constexpr = row_layout(D, 8, WARPS)
     n = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     _copy(smem, base + gl.minimum(n, queries - 1)[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
-def _load_queries(base, stride_n, block, queries, BLOCK_M: gl.constexpr, D: gl.constexpr):
+def _load_queries(base, stride_n, block, queries, BLOCK_M: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
     """A block of float queries; past the last row the last again."""
-    L: gl.constexpr = row_layout(D, base.dtype.element_ty.primitive_bitwidth)
+    L: gl.constexpr = row_layout(D, base.dtype.element_ty.primitive_bitwidth, WARPS)
     n = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     return gl.load(base + gl.minimum(n, queries - 1)[:, None] * stride_n + d[None, :])
@@ -195,22 +199,22 @@ def _quantize_queries(x, head_scale, smem, QUERY_TOKEN: gl.constexpr, R: gl.cons
 
 
 @gluon.jit
-def _channel_sums(smem):
+def _channel_sums(smem, WARPS: gl.constexpr):
     """Sums of the channels of a tile of V in shared memory."""
     D: gl.constexpr = smem.shape[0]
-    v = smem.load(row_layout(smem.shape[1], 8))
+    v = smem.load(row_layout(smem.shape[1], 8, WARPS))
     parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4)
-    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D)))
+    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D, WARPS)))
 
 
 @gluon.jit
 def _output_factors(
     o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
-    D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+    D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """:func:`.tile.output_factors`; a thread forms those of one channel."""
-    CO: gl.constexpr = gl.SliceLayout(0, product_layout(D))
-    channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    CO: gl.constexpr = gl.SliceLayout(0, product_layout(D, WARPS))
+    channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     if VALUE_CHANNEL:
         factor = gl.load(vs_base + channel * vs_stride_d)
     else:
@@ -231,18 +235,18 @@ def _output_factors(
 
 
 @gluon.jit
-def _scores(q, k_smem, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+def _scores(q, k_smem, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """Start the product of a block of queries with a tile of keys."""
-    zeros = gl.zeros((BLOCK_M, WIDTH), gl.int32, product_layout(WIDTH))
+    zeros = gl.zeros((BLOCK_M, WIDTH), gl.int32, product_layout(WIDTH, WARPS))
     return warpgroup_mma(q, k_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _probabilities(s, row_max, multiplier, fraction_bits, D: gl.constexpr, OFFSET: gl.constexpr):
+def _probabilities(s, row_max, multiplier, fraction_bits, D: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
     """Probabilities of a tile of scores, as an operand of the product with V."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
-    L: gl.constexpr = gl.SliceLayout(1, product_layout(N))
+    L: gl.constexpr = gl.SliceLayout(1, product_layout(N, WARPS))
     base = gl.convert_layout(row_max, L, assert_trivial=True)[:, None]
     if multiplier.type.is_block():
         multiplier = gl.convert_layout(multiplier, L, assert_trivial=True)[:, None]
@@ -250,7 +254,7 @@ def _probabilities(s, row_max, multiplier, fraction_bits, D: gl.constexpr, OFFSE
     word = probability_words(s, base, multiplier, fraction_bits, "none", False, True, 8, True, OFFSET, False, False)
     p = gl.reshape(_high_bytes(word, False), (M, N // 16, 2, 4, 2))
     p = gl.reshape(gl.permute(p, (0, 1, 3, 2, 4)), (M, N))
-    return gl.convert_layout(p, gl.DotOperandLayout(0, product_layout(D), 4), assert_trivial=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(0, product_layout(D, WARPS), 4), assert_trivial=True)
 
 
 @gluon.jit
@@ -279,13 +283,14 @@ def hopper_kernel(
     os_stride_z, os_stride_h, os_stride_d,
     queries, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
 ):  # fmt: skip
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries. COLUMNS are KEYS up to a multiple of 32, BLOCK_M is 64.
+    program takes more than one block of queries. COLUMNS are KEYS up to a multiple of 32; BLOCK_M is 16 WARPS.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -302,8 +307,8 @@ def hopper_kernel(
     WIDTHS: gl.constexpr = row_widths(COLUMNS)
     STARTS: gl.constexpr = row_starts(COLUMNS)
     TILES: gl.constexpr = len(WIDTHS)
-    R: gl.constexpr = gl.SliceLayout(1, product_layout(WIDTHS[0]))
-    PV: gl.constexpr = product_layout(D)
+    R: gl.constexpr = gl.SliceLayout(1, product_layout(WIDTHS[0], WARPS))
+    PV: gl.constexpr = product_layout(D, WARPS)
     RO: gl.constexpr = gl.SliceLayout(1, PV)
     CO: gl.constexpr = gl.SliceLayout(0, PV)
 
@@ -320,12 +325,12 @@ def hopper_kernel(
         k = ()
         v = ()
         for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True),)
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False),)
-        low, high, most = _lowest_rows(k[0]), _highest_rows(k[0]), _highest_rows(gl.abs(v[0]))
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, WARPS),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
+        low, high, most = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS), _highest_rows(gl.abs(v[0]), WARPS)
         for i in gl.static_range(1, TILES):
-            low, high = lower(low, _lowest_rows(k[i]), False), higher(high, _highest_rows(k[i]), False)
-            most = higher(most, _highest_rows(gl.abs(v[i])), False)
+            low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
+            most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
         low, high, most = gl.reduce((low.to(gl.float32), high.to(gl.float32), most.to(gl.float32)), 0, _combine)
         middle = (low + high) * 0.5
         if CENTER:
@@ -342,37 +347,38 @@ def hopper_kernel(
         factor, shift, half = gl.convert_layout(value_scale, CO)[None, :], 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
-            largest = gl.abs(_load_queries(q_base, q_stride_n, 0, queries, BLOCK_M, D).to(gl.float32))
+            largest = gl.abs(_load_queries(q_base, q_stride_n, 0, queries, BLOCK_M, D, WARPS).to(gl.float32))
             for other in range(1, blocks):
-                largest = nan_max(largest, gl.abs(_load_queries(q_base, q_stride_n, other, queries, BLOCK_M, D).to(gl.float32)))
+                x = _load_queries(q_base, q_stride_n, other, queries, BLOCK_M, D, WARPS)
+                largest = nan_max(largest, gl.abs(x.to(gl.float32)))
             head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest, 1, nan_max), 0, nan_max))
     else:
-        _copy_queries(q_base, q_stride_n, block, queries, q_smem.index(0), BLOCK_M, D)
+        _copy_queries(q_base, q_stride_n, block, queries, q_smem.index(0), BLOCK_M, D, WARPS)
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, D)
+            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, D, WARPS)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         factor, shift, half = _output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS
         )
         for i in gl.static_range(TILES):
             v_smem[i].permute((1, 0)).store(v[i])
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
     _barrier()
-    sums = _channel_sums(v_smem[0])
+    sums = _channel_sums(v_smem[0], WARPS)
     for i in gl.static_range(1, TILES):
-        sums += _channel_sums(v_smem[i])
-    sums = -127 * sums[None, :]
+        sums += _channel_sums(v_smem[i], WARPS)
+    sums = 127 * sums[None, :]
 
     slot = 0
     while block < blocks:
         following = block + gl.num_programs(0)
         if QUANTIZE:
-            x = _load_queries(q_base, q_stride_n, block, queries, BLOCK_M, D)
+            x = _load_queries(q_base, q_stride_n, block, queries, BLOCK_M, D, WARPS)
             query_bits = _quantize_queries(x, head_scale, q_smem.index(slot), QUERY_TOKEN, R)
         else:
             if QUERY_TOKEN:
@@ -385,13 +391,13 @@ def hopper_kernel(
         _barrier()
         scores = ()
         for t in gl.static_range(TILES):
-            scores = scores + (_scores(q_smem.index(slot), k_smem[t], BLOCK_M, WIDTHS[t]),)
+            scores = scores + (_scores(q_smem.index(slot), k_smem[t], BLOCK_M, WIDTHS[t], WARPS),)
         if WALK:
             # queries alternate between two places, so that nobody overtakes who still reads them
             slot = 1 - slot
             if not QUANTIZE:
                 # the next travel meanwhile; past the last block the last row comes again
-                _copy_queries(q_base, q_stride_n, following, queries, q_smem.index(slot), BLOCK_M, D)
+                _copy_queries(q_base, q_stride_n, following, queries, q_smem.index(slot), BLOCK_M, D, WARPS)
                 async_copy.commit_group()
         usable = keys_usable & usable_scale(query_bits)
         multiplier, fraction_bits = row_multiplier(
@@ -406,23 +412,23 @@ def hopper_kernel(
         accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
         total = gl.zeros((BLOCK_M,), gl.int32, RO)
         for t in gl.static_range(TILES):
-            p = _probabilities(ready[t], row_max, multiplier, fraction_bits, D, OFFSET)
+            p = _probabilities(ready[t], row_max, multiplier, fraction_bits, D, OFFSET, WARPS)
             accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
             total += _row_sums(p, STARTS[t], KEYS, RO)
         bits, inverse = row_inverse(127 * KEYS - total, False)
-        numerator = warpgroup_mma_wait(0, [accumulator]) + sums
-        normalized = multiply_high(numerator << (24 - bits)[:, None], (-inverse)[:, None], False)
+        numerator = sums - warpgroup_mma_wait(0, [accumulator])
         if o_ptr.dtype.element_ty == gl.int8:
-            result = requantize(normalized, factor, shift, half, False)
+            row_factor = multiply_high(inverse[:, None], factor, False)
+            result = requantize(numerator << (24 - bits)[:, None], row_factor, shift, half, False)
         else:
             good = usable_scale(factor.to(gl.int32, bitcast=True))
-            result = normalized.to(gl.float32) * gl.where(good, factor * (1.0 / 2097152.0), float("nan"))
-            # a factor a row is cheaper than a choice an element
-            weight = gl.where(usable, 1.0, float("nan"))
             if usable.type.is_block():
-                weight = gl.convert_layout(weight, RO, assert_trivial=True)[:, None]
-            result = (result * weight).to(o_ptr.dtype.element_ty)
-        OL: gl.constexpr = row_layout(D, o_ptr.dtype.element_ty.primitive_bitwidth)
+                usable = gl.convert_layout(usable, RO, assert_trivial=True)
+            # NaN in a factor a row is cheaper than a choice an element
+            weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[:, None]
+            result = numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))
+            result = result.to(o_ptr.dtype.element_ty)
+        OL: gl.constexpr = row_layout(D, o_ptr.dtype.element_ty.primitive_bitwidth, WARPS)
         rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OL))
         channels = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
         o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + channels[None, :]

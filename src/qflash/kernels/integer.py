@@ -172,6 +172,12 @@ def row_inverse(denominator, GUARD: tl.constexpr):
 
 
 @triton.jit
+def row_weight(inverse, bits):
+    """1 / row sum as float32, of :func:`row_inverse`'s integers: ``inverse * 2**-(29 + bits)``."""
+    return inverse.to(tl.float32) * ((98 - bits) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def output_multiplier(value_bits, output_bits, GUARD: tl.constexpr):
     """(R, shift) of value scale / output scale."""
     value, value_exponent = split_scale(value_bits)
@@ -179,7 +185,7 @@ def output_multiplier(value_bits, output_bits, GUARD: tl.constexpr):
     ratio = multiply_high(value << 7, reciprocal(output << 7, GUARD), GUARD) << 2
     small = ratio < (1 << 30)
     exponent = 30 - (value_exponent - output_exponent) + tl.where(small, 1, 0)
-    return tl.where(small, ratio << 1, ratio), tl.minimum(tl.maximum(exponent - 9, 0), 31)
+    return tl.where(small, ratio << 1, ratio), tl.minimum(tl.maximum(exponent - 11, 0), 31)
 
 
 @triton.jit
@@ -189,11 +195,11 @@ def half_of(shift):
 
 
 @triton.jit
-def requantize(x, multiplier, shift, half, GUARD: tl.constexpr):
-    """Normalised output (21 fraction bits) -> int8 at the output scale, half up, saturating."""
-    # The limit is never met. It turns the addition into one that the assembler does not fuse with the product: fused,
-    # the addend is a pair of registers, two moves an element.
-    rounded = tl.maximum(multiply_high(x << 2, multiplier, GUARD) + half, -(1 << 30)) >> shift
+def requantize(scaled, multiplier, shift, half, GUARD: tl.constexpr):
+    """``O << (24 - bits)`` -> int8 at the output scale, half up, saturating."""
+    # The limit is never met. It keeps the assembler from fusing product and addition: fused, the addend is a pair of
+    # registers, two moves an element.
+    rounded = (tl.maximum(multiply_high(scaled, multiplier, GUARD), -(1 << 30)) + half) >> shift
     if GUARD:
         return tl.minimum(tl.maximum(rounded, -128), 127).to(tl.int8)
     return tl.inline_asm_elementwise(SATURATE, "=r,r,r,r,r", [rounded], tl.int8, True, 4)

@@ -20,6 +20,7 @@ from .integer import (
     probability_word,
     requantize,
     row_inverse,
+    row_weight,
     shift_left,
     shift_right,
     split_scale,
@@ -355,27 +356,34 @@ def finish(
     elif BITS == 8:
         total = 127 * count - total
     bits, inverse = row_inverse(total, GUARD)
-    if BITS == 8:
-        inverse = -inverse
+    INTEGER: tl.constexpr = o_ptrs.dtype.element_ty == tl.int8
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
+    elif BITS == 8:
+        numerator = -accumulator
+        scaled = accumulator * -(1 << (24 - bits))
     else:
+        numerator = accumulator
         scaled = accumulator << (24 - bits)
-    normalized = multiply_high(scaled, inverse, GUARD)
     if FLOOR_OUTPUT:
-        floor = normalized >> 21
+        floor = multiply_high(scaled, inverse, GUARD) >> 21
         remainder = (-accumulator if BITS == 8 else accumulator) - floor * total
         floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
-        normalized = floor << 21
 
-    if o_ptrs.dtype.element_ty == tl.int8:
-        tl.store(o_ptrs, requantize(normalized, factor, shift, half, GUARD), mask=stored)
+    if INTEGER:
+        if FLOOR_OUTPUT:
+            result = requantize(floor << 23, factor >> 2, shift, half, GUARD)
+        else:
+            result = requantize(scaled, multiply_high(inverse, factor, GUARD), shift, half, GUARD)
+        tl.store(o_ptrs, result, mask=stored)
     else:
-        good = usable_scale(factor.to(tl.int32, bitcast=True))
-        result = normalized.to(tl.float32) * tl.where(good, factor * (1.0 / 2097152.0), float("nan"))
+        factor = tl.where(usable_scale(factor.to(tl.int32, bitcast=True)), factor, float("nan"))
         if MASK == "bias":
             usable = usable & (row_max < POISON)
-        # a factor a row is cheaper than a choice an element
-        result = result * tl.where(usable, 1.0, float("nan"))
-        tl.store(o_ptrs, result.to(o_ptrs.dtype.element_ty), mask=stored)
+        # NaN in a factor a row is cheaper than a choice an element
+        if FLOOR_OUTPUT:
+            result = floor.to(tl.float32) * tl.where(usable, 1.0, float("nan"))
+        else:
+            result = numerator.to(tl.float32) * tl.where(usable, row_weight(inverse, bits), float("nan"))
+        tl.store(o_ptrs, (result * factor).to(o_ptrs.dtype.element_ty), mask=stored)

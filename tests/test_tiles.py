@@ -82,6 +82,34 @@ def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
     assert any(not t.hopper for t in tried)
 
 
+@pytest.mark.parametrize(
+    ("heads", "fused", "grid", "warps", "tail"),
+    [
+        (6, False, 4, 4, False),
+        (24, True, 4, 4, False),
+        (48, False, 2, 8, False),
+        (48, True, 2, 8, False),
+        (96, False, 4, 4, False),
+        (96, True, 1, 8, False),
+        (192, True, 2, 4, False),
+        (384, False, 1, 4, True),
+        (384, True, 1, 4, False),
+    ],
+)
+def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps: int, tail: bool) -> None:
+    from qflash.kernels.attention import attention_calls, fused_calls
+
+    x = torch.zeros(heads, 1, 197, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    if fused:
+        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=Tiles(64, 128, 4, 1, hopper=1))
+    else:
+        scales = (one, x, one, x, one)
+        (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
+    assert (call.grid[0], call.options["num_warps"], call.arguments["TAIL"]) == (grid, warps, tail)
+    assert call.arguments["BLOCK_M"] == 16 * warps and call.arguments["WALK"] == (grid < -(-197 // (16 * warps)))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
     from qflash.kernels.attention import attention_calls

@@ -33,10 +33,10 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     if keys <= SHORT_ROW:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
-            rule._replace(registers=registers, splits=splits)
-            for registers in (0, 168)
-            for splits in range(1, 1 + -(-queries // rule.block_m))
-            if rule.hopper
+            rule._replace(block_m=m, warps=m // 16, registers=registers, splits=splits)
+            for m, registers in ((64, 0), (64, 168), (128, 0))
+            for splits in range(1, 1 + -(-queries // m))
+            if rule.hopper and m in blocks_m
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)

@@ -73,6 +73,7 @@ class Case:
 
 CASES = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
+    Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),

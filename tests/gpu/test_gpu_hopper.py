@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import qflash
 from helpers import lay_out, same_bits
 from qflash import ops, reference
+from qflash.kernels.quantize import inverse_scale
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -28,10 +31,12 @@ PLAIN = ("contiguous", "tokens_first", "packed")
 SCALES = ("tensor", "head", "token", "channel")
 
 
-def tiles(chance: random.Random, queries: int) -> tuple[int, ...]:
+def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
     from qflash.kernels.tiles import Tiles
 
-    return Tiles(**HAND, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-queries // 64)))
+    warps = chance.choice((4, 4, 8)) if shape.head_dim <= 64 else 4
+    hand = HAND | {"block_m": 16 * warps, "warps": warps}
+    return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // (16 * warps))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,7 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
         chance.randint(1, 3),
         group * chance.randint(1, 3),
         group,
-        chance.choice((33, 64, 65, 197, 300)),
+        chance.choice((33, 64, 65, 141, 197, 300)),
         keys,
         chance.choice(head_dims),
     )
@@ -78,7 +83,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 
     chance = random.Random(geometry)
     shape = draw_shape(chance, (32, 64, 64, 128))
-    chosen = tiles(chance, shape.queries)
+    chosen = tiles(chance, shape)
     query_scale, key_scale, value_scale = (
         chance.choice(SCALES[:3]),
         chance.choice(SCALES[:2]),
@@ -132,7 +137,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
 
     chance = random.Random(1000 + geometry)
     shape = draw_shape(chance, (32, 64, 64))
-    chosen, recipe = tiles(chance, shape.queries), chance.choice(RECIPES)
+    chosen, recipe = tiles(chance, shape), chance.choice(RECIPES)
     dtype = chance.choice((torch.float16, torch.bfloat16))
     for draw in range(4):
         generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
@@ -150,13 +155,29 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)
 
 
-@pytest.mark.parametrize("heads", [6, 90, 130, 400])
+@pytest.mark.parametrize("heads", [6, 48, 90, 130, 400])
 def test_the_rules_take_it_at_every_load(heads: int) -> None:
     q, k, v = (torch.randn(heads, 1, 197, 64, device=CUDA, dtype=torch.float16) for _ in range(3))
     assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
     int8 = [qflash.quantize(x) for x in (q, k, v)]
     got, expected = (qflash.int8_attention(*int8, backend=backend) for backend in ("auto", "reference"))
     assert same_bits(got.values, expected.values)  # type: ignore[union-attr]
+
+
+@triton.jit
+def count_wrong_reciprocals(wrong_ptr, start, BLOCK: tl.constexpr):
+    x = (start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.float32, bitcast=True)
+    exact = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    differ = inverse_scale(x, False).to(tl.int32, bitcast=True) != exact.to(tl.int32, bitcast=True)
+    tl.atomic_add(wrong_ptr, tl.sum(differ.to(tl.int32), 0))
+
+
+def test_reciprocals_of_scales_are_correctly_rounded() -> None:
+    # every float from the smallest scale there is to the largest amplitude / 127
+    first, last, block = 0x00800000, 0x7C010204, 4096
+    wrong = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    count_wrong_reciprocals[((last - first) // block + 1,)](wrong, first, block)
+    assert wrong.item() == 0
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:

@@ -71,6 +71,11 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, de
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
+    if tiles.hopper and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
+        # one program of eight warps a processor fetches (and quantises) the keys fewer times than two of four
+        wide = min(triton.cdiv(queries, 128), processors // heads)
+        if wide >= (1 if fused else 2):
+            return tiles._replace(block_m=128, warps=8, splits=wide)
     if tiles.hopper and not registers and splits * heads > 2 * processors:
         # three programs a processor instead of two, at the price of a few spills
         registers = 168
@@ -251,7 +256,10 @@ def _calls(
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
-            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WARPS": tiles.warps, "WALK": walk}
+            # measured: a tail of few rows pays where one program walks over int8 queries, and not otherwise
+            tail = blocks == 1 and scales is not None and queries > tiles.block_m and 0 < queries % tiles.block_m <= 16
+            fixed |= {"BLOCK_M": tiles.block_m, "WARPS": tiles.warps, "COLUMNS": triton.cdiv(keys, 32) * 32}
+            fixed |= {"WALK": walk, "TAIL": tail}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

@@ -23,6 +23,10 @@ MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 MIN_BF16 = tl.constexpr("min.NaN.bf16x2 $0, $1, $2;")
 MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
+# a Newton step on the device's estimate: correctly rounded as long as neither side is subnormal (tests/gpu: every scale)
+RECIPROCAL = tl.constexpr(
+    "{.reg .f32 e; rcp.approx.ftz.f32 $0, $1; neg.f32 e, $1; fma.rn.f32 e, e, $0, 0f3F800000; fma.rn.f32 $0, e, $0, $0;}"
+)
 
 
 @triton.jit
@@ -92,11 +96,11 @@ def amplitude_to_scale(amplitude):
 
 @triton.jit
 def inverse_scale(scale, GUARD: tl.constexpr):
-    """1 / scale, correctly rounded."""
+    """1 / scale, correctly rounded, for what :func:`amplitude_to_scale` returns."""
     if GUARD:
         inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     else:
-        inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+        inverse = tl.inline_asm_elementwise(RECIPROCAL, "=&f,f", [scale], tl.float32, True, 1)
     return inverse
 
 
@@ -119,7 +123,11 @@ def round_to_int8(x, inverse, GUARD: tl.constexpr):
 @triton.jit
 def to_int8(x, scale, GUARD: tl.constexpr):
     """Round x / scale to nearest even, saturated to [-128, 127]; 0 where the quotient is NaN."""
-    scaled = _rounded_product(x, inverse_scale(scale, GUARD), GUARD) - (ROUND_WIDE if GUARD else ROUND)
+    if GUARD:
+        inverse = inverse_scale(scale, True)
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+    scaled = _rounded_product(x, inverse, GUARD) - (ROUND_WIDE if GUARD else ROUND)
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     return tl.minimum(tl.maximum(scaled, -128.0), 127.0).to(tl.int8)
 

@@ -104,8 +104,10 @@ def choose_tiles(
             # Swin's windows. Thousands fill the machine with programs of one warp, which has nobody to wait for.
             if heads >= 1024:
                 return Tiles(32 if fused and not masked else 16, block_n, 1, 1, 168, 1)
-            if heads >= 512 and not masked:
+            if heads >= 512 and (fused or not masked):
                 return Tiles(block_m, block_n, 4, 1, 80, 1)
+            if heads >= 512:
+                return Tiles(32, block_n, 2, 1, 128, 1)
         return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)

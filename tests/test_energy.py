@@ -47,6 +47,24 @@ def test_counter_that_stands_still() -> None:
         energy.integrate(gpu.read, gpu.work, 1.0, gpu.clock)
 
 
+def test_the_device_is_busy_while_the_counter_is_read() -> None:
+    queued: list[int] = []
+    done: list[int] = []
+
+    class Marker:
+        def __init__(self) -> None:
+            self.place = len(queued)
+
+        def synchronize(self) -> None:
+            done.extend(queued[len(done) : self.place])
+
+    work = energy.Busy(lambda: queued.append(1), 7, Marker)
+    calls = 0
+    for _ in range(5):
+        calls += work()
+        assert len(queued) > len(done) and calls == 7 * len(done)
+
+
 def test_summary_and_ratio() -> None:
     readings = [
         energy.Reading(600.0, 2.0, 1_000_000),

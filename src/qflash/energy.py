@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import pathlib
 import statistics
 import time
@@ -52,7 +52,7 @@ def integrate(
 
     Args:
         read: the counter, in joules.
-        work: does a piece of work, waits until it is done, returns how many calls it was.
+        work: waits until a piece of work is done, returns how many calls it was.
         seconds: least time.
         clock: in seconds.
 
@@ -110,11 +110,34 @@ def _idle() -> int:
     return 0
 
 
-def _replay(timer: bench.GraphTimer) -> int:
-    for _ in range(_CHUNK_REPLAYS):
-        timer.replay()
-    torch.cuda.synchronize()
-    return _CHUNK_REPLAYS * timer.calls
+class Busy:
+    """Pieces of work in a row with the next always under way: the device idles neither while the counter is read, which
+    takes milliseconds, nor while the host prepares.
+
+    Args:
+        start: enqueues one call's worth or more of work.
+        calls: how many calls ``start`` enqueues.
+        marker: returns something whose ``synchronize`` waits for what is enqueued so far.
+    """
+
+    def __init__(self, start: Callable[[], None], calls: int, marker: Callable[[], Any]) -> None:
+        self._start, self._calls, self._marker = start, calls * _CHUNK_REPLAYS, marker
+        self._ends: collections.deque[Any] = collections.deque()
+
+    def __call__(self) -> int:
+        """Wait for the oldest piece, with one more behind it; return its calls."""
+        while len(self._ends) < 2:
+            for _ in range(_CHUNK_REPLAYS):
+                self._start()
+            self._ends.append(self._marker())
+        self._ends.popleft().synchronize()
+        return self._calls
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def measure(
@@ -161,9 +184,10 @@ def measure(
             timer = timers[place]
             if timer is not None:
                 try:
-                    work = functools.partial(_replay, timer)
+                    work = Busy(timer.replay, timer.calls, _recorded_event)
                     integrate(gpu.energy, work, 0.3)  # settle at this method's power and clocks
                     readings[place].append(integrate(gpu.energy, work, seconds))
+                    torch.cuda.synchronize()
                 except Exception as error:
                     rows[place]["error"], timers[place] = bench._describe(error), None
             tick(f"{problem.label} {methods[place].name}")

@@ -332,11 +332,16 @@ static void finish_row(
     if (x->int8_output) {
         int8_t *restrict out = (int8_t *)x->out + at;
         const int32_t *restrict multiplier = w->multiplier, *restrict shift = w->shift;
+        int32_t scaled[256], by[256];
+        if (x->floor_output)
+            for (int64_t c = 0; c < channels; c++) scaled[c] = floors[c] * (1 << 23), by[c] = multiplier[c] >> 2;
+        else
+            for (int64_t c = 0; c < channels; c++) {
+                scaled[c] = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+                by[c] = (int32_t)((int64_t)inverse * multiplier[c] >> 32);
+            }
         for (int64_t c = 0; c < channels; c++) {
-            int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
-            int32_t by = (int32_t)((int64_t)inverse * multiplier[c] >> 32);
-            if (x->floor_output) scaled = floors[c] * (1 << 23), by = multiplier[c] >> 2;
-            int32_t wide = (int32_t)((int64_t)scaled * by >> 32);
+            int32_t wide = (int32_t)((int64_t)scaled[c] * by[c] >> 32);
             int32_t rounded = ((wide >> (shift[c] > 0 ? shift[c] - 1 : 0)) + 1) >> 1;
             rounded = shift[c] > 0 ? rounded : wide;
             rounded = rounded > 127 ? 127 : rounded;
@@ -518,14 +523,9 @@ INLINE float scale_from_amplitude(int32_t bits) {
 
 INLINE int32_t magnitude(float x) { return bits_of(x) & INT32_MAX; }
 
-/* The exact product, rounded once: adding 1.5 * 2^23 pushes the fraction out of a float32, and beyond 2^22, where that
- * no longer holds, the value saturates anyway. */
-INLINE int8_t to_int8(float x, float inverse) {
-    float scaled = fmaf(x, inverse, 12582912.0f) - 12582912.0f;
-    scaled = scaled > 127.0f ? 127.0f : scaled;
-    scaled = scaled < -128.0f ? -128.0f : scaled;
-    return scaled == scaled ? (int8_t)(int32_t)scaled : 0;
-}
+/* The exact product, rounded once: adding 1.5 * 2^23 pushes the fraction out of a float32 and leaves the integer in its
+ * low bits. A scale found on x itself keeps it within +-127. */
+INLINE int8_t to_int8(float x, float inverse) { return (int8_t)bits_of(fmaf(x, inverse, 12582912.0f)); }
 
 typedef struct {
     const float *x;
@@ -534,8 +534,8 @@ typedef struct {
 
 /* A head with its channels side by side: in place, or copied to `copy`, less every channel's midrange if asked for.
  * `range` holds three rows. */
-static rows_of load_head(const conversion *a, int64_t head, float *restrict copy, float *restrict range) {
-    const int64_t n = a->tokens, d = a->channels, line = a->stride[2], across = a->stride[3];
+INLINE rows_of load_head(const conversion *a, const int64_t d, int64_t head, float *restrict copy, float *restrict range) {
+    const int64_t n = a->tokens, line = a->stride[2], across = a->stride[3];
     const float *from = a->x + head / a->heads * a->stride[0] + head % a->heads * a->stride[1];
     if (!a->center && across == 1) return (rows_of){from, line};
     for (int64_t i = 0; i < n; i++)
@@ -559,13 +559,13 @@ static rows_of load_head(const conversion *a, int64_t head, float *restrict copy
     return (rows_of){copy, d};
 }
 
-static int32_t largest(const float *x, int64_t n) {
+INLINE int32_t largest(const float *x, int64_t n) {
     int32_t most = 0;
     for (int64_t e = 0; e < n; e++) most = magnitude(x[e]) > most ? magnitude(x[e]) : most;
     return most;
 }
 
-static int32_t largest_of_head(rows_of x, int64_t n, int64_t d) {
+INLINE int32_t largest_of_head(rows_of x, int64_t n, int64_t d) {
     int32_t most = 0;
     for (int64_t i = 0; i < n; i++) {
         int32_t row = largest(x.x + i * x.line, d);
@@ -574,12 +574,12 @@ static int32_t largest_of_head(rows_of x, int64_t n, int64_t d) {
     return most;
 }
 
-static void quantize_head(const conversion *a, rows_of x, int64_t head, int32_t all, float *restrict range) {
-    const int64_t n = a->tokens, d = a->channels;
+INLINE void quantize_head(const conversion *a, const int64_t d, rows_of x, int64_t head, int32_t all, float *restrict range) {
+    const int64_t n = a->tokens;
     int8_t *restrict out = a->values + head * n * d;
     float *inverse = range;
     if (a->granularity == PER_CHANNEL) {
-        int32_t *amplitude = (int32_t *)(range + d);
+        int32_t *amplitude = (int32_t *)(range + d), *keep = (int32_t *)(range + 2 * d);
         for (int64_t c = 0; c < d; c++) amplitude[c] = 0;
         for (int64_t i = 0; i < n; i++)
             for (int64_t c = 0; c < d; c++) {
@@ -590,9 +590,10 @@ static void quantize_head(const conversion *a, rows_of x, int64_t head, int32_t 
             float scale = scale_from_amplitude(amplitude[c]);
             a->scale[head * d + c] = scale;
             inverse[c] = 1.0f / scale;
+            keep[c] = usable(scale) ? -1 : 0; /* where there is a NaN the values are 0 */
         }
         for (int64_t i = 0; i < n; i++)
-            for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x.x[i * x.line + c], inverse[c]);
+            for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(x.x[i * x.line + c], inverse[c]) & keep[c];
         return;
     }
     float scale = 1;
@@ -606,7 +607,41 @@ static void quantize_head(const conversion *a, rows_of x, int64_t head, int32_t 
         const float *row = x.x + i * x.line;
         if (a->granularity == PER_TOKEN) scale = a->scale[head * n + i] = scale_from_amplitude(largest(row, d));
         const float by = 1.0f / scale;
-        for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(row[c], by);
+        if (usable(scale))
+            for (int64_t c = 0; c < d; c++) out[i * d + c] = to_int8(row[c], by);
+        else
+            memset(out + i * d, 0, d);
+    }
+}
+
+/* Heads [begin, end): the largest magnitude of all, or their values and scales. A number of channels that the compiler
+ * knows is twice as fast as one it does not. */
+INLINE int32_t heads_known(
+    const conversion *a, const int64_t d, int64_t begin, int64_t end, int find, int32_t all, float *x, float *range
+) {
+    int32_t most = 0;
+    for (int64_t head = begin; head < end; head++) {
+        rows_of rows = load_head(a, d, head, x, range);
+        if (find) {
+            int32_t one = largest_of_head(rows, a->tokens, d);
+            most = one > most ? one : most;
+        } else {
+            quantize_head(a, d, rows, head, all, range);
+        }
+    }
+    return most;
+}
+
+static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int find, int32_t all, float *x, float *range) {
+    switch (a->channels) {
+    case 32:
+        return heads_known(a, 32, begin, end, find, all, x, range);
+    case 64:
+        return heads_known(a, 64, begin, end, find, all, x, range);
+    case 128:
+        return heads_known(a, 128, begin, end, find, all, x, range);
+    default:
+        return heads_known(a, a->channels, begin, end, find, all, x, range);
     }
 }
 
@@ -628,16 +663,12 @@ int qflash_quantize(const conversion *a) {
             failed = 1;
         }
         if (x && a->granularity == PER_TENSOR) {
-            int32_t most = 0;
-            for (int64_t head = begin; head < end; head++) {
-                int32_t one = largest_of_head(load_head(a, head, x, range), n, d);
-                most = one > most ? one : most;
-            }
+            int32_t most = heads_of(a, begin, end, 1, 0, x, range);
 #pragma omp critical
             all = most > all ? most : all;
         }
 #pragma omp barrier
-        for (int64_t head = begin; x && head < end; head++) quantize_head(a, load_head(a, head, x, range), head, all, range);
+        if (x) heads_of(a, begin, end, 0, all, x, range);
         free(x);
     }
     return failed;

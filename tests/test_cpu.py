@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
 import math
 import pathlib
@@ -11,7 +13,7 @@ import torch
 
 import qflash
 from helpers import GPU, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, same_bits
-from qflash import backends, quantization, reference
+from qflash import backends, launch, quantization, reference
 from qflash.kernels import cpu
 from qflash.recipe import PRESETS
 
@@ -125,6 +127,78 @@ def test_what_is_not_finite_reaches_the_same_outputs(recipe: str, where: int) ->
     assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected)
 
 
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> collections.OrderedDict[object, object]:
+    """No call has been made yet."""
+    kept: collections.OrderedDict[object, object] = collections.OrderedDict()
+    monkeypatch.setattr(launch, "_plans", kept)
+    return kept
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans: dict[object, object]) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        kept = len(plans)
+        for seed in range(3):
+            inputs = make_inputs(2, 4, 33, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout, seed=seed)
+            mask = torch.rand((2, 1, 33, 70), generator=torch.Generator().manual_seed(seed)) > 0.3
+            for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask[:1] * 1.0}):
+                got = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe)
+                expected = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="reference")
+                assert same_bits(got, expected), (dtype, seed, options)
+        # float masks go the whole way, and so does what PyTorch prepares
+        assert len(plans) - kept == (0 if recipe == "accurate" else 3)
+
+
+def test_a_repeated_call_of_other_ranks_has_the_reference_bits(plans: dict[object, object]) -> None:
+    for shape in ((9, 16), (3, 9, 16), (2, 2, 3, 9, 16)):
+        for dtype in (torch.float16, torch.float32):
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
+                inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+                assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))
+                sliced = [torch.randn((*shape[:-1], 24), generator=generator).to(dtype)[..., 8:] for _ in range(3)]
+                assert same_bits(qflash.attention(*sliced), qflash.attention(*sliced, backend="reference"))
+    assert len(plans) >= 6
+    inputs[0].requires_grad_()
+    with pytest.raises(NotImplementedError):
+        qflash.attention(*inputs).sum().backward()
+
+
+def test_a_repeated_int8_call_has_the_reference_bits(plans: dict[object, object]) -> None:
+    bias = qflash.quantize_bias(torch.randn(1, 4, 33, 33))
+    ways = (
+        {}, {"output_scale": 0.02}, {"output_scale": 0.03}, {"out_dtype": torch.float16}, {"attn_mask": bias},
+        {"is_causal": True, "recipe": "accurate"}, {"output_scale": torch.full((1, 4, 1, 16), 0.02)},
+    )  # fmt: skip
+    for seed in range(3):
+        for granularities in (("tensor",) * 3, ("token", "head", "channel")):
+            inputs = make_inputs(2, 4, 33, head_dim=16, seed=seed)
+            int8 = [qflash.quantize(x * (1 + seed), kind) for x, kind in zip(inputs, granularities, strict=True)]
+            for way in ways:
+                got, expected = (qflash.int8_attention(*int8, **way, backend=backend) for backend in ("auto", "reference"))
+                if isinstance(expected, torch.Tensor):
+                    assert isinstance(got, torch.Tensor) and same_bits(got, expected), (seed, granularities, way)
+                else:
+                    assert same_bits(got.values, expected.values), (seed, granularities, way)
+                    assert same_bits(got.scale, expected.scale)
+    # an output scale that is a tensor is looked at in every call
+    assert len(plans) == 2 * (len(ways) - 1)
+    with pytest.raises(ValueError, match="output_scale"):
+        qflash.int8_attention(*int8, output_scale=torch.full((1, 4, 1, 16), -0.02))
+
+
+@pytest.mark.usefixtures("plans")
+def test_repeated_calls_side_by_side_do_not_mix() -> None:
+    inputs = [make_inputs(2, 4, 65, head_dim=32, seed=seed) for seed in range(8)]
+    expected = [qflash.attention(*one, backend="reference") for one in inputs]
+    qflash.attention(*inputs[0])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert all(map(same_bits, pool.map(lambda one: qflash.attention(*one), inputs), expected))
+
+
 def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.resolve_backend("auto", CPU) == "cpu"
     called: list[str] = []
@@ -138,6 +212,7 @@ def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """A machine that has compiled nothing yet, for this test only."""
+    monkeypatch.setattr(launch, "_plans", collections.OrderedDict())
     monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
     monkeypatch.setattr(backends, "cpu_missing", backends.cpu_missing.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -6,17 +6,15 @@ This module checks arguments and brings them to the four-dimensional form the op
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
+from .backends import resolve_backend
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
-
-if TYPE_CHECKING:
-    from .kernels.attention import Call
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
@@ -109,18 +107,25 @@ def attention(
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
     q, k, v, mask = views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
     out = torch.ops.qflash.attention(*views, is_causal, factor, choices.key, backend)
-    if query.is_cuda:
+    shape = (*query.shape[:-1], value.shape[-1])
 
-        def launches() -> list[Call]:
-            from .kernels.attention import fusable, fused_calls
+    def prepare() -> Callable[..., torch.Tensor] | None:
+        resolved = resolve_backend(backend, query.device)
+        if resolved == "cpu":
+            from .kernels.cpu import prepare_attention
 
-            if not fusable(choices, q.shape[3], v.shape[3], k.shape[2]):
-                return []
-            return fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
+            return prepare_attention(q, k, v, mask, is_causal, factor, choices, shape)
+        if resolved != "triton" or not query.is_cuda:
+            return None
+        from .kernels.attention import fusable, fused_calls
 
+        if not fusable(choices, q.shape[3], v.shape[3], k.shape[2]):
+            return None
+        calls = fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
         places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
-        shape = (*query.shape[:-1], value.shape[-1])
-        launch.remember(tensors, options, backend, views, launches, shape, query.dtype, places)
+        return calls[0].prepare(shape, query.dtype, query.device, places) if len(calls) == 1 else None
+
+    launch.remember(tensors, options, views, shape, prepare)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -276,27 +281,33 @@ def int8_attention(
     )
     if query.values.dim() != 4:
         out = out.reshape(shape)
-    if q.is_cuda:
+    made = None if number is None else given
 
-        def launches() -> list[Call]:
-            from .kernels.attention import attention_calls
-            from .kernels.tiles import is_short
-
-            float_mask = mask is not None and mask.dtype.is_floating_point  # is converted by launches of its own
-            own_scale = output_scale is None and given is not None and given is not value.scale
-            if float_mask or own_scale or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
-                return []
-            fresh = torch.empty_like(out).reshape(*q.shape[:3], -1)
-            return attention_calls(
-                q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, fresh, choices
-            )
-
+    def prepare() -> Callable[..., torch.Tensor] | None:
+        resolved = resolve_backend(backend, q.device)
+        float_mask = mask is not None and mask.dtype.is_floating_point  # is converted by launches of its own
+        own_scale = output_scale is None and given is not None and given is not value.scale
+        if float_mask or own_scale or resolved == "reference":
+            return None
+        arguments = (q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale)
         places = {"q": 0, "qs": 1, "k": 2, "ks": 3, "v": 4, "vs": 5} | ({} if mask is None else {"mask": 6})
-        made = None if number is None else given
         if made is None:
             places["os"] = 5 if output_scale is None else 7
-        views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
-        launch.remember(tensors, options, backend, views, launches, shape, stored, places, made)
+        if resolved == "cpu":
+            from .kernels.cpu import prepare_int8_attention
+
+            # here every call looks at the values of an output scale that is a tensor
+            return None if scale_tensor is not None else prepare_int8_attention(*arguments, stored, choices, shape, places)
+        from .kernels.attention import attention_calls
+        from .kernels.tiles import is_short
+
+        if not q.is_cuda or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
+            return None
+        calls = attention_calls(*arguments, torch.empty_like(out).reshape(*q.shape[:3], -1), choices)
+        return calls[0].prepare(shape, stored, q.device, places) if len(calls) == 1 else None
+
+    views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
+    launch.remember(tensors, options, views, shape, prepare, made)
     return QuantizedTensor.from_kernel(out, given) if given is not None else out
 
 

@@ -225,6 +225,8 @@ typedef struct {
 } workspace;
 
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+/* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
+INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
 
 static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     const int64_t d = x->head_dim, n = x->keys;
@@ -361,7 +363,7 @@ static void finish_row(
 
 /* A block of up to ROWS queries, from scores to output. */
 static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
-    const int64_t d = x->head_dim, channels = padded(x->value_dim), line = padded(x->keys);
+    const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys);
     const recipe by = {
         (int)x->quadratic, (int)x->bits, (int)x->nearest, (int)x->offset, (int)x->up, (int)x->down, (int)x->key_block,
         (int)x->online, (int)x->floor_output,
@@ -442,7 +444,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 }
 
 static int allocate(const problem *x, workspace *w, char **memory) {
-    const size_t line = padded(x->keys), channels = padded(x->value_dim), d = x->head_dim;
+    const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
     const size_t floats = line * d + channels * x->keys + ROWS * (d + 3 * line + WIDTH) + channels;
     const size_t integers = ROWS * line + line + 2 * channels;
     const size_t longs = ROWS * channels;

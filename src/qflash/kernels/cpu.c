@@ -25,6 +25,7 @@
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES) /* columns of one tile of a product */
+#define BLOCK (2 * ROWS)  /* queries worked on together: each panel of keys is fetched once for them */
 #define CHUNK 512         /* keys whose products 255 * 128 * 512 < 2^24 add up exactly in float32 */
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
@@ -33,6 +34,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+/* A row of scores turns from floats into integers and back into floats, in place. */
+typedef float real __attribute__((may_alias));
 
 /* --- fixed point, one to one with fixed_point.py ------------------------------------------------------------ */
 
@@ -44,6 +47,12 @@ INLINE int32_t bits_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, 4);
     return bits;
+}
+
+INLINE float float_of(int32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
 }
 
 INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
@@ -102,7 +111,7 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
 /* c[r][0:WIDTH] = sum over k of a[r][k] * b[k][0:WIDTH]; every partial sum is an exact integer. */
-INLINE void tile_rows(const int rows, const float *a, int64_t a_stride, const float *b, int64_t depth, float *c, int64_t c_stride) {
+INLINE void tile_rows(const int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
     vector low[ROWS], high[ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
@@ -122,7 +131,7 @@ INLINE void tile_rows(const int rows, const float *a, int64_t a_stride, const fl
     }
 }
 
-static void tile(int rows, const float *a, int64_t a_stride, const float *b, int64_t depth, float *c, int64_t c_stride) {
+static void tile_few(int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
     switch (rows) {
 #define CASE(n) \
     case n: \
@@ -134,6 +143,11 @@ static void tile(int rows, const float *a, int64_t a_stride, const float *b, int
 #endif
 #undef CASE
     }
+}
+
+static void tile(int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
+    for (int r = 0; r < rows; r += ROWS)
+        tile_few(rows - r < ROWS ? rows - r : ROWS, a + r * a_stride, a_stride, b, depth, c + r * c_stride, c_stride);
 }
 
 /* --- one row of scores ------------------------------------------------------------------------------------ */
@@ -150,10 +164,11 @@ INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplie
     return (int32_t)((uint32_t)base - (uint32_t)s);
 }
 
-/* Probabilities of scores [0, n) as floats: p, and for 15 bits their high part in `upper`. Returns their sum. */
+/* Turns scores [0, n) into probabilities, floats in their place; for 15 bits the high part goes to `upper`. Returns their
+ * sum. */
 INLINE int64_t probabilities(
-    const int kind, const int quadratic, const int wide, const recipe *by, const int32_t *restrict s, int64_t n, int32_t base,
-    int32_t multiplier, int fraction_bits, float *restrict p, float *restrict upper
+    const int kind, const int quadratic, const int wide, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
+    int32_t multiplier, int fraction_bits, float *restrict upper
 ) {
     const uint32_t begin = (uint32_t)((((int64_t)by->offset << fraction_bits) + 511) >> 9);
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
@@ -174,18 +189,17 @@ INLINE int64_t probabilities(
             upper[j] = (float)(int32_t)(value >> 8);
             value &= 255;
         }
-        p[j] = (float)(int32_t)value;
+        s[j] = bits_of((float)(int32_t)value);
     }
     return total;
 }
 
 static int64_t row_probabilities(
-    int kind, const recipe *by, const int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, float *p,
-    float *upper
+    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, float *upper
 ) {
 #define CASE(k, q, w) \
     if (kind == k && by->quadratic == q && (by->bits == 15) == w) \
-        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, p, upper);
+        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, upper);
     CASE(NARROW, 1, 0) CASE(NARROW, 0, 0) CASE(NARROW, 1, 1) CASE(NARROW, 0, 1)
     CASE(TOKEN, 1, 0) CASE(TOKEN, 0, 0) CASE(TOKEN, 1, 1) CASE(TOKEN, 0, 1)
     CASE(BIAS, 1, 0) CASE(BIAS, 0, 0) CASE(BIAS, 1, 1) CASE(BIAS, 0, 1)
@@ -213,7 +227,7 @@ typedef struct {
 } problem;
 
 typedef struct {
-    float *key, *value, *query, *scores, *p, *upper, *product;
+    float *key, *value, *query, *upper, *product;
     int32_t *s, *column;
     int64_t *numerator;
     int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
@@ -274,20 +288,21 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     }
 }
 
-/* Scores of one row in the unit reference._Scores.tile gives them; keys that take no part are MASKED. */
+/* Turns a row of the product, floats, into scores in the unit reference._Scores.tile gives them; keys that take no part are
+ * MASKED. */
 static void row_scores(
-    const problem *x, const workspace *w, const float *restrict product, int32_t *restrict s, int64_t n, int64_t width,
-    int64_t z, int64_t h, int64_t i, pair by
+    const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by
 ) {
     const int bits = column_bits(x->head_dim);
+    const int32_t *restrict column = w->column;
     const int64_t m_stride = x->m[3];
     const int64_t mask_at = x->masked ? (z % x->period) * x->m[0] + h * x->m[1] + i * x->m[2] : 0;
     if (x->key_token)
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)product[j] * w->column[j];
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]) * column[j];
     else if (x->masked == 2)
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)((uint32_t)(int32_t)product[j] << bits);
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)((uint32_t)(int32_t)float_of(s[j]) << bits);
     else
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)product[j];
+        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]);
     if (x->masked == 2) {
         const int32_t *mask = (const int32_t *)x->mask + mask_at;
         const int shift = 16 - (int)by.exponent;
@@ -361,7 +376,7 @@ static void finish_row(
         for (int64_t c = 0; c < channels; c++) out[c] = (float)numerator[c] * weight * scale[c];
 }
 
-/* A block of up to ROWS queries, from scores to output. */
+/* A block of up to BLOCK queries, from scores to output. */
 static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
     const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys);
     const recipe by = {
@@ -372,22 +387,22 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     /* causal: keys that no query of the block sees are left out */
     const int64_t n = x->causal ? at_most(x->keys, first + rows) : x->keys, width = padded(n);
     const int64_t step = by.online ? by.key_block : CHUNK, blocks = (n + step - 1) / step;
-    pair multiplier[ROWS];
-    int32_t row_max[ROWS];
-    int bad[ROWS];
-    int64_t total[ROWS];
+    pair multiplier[BLOCK];
+    int32_t row_max[BLOCK];
+    int bad[BLOCK];
+    int64_t total[BLOCK];
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
         for (int64_t k = 0; k < d; k++) w->query[r * d + k] = from[k * x->q[3]];
     }
-    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, d, w->key + start * d, d, w->scores + start, line);
+    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, d, w->key + start * d, d, (real *)w->s + start, line);
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
         multiplier[r] = kind == NARROW ? narrow_multiplier(unit, d) : wide_multiplier(unit, d, kind == BIAS ? 16 : 28);
         int32_t *s = w->s + r * line;
-        row_scores(x, w, w->scores + r * line, s, n, width, z, h, first + r, multiplier[r]);
+        row_scores(x, w, s, n, width, z, h, first + r, multiplier[r]);
         int32_t most = MASKED;
         for (int64_t j = 0; j < width; j++) most = s[j] > most ? s[j] : most;
         row_max[r] = most;
@@ -396,7 +411,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         if (!by.online)
             total[r] = row_probabilities(
                 kind, &by, s, width, most == MASKED ? 0 : most, (int32_t)multiplier[r].mantissa, (int)multiplier[r].exponent,
-                w->p + r * line, w->upper + r * line
+                w->upper + r * line
             );
         else
             row_max[r] = MASKED;
@@ -406,7 +421,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         const int64_t start = block * step, depth = at_most(step, n - start);
         if (by.online) {
             for (int r = 0; r < rows; r++) {
-                const int32_t *s = w->s + r * line + start;
+                int32_t *s = w->s + r * line + start;
                 int32_t most = row_max[r], factor = (int32_t)multiplier[r].mantissa;
                 const int fraction_bits = (int)multiplier[r].exponent;
                 for (int64_t j = 0; j < depth; j++) most = s[j] > most ? s[j] : most;
@@ -418,14 +433,14 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                 }
                 row_max[r] = most;
                 total[r] += row_probabilities(
-                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
-                    w->upper + r * line + start
+                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->upper + r * line + start
                 );
             }
         }
         for (int64_t c = 0; c < channels; c += WIDTH) {
             for (int high = by.bits == 15; high >= 0; high--) {
-                const float *p = high ? w->upper : w->p, *restrict product = w->product;
+                const real *p = high ? w->upper : (const real *)w->s;
+                const float *restrict product = w->product;
                 const int32_t weight = high ? 256 : 1;
                 tile(rows, p + start, line, w->value + c * x->keys + start * WIDTH, depth, w->product, WIDTH);
                 for (int r = 0; r < rows; r++) {
@@ -445,22 +460,20 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
-    const size_t floats = line * d + channels * x->keys + ROWS * (d + 3 * line + WIDTH) + channels;
-    const size_t integers = ROWS * line + line + 2 * channels;
-    const size_t longs = ROWS * channels;
+    const size_t floats = line * d + channels * x->keys + BLOCK * (d + (x->bits == 15 ? line : 0) + WIDTH) + channels;
+    const size_t integers = BLOCK * line + line + 2 * channels;
+    const size_t longs = BLOCK * channels;
     *memory = malloc(8 * longs + 4 * (floats + integers));
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
     w->key = (float *)(w->numerator + longs);
     w->value = w->key + line * d;
     w->query = w->value + channels * x->keys;
-    w->scores = w->query + ROWS * d;
-    w->p = w->scores + ROWS * line;
-    w->upper = w->p + ROWS * line;
-    w->product = w->upper + ROWS * line;
-    w->scale = w->product + ROWS * WIDTH;
+    w->upper = w->query + BLOCK * d;
+    w->product = w->upper + (x->bits == 15 ? BLOCK * line : 0);
+    w->scale = w->product + BLOCK * WIDTH;
     w->s = (int32_t *)(w->scale + channels);
-    w->column = w->s + ROWS * line;
+    w->column = w->s + BLOCK * line;
     w->multiplier = w->column + line;
     w->shift = w->multiplier + channels;
     w->head = w->out_head = -1;
@@ -469,7 +482,7 @@ static int allocate(const problem *x, workspace *w, char **memory) {
 
 /* Returns 0, or 1 when memory ran out. */
 int qflash_attention(const problem *x) {
-    const int64_t blocks = (x->queries + ROWS - 1) / ROWS, group = x->heads / x->key_heads;
+    const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
     const int64_t tasks = x->batch * x->heads * blocks;
     int failed = 0;
 #pragma omp parallel num_threads((int)x->threads)
@@ -487,7 +500,7 @@ int qflash_attention(const problem *x) {
 #endif
             /* neighbouring tasks share a head, which is packed once */
             for (int64_t task = begin; task < end; task++) {
-                int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * ROWS;
+                int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * BLOCK;
                 if (w.head != z * x->key_heads + h / group) {
                     w.head = z * x->key_heads + h / group;
                     pack_head(x, &w, z, h / group);
@@ -496,7 +509,7 @@ int qflash_attention(const problem *x) {
                     w.out_head = z * x->heads + h;
                     output_scales(x, &w, z, h);
                 }
-                attend(x, &w, z, h, first, (int)at_most(ROWS, x->queries - first));
+                attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
             }
             free(memory);
         }

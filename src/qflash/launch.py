@@ -42,7 +42,7 @@ CPU = -1
 def _place(tensors: Tensors) -> int | None:
     """Tell where a call runs that nobody watches: the current GPU's number, or :data:`CPU`.
 
-    None if there is a subclass, tracing, a dispatch or function mode, a gradient, or another GPU.
+    None if there is a subclass, a sparse tensor, tracing, a dispatch or function mode, a gradient, or another GPU.
     """
     if (
         torch.compiler.is_compiling()
@@ -56,7 +56,7 @@ def _place(tensors: Tensors) -> int | None:
     for x in tensors:
         if x is None:
             continue
-        if type(x) is not torch.Tensor or (gradients and x.requires_grad):
+        if type(x) is not torch.Tensor or x.layout is not torch.strided or (gradients and x.requires_grad):
             return None
         here = x.device.index if x.is_cuda else CPU if x.is_cpu else None
         if here is None or (place is not None and here != place):
@@ -82,7 +82,8 @@ def find(tensors: Tensors, options: Hashable) -> Plan | None:
         tensors: of the call, as given, in an order of the caller's; not yet checked.
         options: all its other arguments, as given.
     """
-    if not _plans or (place := _place(tensors)) is None:
+    place = _place(tensors)  # first: torch.compile is not to look at the plans and guard them
+    if place is None or not _plans:
         return None
     try:
         return _plans.get(_signature(tensors, options, place))

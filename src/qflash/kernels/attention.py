@@ -233,6 +233,15 @@ def _calls(
     # a mask of one image's windows repeats over the batch; one that is given per batch element is sliced with it
     period = 0 if mask is None or mask.shape[0] in (1, batch) else mask.shape[0]
     step = _MOST_BLOCKS // max(period, 1) * max(period, 1)
+    if short:
+        tiles = _split(
+            tiles if hopper else tiles._replace(hopper=0),
+            queries,
+            batch * heads,
+            max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
+            scales is None,
+            query.device,
+        )
     fixed: dict[str, Any] = {
         "queries": queries,
         "constant_mantissa": constant[0],
@@ -244,22 +253,13 @@ def _calls(
         "VALUE_ROWS": value.stride(2) != 1 or value.shape[2] == 1,
     }
     if short:
-        tiles = _split(
-            tiles if hopper else tiles._replace(hopper=0),
-            queries,
-            batch * heads,
-            max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
-            scales is None,
-            query.device,
-        )
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: a tail of few rows pays where one program walks over int8 queries, and not otherwise
             tail = blocks == 1 and scales is not None and queries > tiles.block_m and 0 < queries % tiles.block_m <= 16
-            fixed |= {"BLOCK_M": tiles.block_m, "WARPS": tiles.warps, "COLUMNS": triton.cdiv(keys, 32) * 32}
-            fixed |= {"WALK": walk, "TAIL": tail}
+            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WALK": walk, "TAIL": tail}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

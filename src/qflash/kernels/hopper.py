@@ -171,16 +171,9 @@ def _quantized(x, middle, inverse, CENTER: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(
-    base,
-    stride_n: gl.constexpr,
-    smem,
-    START: gl.constexpr,
-    WIDTH: gl.constexpr,
-    KEYS: gl.constexpr,
-    D: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def _copy_keys(base, stride_n: gl.constexpr, smem, START: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    WIDTH: gl.constexpr = smem.shape[0]
+    D: gl.constexpr = smem.shape[1]
     L: gl.constexpr = row_layout(D, 8, WARPS)
     n = START + key_order(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L)))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
@@ -408,8 +401,7 @@ def hopper_kernel(
     os_stride_z, os_stride_h, os_stride_d,
     queries, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
-    WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
-    QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -417,7 +409,8 @@ def hopper_kernel(
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL (int8, one program a head) up to 16 past whole blocks are
-    a matter of their own. COLUMNS are KEYS up to a multiple of 32; BLOCK_M is 16 WARPS.
+    a matter of their own. COLUMNS are KEYS up to a multiple of 32; a warp has 16 of
+    the BLOCK_M queries.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -432,6 +425,7 @@ def hopper_kernel(
     blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
     block = gl.program_id(0)
     D: gl.constexpr = HEAD_DIM
+    WARPS: gl.constexpr = BLOCK_M // 16
     WIDTHS: gl.constexpr = row_widths(COLUMNS)
     STARTS: gl.constexpr = row_starts(COLUMNS)
     TILES: gl.constexpr = len(WIDTHS)
@@ -490,7 +484,7 @@ def hopper_kernel(
             head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest, 1, nan_max), 0, nan_max))
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, D, WARPS)
+            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], KEYS, WARPS)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):

@@ -356,7 +356,6 @@ def finish(
     elif BITS == 8:
         total = 127 * count - total
     bits, inverse = row_inverse(total, GUARD)
-    INTEGER: tl.constexpr = o_ptrs.dtype.element_ty == tl.int8
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
@@ -368,10 +367,10 @@ def finish(
         scaled = accumulator << (24 - bits)
     if FLOOR_OUTPUT:
         floor = multiply_high(scaled, inverse, GUARD) >> 21
-        remainder = (-accumulator if BITS == 8 else accumulator) - floor * total
+        remainder = numerator - floor * total
         floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
 
-    if INTEGER:
+    if o_ptrs.dtype.element_ty == tl.int8:
         if FLOOR_OUTPUT:
             result = requantize(floor << 23, factor >> 2, shift, half, GUARD)
         else:

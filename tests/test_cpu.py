@@ -210,9 +210,8 @@ def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dict[object, object]) -> None:
     """A machine that has compiled nothing yet, for this test only."""
-    monkeypatch.setattr(launch, "_plans", collections.OrderedDict())
     monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
     monkeypatch.setattr(backends, "cpu_missing", backends.cpu_missing.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

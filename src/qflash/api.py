@@ -126,7 +126,7 @@ def attention(
         return calls[0].prepare(shape, query.dtype, query.device, places) if len(calls) == 1 else None
 
     launch.remember(tensors, options, views, shape, prepare)
-    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+    return out if query.dim() == 4 else out.reshape(shape)
 
 
 def quantize(

@@ -297,16 +297,16 @@ def _finish(
     recipe: Recipe,
 ) -> torch.Tensor:
     """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8)."""
-    bits, inverse = fp.row_inverse(denominator)
-    whole = recipe.output == "value_scale"
-    if whole:
-        floor = fp.floored_quotient(numerator, denominator)
+    multiplier, shift = value_scale, value_scale
     if out_dtype == torch.int8:
         assert output_scale is not None
         multiplier, shift = fp.output_multiplier(value_scale, output_scale)
-        if whole:
+    if recipe.output == "value_scale":
+        floor = fp.floored_quotient(numerator, denominator)
+        if out_dtype == torch.int8:
             return fp.requantize(floor << 23, multiplier >> 2, shift)
-        return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
-    if whole:
         return floor.to(torch.float32) * value_scale
+    bits, inverse = fp.row_inverse(denominator)
+    if out_dtype == torch.int8:
+        return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
     return numerator.to(torch.float32) * torch.ldexp(inverse.to(torch.float32), -29 - bits) * value_scale

@@ -332,6 +332,9 @@ static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) 
     }
 }
 
+/* A row's sum as large as 32 bits allow: the quotient is that times the row's inverse. */
+INLINE int32_t left_aligned(int64_t numerator, int bits) { return (int32_t)((int64_t)((uint64_t)numerator << 24) >> bits); }
+
 static void finish_row(
     const problem *x, const workspace *w, const int64_t *restrict numerator, int64_t denominator, int bad, int64_t at
 ) {
@@ -342,8 +345,7 @@ static void finish_row(
     int32_t floors[256];
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
-            int32_t scaled = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
-            int64_t whole = (int64_t)scaled * inverse >> 53, remainder = numerator[c] - whole * denominator;
+            int64_t whole = (int64_t)left_aligned(numerator[c], bits) * inverse >> 53, remainder = numerator[c] - whole * denominator;
             floors[c] = denominator ? (int32_t)(whole + (remainder >= denominator) - (remainder < 0)) : 0;
         }
     if (x->int8_output) {
@@ -354,7 +356,7 @@ static void finish_row(
             for (int64_t c = 0; c < channels; c++) scaled[c] = floors[c] * (1 << 23), by[c] = multiplier[c] >> 2;
         else
             for (int64_t c = 0; c < channels; c++) {
-                scaled[c] = (int32_t)((int64_t)((uint64_t)numerator[c] << 24) >> bits);
+                scaled[c] = left_aligned(numerator[c], bits);
                 by[c] = (int32_t)((int64_t)inverse * multiplier[c] >> 32);
             }
         for (int64_t c = 0; c < channels; c++) {

@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -115,13 +115,13 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _fields(pointers: int, integers: int) -> type[ctypes.Structure]:
-    fields = [("pointers", ctypes.c_void_p * pointers), ("integers", ctypes.c_int64 * integers)]
+def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
+    fields = [*((name, ctypes.c_void_p) for name in pointers), ("integers", ctypes.c_int64 * integers)]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Attention = _fields(9, 53)
-_Quantize = _fields(3, 11)
+_Attention = _fields(("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out"), 53)
+_Quantize = _fields(("x", "values", "scale"), 11)
 
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
@@ -137,9 +137,9 @@ def _quantization(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, granularity: str, center: bool
 ) -> ctypes.Structure:
     return _Quantize(
-        (x.data_ptr(), values.data_ptr(), scale.data_ptr()),
+        x.data_ptr(), values.data_ptr(), scale.data_ptr(),
         (*x.shape, *x.stride(), GRANULARITIES.index(granularity), center, _threads(8 * x.numel())),
-    )
+    )  # fmt: skip
 
 
 def _quantize(arguments: ctypes.Structure) -> None:
@@ -168,10 +168,6 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     scale = torch.empty(shape)
     _quantize(_quantization(x, values, scale, granularity, center))
     return values, scale
-
-
-_POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out")
-"""What the addresses of an ``_Attention`` belong to."""
 
 
 def _attention(
@@ -210,7 +206,7 @@ def _attention(
         offset, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
         _threads(batch * heads * queries * keys * (head_dim + value_dim)),
     )  # fmt: skip
-    return _Attention(pointers, integers)
+    return _Attention(*pointers, integers)
 
 
 def launch_attention(
@@ -240,6 +236,24 @@ def launch_attention(
     return out.to(out_dtype)
 
 
+def _repeated(
+    template: ctypes.Structure, shape: tuple[int, ...], out_dtype: torch.dtype
+) -> Callable[[Iterable[tuple[str, int]]], torch.Tensor]:
+    """Return what does a call of C again with other addresses, given by their names, and a new output."""
+    stored = torch.int8 if out_dtype == torch.int8 else torch.float32
+
+    def attend(addresses: Iterable[tuple[str, int]]) -> torch.Tensor:
+        out = torch.empty(shape, dtype=stored)
+        arguments = _Attention.from_buffer_copy(template)
+        for name, address in addresses:
+            setattr(arguments, name, address)
+        arguments.out = out.data_ptr()
+        _attend(arguments)
+        return out.to(out_dtype)
+
+    return attend
+
+
 def prepare_int8_attention(
     query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -260,26 +274,18 @@ def prepare_int8_attention(
 
     Args:
         shape: of the output, as the caller wants it.
-        places: names of :data:`_POINTERS`, and which of the caller's tensors each is. Other addresses stay.
+        places: addresses of an ``_Attention``, and which of the caller's tensors each is. Others stay.
     """
     if key.shape[2] == 0:
         return None
-    stored = torch.int8 if out_dtype == torch.int8 else torch.float32
+    out = torch.empty(shape, dtype=torch.int8 if out_dtype == torch.int8 else torch.float32, device="meta")
     template = _attention(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale,
-        torch.empty(shape, dtype=stored), recipe,
-    )  # fmt: skip
-    targets = [(_POINTERS.index(name), index) for name, index in places.items()]
-    out_at = _POINTERS.index("out")
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
+    )
+    attend = _repeated(template, shape, out_dtype)
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(shape, dtype=stored)
-        arguments = _Attention.from_buffer_copy(template)
-        for position, index in targets:
-            arguments.pointers[position] = tensors[index].data_ptr()  # type: ignore[union-attr]
-        arguments.pointers[out_at] = out.data_ptr()
-        _attend(arguments)
-        return out.to(out_dtype)
+        return attend((name, tensors[index].data_ptr()) for name, index in places.items())  # type: ignore[union-attr]
 
     return repeat
 
@@ -302,42 +308,42 @@ def prepare_attention(
         return None
     dtype = query.dtype
     kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)
-    shapes = [x.shape for x in (query, key, value)]
-    floats = [x.to(torch.float32) for x in (query, key, value)]
-    # one piece of memory for all values, and one for all scales
-    values_sizes = [x.numel() for x in floats]
-    scale_shapes = [scale_shape(x.shape, granularity) for x, (granularity, _) in zip(floats, kinds, strict=True)]
-    scale_sizes = [math.prod(size) for size in scale_shapes]
-    value_starts = [sum(values_sizes[:i]) for i in range(3)]
-    scale_starts = [4 * sum(scale_sizes[:i]) for i in range(3)]
-    values = [torch.empty(x.shape, dtype=torch.int8) for x in floats]
-    scales = [torch.empty(size) for size in scale_shapes]
-    quantizations = [
-        _quantization(x, value, scale, *kind) for x, value, scale, kind in zip(floats, values, scales, kinds, strict=True)
-    ]
-    template = _attention(
-        values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None,
-        torch.empty(shape), recipe,
-    )  # fmt: skip
+    values, scales, steps = [], [], []
+    # one piece of memory for all values and one for all scales: a tensor each would take longer than it saves
+    values_bytes = scales_bytes = 0
+    for name, x, (granularity, center) in zip("qkv", (query, key, value), kinds, strict=True):
+        # only the strides that a conversion gives are of interest, not its numbers
+        wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
+        values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
+        scales.append(torch.empty(scale_shape(x.shape, granularity), device="meta"))
+        template = _quantization(wide, values[-1], scales[-1], granularity, center)
+        steps.append((template, name, x.shape, values_bytes, scales_bytes))
+        values_bytes += values[-1].nbytes
+        scales_bytes += scales[-1].nbytes
+    out = torch.empty(shape, device="meta")
+    attend = _repeated(
+        _attention(
+            values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, out, recipe
+        ),
+        shape,
+        dtype,
+    )
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(shape)
-        held, factors = torch.empty(sum(values_sizes), dtype=torch.int8), torch.empty(sum(scale_sizes))
-        arguments = _Attention.from_buffer_copy(template)
-        for index in range(3):
-            x: torch.Tensor = tensors[index]  # type: ignore[assignment]
+        values, scales = torch.empty(values_bytes, dtype=torch.int8), torch.empty(scales_bytes // 4)
+        values_at, scales_at = values.data_ptr(), scales.data_ptr()
+        addresses = []
+        for given, (template, name, view, values_offset, scales_offset) in zip(tensors, steps, strict=False):
+            x: torch.Tensor = given  # type: ignore[assignment]
             if dtype != torch.float32:
-                x = x.reshape(shapes[index]).to(torch.float32)
-            one = _Quantize.from_buffer_copy(quantizations[index])
-            value_at, scale_at = held.data_ptr() + value_starts[index], factors.data_ptr() + scale_starts[index]
-            one.pointers[:] = (x.data_ptr(), value_at, scale_at)
-            _quantize(one)
-            arguments.pointers[index], arguments.pointers[3 + index] = value_at, scale_at
-        arguments.pointers[6] = arguments.pointers[5]
+                x = x.reshape(view).to(torch.float32)
+            arguments = _Quantize.from_buffer_copy(template)
+            arguments.x, arguments.values, arguments.scale = x.data_ptr(), values_at + values_offset, scales_at + scales_offset
+            _quantize(arguments)
+            addresses += [(name, arguments.values), (f"{name}s", arguments.scale)]
+        addresses.append(("os", arguments.scale))
         if mask is not None:
-            arguments.pointers[7] = tensors[3].data_ptr()  # type: ignore[union-attr]
-        arguments.pointers[8] = out.data_ptr()
-        _attend(arguments)
-        return out.to(dtype)
+            addresses.append(("mask", tensors[3].data_ptr()))  # type: ignore[union-attr]
+        return attend(addresses)
 
     return repeat

@@ -1,0 +1,479 @@
+"""Windows of 33 to 64 keys, Swin's shapes, a warp each (Gluon): what :mod:`.short` does, in registers alone.
+
+A program is one warp. It loads keys, values and queries as the tensor core wants to hold them, so that nothing is
+exchanged between threads but row maxima, and works on sixteen queries at a time. Three orders make that possible; they
+leave every product as it is:
+
+* a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
+* the keys of a product with V come in the order in which the threads hold the scores;
+* the channels of V are dealt to the columns of its product so that a thread ends up with eight neighbouring outputs.
+
+Columns come in tiles of eight: 49 keys take 56, not 64.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .integer import (
+    half_of,
+    multiply_high,
+    output_multiplier,
+    requantize,
+    row_inverse,
+    row_weight,
+    split_scale,
+    usable_scale,
+)
+from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
+from .tile import _high_bytes, probability_words, row_multiplier
+
+# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
+ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+# sixteen queries, and what each operand of a product looks like
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 4))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT.value, 4))
+
+
+@gluon.constexpr_function
+def further_widths(keys):
+    """The tiles of the keys past the first 32."""
+    left = (keys - 25) // 8
+    return {1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[left]
+
+
+@gluon.constexpr_function
+def rows_layout(rows):
+    """Rows of 32 channels, eight a thread: queries and outputs (16 rows), keys."""
+    high = [[bit, 0] for bit in (8, 16) if bit < rows]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *high], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [rows, 32]
+    )
+
+
+@gluon.constexpr_function
+def score_layout(rows, columns):
+    """A product, or its upper half of eight rows."""
+    wide = [[0, bit] for bit in (8, 16) if bit < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], *([[8, 0]] if rows == 16 else []), *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns]
+    )
+
+
+@gluon.constexpr_function
+def value_layout():
+    """32 keys of 32 channels, four channels a thread: two neighbouring keys of each of four tiles of eight."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], [], [], [32, 32]
+    )
+
+
+@gluon.jit
+def _load_rows(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, END: gl.constexpr):
+    """Rows from ``first`` on; past the END the last again."""
+    L: gl.constexpr = rows_layout(ROWS)
+    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    return gl.load(base + gl.minimum(first + n, END - 1)[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _load_key(base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    if START + ROWS <= KEYS:
+        L: gl.constexpr = rows_layout(ROWS)
+        n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
+    else:
+        x = _load_rows(base, stride_n, START, ROWS, KEYS)
+    return x
+
+
+@gluon.jit
+def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr):
+    """32 keys from START on, zero past the end."""
+    L: gl.constexpr = value_layout()
+    n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
+    if START + 32 <= KEYS:
+        x = gl.load(ptrs)
+    else:
+        x = gl.load(ptrs, mask=(START + n[:, None] < KEYS) & (d[None, :] >= 0), other=0)
+    return x
+
+
+@gluon.jit
+def _sixteen(x):
+    """Sixteen rows; of eight, zeros behind them."""
+    if x.shape[0] == 8:
+        x = gl.reshape(gl.permute(gl.join(x, x * 0), (2, 0, 1)), (16, x.shape[1]))
+    return x
+
+
+@gluon.jit
+def _query_operand(x):
+    """Queries as the left operand: the channels 8 c + 4 i + j in the order i, c, j."""
+    x = gl.permute(gl.reshape(_sixteen(x), (16, 4, 2, 4)), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(x, (16, 32)), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _key_operand(x):
+    """Keys as the right operand, channels in the order of :func:`_query_operand`."""
+    N: gl.constexpr = x.shape[0]
+    x = gl.reshape(gl.permute(gl.reshape(x, (N, 4, 2, 4)), (0, 2, 1, 3)), (N, 32))
+    return gl.convert_layout(gl.permute(x, (1, 0)), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _value_operand(x):
+    """Values as the right operand: keys as :func:`_probability_operand` has them, channel 4 i + j in column 8 j + i."""
+    x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
+    return gl.convert_layout(gl.reshape(x, (32, 32)), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _probability_operand(p):
+    """32 columns of stored probabilities as the left operand."""
+    p = gl.permute(gl.reshape(_sixteen(p), (16, 2, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(p, (16, 32)), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _product(a, b, ROWS: gl.constexpr):
+    """The first ROWS rows of a product of 16."""
+    x = mma_v2(a, b, gl.zeros((16, b.shape[1]), gl.int32, PRODUCT))
+    return _upper(x, ROWS)
+
+
+@gluon.jit
+def _upper(x, ROWS: gl.constexpr):
+    N: gl.constexpr = x.shape[1]
+    if ROWS == 8:
+        x, _ = _halves(x)
+    return gl.convert_layout(x, score_layout(ROWS, N), assert_trivial=True)
+
+
+@gluon.jit
+def _beside(a, b):
+    """The columns of ``a``, then those of ``b``."""
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+    return gl.convert_layout(x, score_layout(a.shape[0], 2 * a.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def _widen(p):
+    """The tiles of a row behind the first beside one another, zeros behind them: 32 columns."""
+    x = p[1]
+    if len(p) == 3:
+        x = _beside(x, _beside(p[2], p[2] * 0))
+    if x.shape[1] == 8:
+        x = _beside(x, x * 0)
+    if x.shape[1] == 16:
+        x = _beside(x, x * 0)
+    return x
+
+
+@gluon.jit
+def _halves(x):
+    """The upper and the lower half of the rows."""
+    return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
+def _lowest(x):
+    """Minima of keys eight apart, two numbers an instruction."""
+    if x.shape[0] > 8:
+        a, b = _halves(x)
+        x = _lowest(lower(a, b, False))
+    return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
+
+
+@gluon.jit
+def _highest(x):
+    if x.shape[0] > 8:
+        a, b = _halves(x)
+        x = _highest(higher(a, b, False))
+    return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
+
+
+@gluon.jit
+def _combine(low_a, high_a, low_b, high_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b)
+
+
+@gluon.jit
+def _row_amplitude(x):
+    """Largest magnitude of each row, as float32; two numbers an instruction while a thread is by itself."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.reshape(gl.abs(x), (ROWS, 4, 2, 2, 2))
+    a, b = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
+    a, b = gl.split(gl.permute(higher(a, b, False), (0, 1, 3, 2)))
+    x = gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
+    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, score_layout(ROWS, 8)), assert_trivial=True)
+
+
+@gluon.jit
+def _round_to_int8(x, inverse):
+    """:func:`.quantize.round_to_int8`."""
+    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
+
+
+@gluon.jit
+def _channels(x, L: gl.constexpr):
+    """A number, or one for each channel, where a layout wants it."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
+    return x
+
+
+@gluon.jit
+def _output_factors(
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr
+):  # fmt: skip
+    """:func:`.tile.output_factors`; a thread forms those of one channel."""
+    channel = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    if VALUE_CHANNEL:
+        factor = gl.load(vs_base + channel * vs_stride_d)
+    else:
+        factor = gl.load(vs_base)
+    shift, half = 0, 0
+    if o_ptr.dtype.element_ty == gl.int8:
+        if OUTPUT_CHANNEL:
+            output_scale = gl.load(os_base + channel * os_stride_d)
+        else:
+            output_scale = gl.load(os_base)
+        factor, shift = output_multiplier(factor.to(gl.int32, bitcast=True), output_scale.to(gl.int32, bitcast=True), False)
+        half = half_of(shift)
+    return factor, shift, half
+
+
+@gluon.jit
+def _fold_columns(s):
+    """Maxima of columns eight apart, which a thread holds."""
+    x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
+    return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
+
+
+@gluon.jit
+def _row_max(s):
+    """Row maxima over the tiles of a row."""
+    largest = _fold_columns(s[0])
+    for i in gl.static_range(1, len(s)):
+        largest = gl.maximum(largest, _fold_columns(s[i]))
+    return gl.max(largest, 1)
+
+
+@gluon.jit
+def _along(x, L: gl.constexpr):
+    """A number, or one for each row, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
+    return x
+
+
+@gluon.jit
+def _store(
+    numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Normalise a block of (negative) numerators and store those there are: :func:`.tile.finish`."""
+    ROWS: gl.constexpr = numerator.shape[0]
+    OL: gl.constexpr = rows_layout(ROWS)
+    x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
+    x = gl.convert_layout(x, OL, assert_trivial=True)
+    # every column of the row sums is the same; a thread takes one of its own
+    total, _ = gl.split(gl.reshape(total, (ROWS, 4, 2)))
+    bits, inverse = row_inverse(127 * KEYS - total, False)
+    factor, shift, half = _channels(factor, OL), _channels(shift, OL), _channels(half, OL)
+    if o_base.dtype.element_ty == gl.int8:
+        scaled = x * _spread(-(1 << (24 - bits)), OL)
+        if factor.type.is_block():
+            row_factor = multiply_high(_spread(inverse, OL), factor, False)
+        else:
+            row_factor = _spread(multiply_high(inverse, factor, False), OL)
+        result = requantize(scaled, row_factor, shift, half, False)
+    else:
+        good = usable_scale(factor.to(gl.int32, bitcast=True))
+        # NaN in a factor a row is cheaper than a choice an element
+        T: gl.constexpr = total.type.layout
+        weight = gl.where(_along(usable, T), -row_weight(inverse, bits), float("nan"))
+        result = x.to(gl.float32) * _spread(weight, OL) * gl.where(good, factor, float("nan"))
+        result = result.to(o_base.dtype.element_ty)
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
+    channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
+    inside = (rows[:, None] < QUERIES) & (channels[None, :] >= 0)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
+
+
+@gluon.jit
+def _spread(x, L: gl.constexpr):
+    """Four numbers a row, all alike, each for a quarter of the channels."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    return gl.convert_layout(gl.reshape(x, (ROWS, 32)), L, assert_trivial=True)
+
+
+@gluon.jit
+def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Stored probabilities of a tile of scores."""
+    L: gl.constexpr = s.type.layout
+    word = probability_words(
+        s, _along(row_max, L), _along(multiplier, L), _along(fraction_bits, L), "none", False, True, 8, True, OFFSET, False, False
+    )
+    return _high_bytes(word, False)
+
+
+@gluon.jit
+def _attend(
+    q_base, q_stride_n: gl.constexpr, qs_base, qs_stride_n, head_scale, k, v, begin, ones, weight,
+    keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
+    o_base, o_stride_n: gl.constexpr, first, ROWS: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS queries from ``first`` on."""
+    R: gl.constexpr = gl.SliceLayout(1, score_layout(ROWS, 8))
+    q = _load_rows(q_base, q_stride_n, first, ROWS, QUERIES)
+    if QUANTIZE:
+        y = q.to(gl.float32)
+        if QUERY_TOKEN:
+            scale = amplitude_to_scale(_row_amplitude(q))
+            q = _round_to_int8(y, _along(inverse_scale(scale, False), rows_layout(ROWS)))
+            query_bits = scale.to(gl.int32, bitcast=True)
+        else:
+            q = _round_to_int8(y, inverse_scale(head_scale, False))
+            query_bits = head_scale.to(gl.int32, bitcast=True)
+    elif QUERY_TOKEN:
+        query_bits = gl.load(qs_base + gl.minimum(first + gl.arange(0, ROWS, layout=R), QUERIES - 1) * qs_stride_n)
+    else:
+        query_bits = gl.load(qs_base)
+    q = _query_operand(q)
+    usable = keys_usable & usable_scale(query_bits)
+    multiplier, fraction_bits = row_multiplier(
+        query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
+    )
+    s = (_product(q, k[0], ROWS),)
+    for i in gl.static_range(1, len(k)):
+        s = s + (_product(q, k[i], ROWS),)
+    row_max = _row_max(s)
+    p = ()
+    for i in gl.static_range(len(s)):
+        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, OFFSET),)
+    p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
+    numerator = _upper(mma_v2(p1, v[1], mma_v2(p0, v[0], begin)), ROWS)
+    total = _upper(mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT))), ROWS)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
+
+
+@gluon.jit
+def windows_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
+    k_stride_z, k_stride_h, k_stride_n: gl.constexpr,
+    v_stride_z, v_stride_h, v_stride_n: gl.constexpr,
+    o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
+    qs_stride_z, qs_stride_h, qs_stride_n,
+    ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d,
+    os_stride_z, os_stride_h, os_stride_d,
+    constant_mantissa, constant_exponent,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """Attention of one window and head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`."""
+    z = gl.program_id(2).to(gl.int64)
+    h = gl.program_id(1)
+    kv_head = h // GROUP
+    q_base = q_ptr + z * q_stride_z + h * q_stride_h
+    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    o_base = o_ptr + z * o_stride_z + h * o_stride_h
+    WIDTHS: gl.constexpr = further_widths(KEYS)
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, rows_layout(16))
+
+    k = (_load_key(k_base, k_stride_n, 0, 32, KEYS), _load_key(k_base, k_stride_n, 32, WIDTHS[0], KEYS))
+    if len(WIDTHS) == 2:
+        k = k + (_load_key(k_base, k_stride_n, 32 + WIDTHS[0], WIDTHS[1], KEYS),)
+    v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
+    head_scale = 0.0
+    if QUANTIZE:
+        low, high = _lowest(k[0]), _highest(k[0])
+        for i in gl.static_range(1, len(k)):
+            low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
+        low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
+        middle = (low + high) * 0.5
+        if CENTER:
+            low, high = low - middle, high - middle
+        key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+        a, b = _halves(higher(gl.abs(v0), gl.abs(v1), False))
+        a, b = _halves(higher(a, b, False))
+        most = gl.reduce(higher(a, b, False).to(gl.float32), 0, nan_max)
+        if not VALUE_CHANNEL:
+            most = gl.reduce(most, 0, nan_max)
+        value_scale = amplitude_to_scale(most)
+        key_inverse = inverse_scale(key_scale, False)
+        value_inverse = _channels(inverse_scale(value_scale, False), value_layout())
+        quantized = ()
+        for i in gl.static_range(len(k)):
+            y = k[i].to(gl.float32)
+            if CENTER:
+                y = y - _channels(middle, rows_layout(k[i].shape[0]))
+            quantized = quantized + (_round_to_int8(y, key_inverse),)
+        k = quantized
+        v0 = _round_to_int8(v0.to(gl.float32), value_inverse)
+        v1 = _round_to_int8(v1.to(gl.float32), value_inverse)
+        key_bits = key_scale.to(gl.int32, bitcast=True)
+        factor, shift, half = value_scale, 0, 0
+        if not QUERY_TOKEN:
+            largest = gl.abs(_load_rows(q_base, q_stride_n, 0, 16, QUERIES))
+            for start in gl.static_range(16, QUERIES, 16):
+                largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, 16, QUERIES)), False)
+            head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
+    else:
+        key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+        factor, shift, half = _output_factors(o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL, OUTPUT_CHANNEL)
+    if factor.type.is_block():
+        factor = gl.convert_layout(factor, CHANNEL)
+        if o_ptr.dtype.element_ty == gl.int8:
+            shift, half = gl.convert_layout(shift, CHANNEL), gl.convert_layout(half, CHANNEL)
+    keys_usable = usable_scale(key_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    keys = ()
+    for i in gl.static_range(len(k)):
+        keys = keys + (_key_operand(k[i]),)
+    v0, v1 = _value_operand(v0), _value_operand(v1)
+    # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
+    offsets = gl.full((16, 32), -127, gl.int8, LEFT)
+    begin = mma_v2(offsets, v0, gl.zeros((16, 32), gl.int32, PRODUCT))
+    begin = mma_v2(offsets, v1, begin)
+    ones = gl.full((32, 8), 1, gl.int8, RIGHT)
+    place = gl.arange(0, 32, layout=gl.SliceLayout(1, RIGHT))
+    column = 32 + ((place & 16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1))
+    weight = gl.where((column < KEYS)[:, None], ones, ones * 0)
+
+    # what is left of the queries behind whole tiles, if at most eight, is done as half a tile
+    TILES: gl.constexpr = (QUERIES + 7) // 16
+    tile = gl.program_id(0)
+    while tile < TILES:
+        _attend(
+            q_base, q_stride_n, qs_base, qs_stride_n, head_scale, keys, (v0, v1), begin, ones, weight,
+            keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
+            o_base, o_stride_n, tile * 16, 16, KEYS, QUERIES, OFFSET, MOST, MOST_BITS, QUANTIZE, QUERY_TOKEN,
+        )  # fmt: skip
+        tile += gl.num_programs(0)
+    if tile * 16 < QUERIES:
+        _attend(
+            q_base, q_stride_n, qs_base, qs_stride_n, head_scale, keys, (v0, v1), begin, ones, weight,
+            keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
+            o_base, o_stride_n, tile * 16, 8, KEYS, QUERIES, OFFSET, MOST, MOST_BITS, QUANTIZE, QUERY_TOKEN,
+        )  # fmt: skip

@@ -16,11 +16,11 @@ quantity              bound                                           why
 ====================  ==============================================  =======================
 S                     ``|S| <= 2**14 d``                              d products of two int8
 m - S                 ``< 2**15 d``                                   both ends cannot be -128
-M                     ``<= 57344 / d`` (0.875 * 2**16 / d)            chosen
+M                     ``<= 57344 / d`` (0.875 * 2**16 / d)            chosen; half with a bias
 S M                   ``<= 0.875 * 2**30``                            product of the two
 t = (m - S) M + t0    ``< 2**31``                                     0.875 * 2**31 + 0.6 * 2**28
 y = S A (per-token)   ``<= 2**30``                                    A <= 2**16 / d
-z (with a bias)       ``< 2**29 + 2**28``                             y R / 2**32, bias clamped
+z (with a bias)       ``< 2**29 + 2**28``                             S M or y R / 2**32, bias clamped
 row sum l             ``< 2**24`` (8 bits), ``< 2**31`` (15 bits)     N <= 65536
 accumulator O         ``< 2**31``                                     255 * 128 * 65536
 ====================  ==============================================  =======================
@@ -120,15 +120,22 @@ def combine_scales(
     return product << extra, -exponent
 
 
-def narrow_multiplier(mantissa: torch.Tensor, exponent: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def most_multiplier(head_dim: int, biased: bool) -> int:
+    """Return the bound on M: a bias shares the 32 bits of a score, which costs M one of them."""
+    return (MULTIPLIER_BUDGET // 2 if biased else MULTIPLIER_BUDGET) // head_dim
+
+
+def narrow_multiplier(
+    mantissa: torch.Tensor, exponent: torch.Tensor, head_dim: int, biased: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn ``s = R * 2**-E`` into the multiplier and shift of one 32-bit multiply-add per score.
 
     Returns:
-        ``(M, F)`` with ``M = round(s * 2**F) <= 57344 // head_dim`` and ``0 <= F <= 28``, F as large as the
+        ``(M, F)`` with ``M = round(s * 2**F) <= most_multiplier(head_dim, biased)`` and ``0 <= F <= 28``, F as large as the
         bound on M lets it be. For scales so large that F would be negative M is the bound and F is 0:
         two different scores are then already more than 200 octaves apart.
     """
-    most = MULTIPLIER_BUDGET // head_dim
+    most = most_multiplier(head_dim, biased)
     shift = torch.full_like(mantissa, 31 - most.bit_length())
     shift = shift + (round_shift(mantissa, shift) > most).to(torch.int64)
     fraction = exponent - shift

@@ -57,12 +57,15 @@ class _Scores:
         if self.per_token:
             self.column, reference = fp.column_multiplier(key_scale, self.head_dim)
         mantissa, exponent = fp.combine_scales(fp.split_scale(query_scale), reference, constant)
-        self.wide = self.per_token or self.biased
-        if self.wide:
+        self.drop: torch.Tensor | int = 0
+        if self.per_token:
             most = fp.BIAS_FRACTION_BITS if self.biased else fp.MAX_FRACTION_BITS
             self.multiplier, self.fraction_bits = fp.wide_multiplier(mantissa, exponent, self.head_dim, most)
         else:
-            self.multiplier, self.fraction_bits = fp.narrow_multiplier(mantissa, exponent, self.head_dim)
+            self.multiplier, self.fraction_bits = fp.narrow_multiplier(mantissa, exponent, self.head_dim, self.biased)
+            if self.biased:
+                self.drop = (self.fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0)
+                self.fraction_bits = self.fraction_bits - self.drop
 
     def tile(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores against keys ``start:stop`` and which of them take part (None: all)."""
@@ -71,16 +74,16 @@ class _Scores:
         s = _exact_matmul(self.query, key.mT, d << 14, self.work)
         self.check("S", s, -d << 14, d << 14)
         valid = None
-        if self.wide:
-            if self.per_token:
-                s = s * self.column[..., start:stop].to(self.work)
-            else:
-                s = s << fp.column_bits(d)
+        if self.per_token:
+            s = s * self.column[..., start:stop].to(self.work)
             self.check("y", s, -(1 << 30), 1 << 30)
         if self.mask is not None:
             part = self.mask[..., start:stop] if self.mask.shape[-1] > 1 else self.mask
             if self.biased:
-                s = fp.multiply_high(s, self.multiplier).to(self.work)
+                if self.per_token:
+                    s = fp.multiply_high(s, self.multiplier).to(self.work)
+                else:
+                    s = (s * self.multiplier.to(self.work)) >> self.drop
                 valid = part != fp.BIAS_MASKED
                 shift = (fp.BIAS_FRACTION_BITS - self.fraction_bits).to(self.work)
                 bias = torch.where(valid & (part != fp.BIAS_POISON), part.to(self.work), 0)
@@ -102,7 +105,7 @@ class _Scores:
         """Return the exponents ``-log2`` of the weights, fixed point with ``fraction_bits``."""
         if self.biased:
             return row_max - s
-        if self.wide:
+        if self.per_token:
             return fp.multiply_high(row_max.to(torch.int64) - s, self.multiplier).to(self.work)
         return (row_max - s) * self.multiplier.to(self.work)
 

@@ -24,6 +24,7 @@ def kernel_constants(
 ) -> dict[str, Any]:
     """Return the constexpr arguments that follow from the recipe and the shapes (tiles excepted)."""
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    most = fp.most_multiplier(head_dim, mask == "bias")
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -38,8 +39,8 @@ def kernel_constants(
         "OFFSET": offset,
         "FLOOR_OUTPUT": recipe.output == "value_scale",
         "COLUMN_BITS": fp.column_bits(head_dim),
-        "MOST": fp.MULTIPLIER_BUDGET // head_dim,
-        "MOST_BITS": (fp.MULTIPLIER_BUDGET // head_dim).bit_length(),
+        "MOST": most,
+        "MOST_BITS": most.bit_length(),
         "CHECK": is_causal or mask != "none",
         "GUARD": guard,
     }

@@ -76,8 +76,8 @@ INLINE pair combine_scales(pair query, pair key, pair constant) {
 }
 
 /* Multiplier and fraction bits of a row, as a pair. */
-INLINE pair narrow_multiplier(pair s, int64_t head_dim) {
-    int64_t most = 57344 / head_dim, shift = 31 - bit_length(most);
+INLINE pair narrow_multiplier(pair s, int64_t head_dim, int biased) {
+    int64_t most = (biased ? 28672 : 57344) / head_dim, shift = 31 - bit_length(most);
     shift += round_shift(s.mantissa, shift) > most;
     int64_t fraction = s.exponent - shift;
     shift = at_most(shift + (fraction > 28 ? fraction - 28 : 0), 33);
@@ -291,16 +291,14 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
 /* Turns a row of the product, floats, into scores in the unit reference._Scores.tile gives them; keys that take no part are
  * MASKED. */
 static void row_scores(
-    const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by
+    const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by,
+    int drop
 ) {
-    const int bits = column_bits(x->head_dim);
     const int32_t *restrict column = w->column;
     const int64_t m_stride = x->m[3];
     const int64_t mask_at = x->masked ? (z % x->period) * x->m[0] + h * x->m[1] + i * x->m[2] : 0;
     if (x->key_token)
         for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]) * column[j];
-    else if (x->masked == 2)
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)((uint32_t)(int32_t)float_of(s[j]) << bits);
     else
         for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]);
     if (x->masked == 2) {
@@ -308,8 +306,8 @@ static void row_scores(
         const int shift = 16 - (int)by.exponent;
         for (int64_t j = 0; j < n; j++) {
             int32_t bias = mask[j * m_stride];
-            int32_t sum = (int32_t)((int64_t)s[j] * by.mantissa >> 32) + (bias >> shift);
-            s[j] = bias == BIAS_POISON ? POISON : bias == BIAS_MASKED ? MASKED : sum;
+            int32_t scaled = x->key_token ? (int32_t)((int64_t)s[j] * by.mantissa >> 32) : s[j] * (int32_t)by.mantissa >> drop;
+            s[j] = bias == BIAS_POISON ? POISON : bias == BIAS_MASKED ? MASKED : scaled + (bias >> shift);
         }
     } else if (x->masked == 1) {
         const uint8_t *mask = (const uint8_t *)x->mask + mask_at;
@@ -402,9 +400,15 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
-        multiplier[r] = kind == NARROW ? narrow_multiplier(unit, d) : wide_multiplier(unit, d, kind == BIAS ? 16 : 28);
+        int drop = 0;
+        if (x->key_token) multiplier[r] = wide_multiplier(unit, d, kind == BIAS ? 16 : 28);
+        else multiplier[r] = narrow_multiplier(unit, d, kind == BIAS);
+        if (kind == BIAS) {
+            drop = multiplier[r].exponent > 16 ? (int)multiplier[r].exponent - 16 : 0;
+            multiplier[r].exponent -= drop;
+        }
         int32_t *s = w->s + r * line;
-        row_scores(x, w, s, n, width, z, h, first + r, multiplier[r]);
+        row_scores(x, w, s, n, width, z, h, first + r, multiplier[r], drop);
         int32_t most = MASKED;
         for (int64_t j = 0; j < width; j++) most = s[j] > most ? s[j] : most;
         row_max[r] = most;

@@ -365,7 +365,7 @@ def _few_rows(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, L, 4)
     values = q_smem.slice(0, 16).load(OPERAND)
     query_bits = _query_scales(qs_base, qs_stride_n, first, queries, QUERY_TOKEN, 16, R)
-    multiplier, fraction_bits = row_multiplier(
+    multiplier, fraction_bits, _ = row_multiplier(
         query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
     )
     scores = ()
@@ -530,7 +530,7 @@ def hopper_kernel(
                 place = arrived if QUANTIZE else q_smem.index(slot)
                 _copy_queries(q_base, q_stride_n, following, blocks, queries, place, WARPS)
         usable = keys_usable & usable_scale(query_bits)
-        multiplier, fraction_bits = row_multiplier(
+        multiplier, fraction_bits, _ = row_multiplier(
             query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
             False,
         )  # fmt: skip

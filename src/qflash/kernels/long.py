@@ -152,7 +152,7 @@ def long_kernel(
         query_bits = to_rows(q, query_bits, BLOCK_D)
     usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
     usable = usable & usable_scale(query_bits)
-    multiplier, fraction_bits = row_multiplier(
+    multiplier, fraction_bits, drop = row_multiplier(
         query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
         MOST_BITS, GUARD,
     )  # fmt: skip
@@ -187,7 +187,7 @@ def long_kernel(
                 k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
                 s = scores(
                     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
-                    multiplier, fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                    multiplier, fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
                     CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
@@ -197,7 +197,7 @@ def long_kernel(
             k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
             s = scores(
                 q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
-                multiplier, fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                multiplier, fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
                 CHECK and phase == 1, GUARD,
             )  # fmt: skip
             if ONLINE:

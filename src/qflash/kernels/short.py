@@ -242,19 +242,19 @@ def short_kernel(
         if (QUANTIZE or QUERY_TOKEN) and not GUARD:
             query_bits = to_rows(q, query_bits, BLOCK_D)
         usable = keys_usable & usable_scale(query_bits)
-        multiplier, fraction_bits = row_multiplier(
+        multiplier, fraction_bits, drop = row_multiplier(
             query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
             MOST_BITS, GUARD,
         )  # fmt: skip
         s0 = scores(
             q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, 0, queries, KEYS, multiplier,
-            fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+            fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
         )  # fmt: skip
         row_max = tl.max(s0, 1)[:, None]
         if TILES == 2:
             s1 = scores(
                 q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, BLOCK_N, queries, KEYS, multiplier,
-                fraction_bits, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+                fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
             )  # fmt: skip
             row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
         total = tl.zeros((BLOCK_M, 16), tl.int32)

@@ -187,21 +187,23 @@ def row_multiplier(
     query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK: tl.constexpr, KEY_TOKEN: tl.constexpr,
     COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """(multiplier, fraction bits) of the rows' scores."""
+    """(multiplier, fraction bits, bits to drop of a product with a bias beside it) of the rows' scores."""
     mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
-    if MASK == "bias":
-        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16)
-    elif KEY_TOKEN:
-        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 28)
+    drop = 0
+    if KEY_TOKEN:
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else 28)
     else:
         multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
-    return multiplier, fraction_bits
+        if MASK == "bias":
+            drop = tl.maximum(fraction_bits - 16, 0)
+            fraction_bits = tl.minimum(fraction_bits, 16)
+    return multiplier, fraction_bits, drop
 
 
 @triton.jit
 def scores(
     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
-    rows, start, queries, keys, multiplier, fraction_bits, largest, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, start, queries, keys, multiplier, fraction_bits, drop, largest, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
@@ -235,9 +237,11 @@ def scores(
                 fixed = bias_to_fixed(bias, GUARD)
                 valid = valid & (bias != float("-inf"))
                 poisoned = (bias != bias) | (bias == float("inf"))
-            if not KEY_TOKEN:
-                s = s << COLUMN_BITS
-            s = multiply_high(s, multiplier, GUARD) + (fixed >> (16 - fraction_bits))
+            if KEY_TOKEN:
+                s = multiply_high(s, multiplier, GUARD)
+            else:
+                s = (s * multiplier) >> drop
+            s += fixed >> (16 - fraction_bits)
             s = tl.where(poisoned, POISON, s)
     if CHECK:
         s = tl.where(valid, s, MASKED)

@@ -55,6 +55,15 @@ def rows_layout(rows):
 
 
 @gluon.constexpr_function
+def query_layout(rows, each):
+    """Rows of 32 / ``each`` words, each of so many numbers, in the order of an operand's registers."""
+    return gl.DistributedLinearLayout(
+        [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows == 16 else []), [0, 4 // each]],
+        [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]], [], [], [rows, 32 // each],
+    )
+
+
+@gluon.constexpr_function
 def score_layout(rows, columns):
     """A product, or its upper half of eight rows."""
     wide = [[0, bit] for bit in (8, 16) if bit < columns]
@@ -72,12 +81,39 @@ def value_layout():
 
 
 @gluon.jit
-def _load_rows(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, END: gl.constexpr):
+def _load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.constexpr):
     """Rows from ``first`` on; past the END the last again."""
     L: gl.constexpr = rows_layout(ROWS)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + gl.minimum(first + n, END - 1)[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr):
+    """Queries as words of four bytes (float32: as they are), which a loop hands on as they are."""
+    EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = query_layout(ROWS, EACH)
+    n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
+    d = gl.arange(0, 32 // EACH, layout=gl.SliceLayout(0, L))
+    words = base.to(gl.pointer_type(gl.int32))
+    return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :])
+
+
+@gluon.jit
+def _unpack(x, DTYPE: gl.constexpr):
+    """The numbers in a tile of words."""
+    ROWS: gl.constexpr = x.shape[0]
+    if DTYPE == gl.int8:
+        x = gl.join(gl.join(x, x), gl.join(x, x))
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], gl.int8, True, 4)
+    elif DTYPE == gl.float16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.float16, True, 2)
+    elif DTYPE == gl.bfloat16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.bfloat16, True, 2)
+    else:
+        x = x.to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(x, (ROWS, 32)), query_layout(ROWS, 1), assert_trivial=True)
 
 
 @gluon.jit
@@ -88,7 +124,7 @@ def _load_key(base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.conste
         d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
         x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
     else:
-        x = _load_rows(base, stride_n, START, ROWS, KEYS)
+        x = _load_rows(base, stride_n, START, KEYS, ROWS)
     return x
 
 
@@ -182,6 +218,13 @@ def _widen(p):
 def _halves(x):
     """The upper and the lower half of the rows."""
     return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
+def _first_eight(q):
+    """The upper half of a tile of queries."""
+    q, _ = _halves(q)
+    return gl.convert_layout(q, query_layout(8, 32 // q.shape[1]), assert_trivial=True)
 
 
 @gluon.jit
@@ -331,33 +374,43 @@ def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _attend(
-    q_base, q_stride_n: gl.constexpr, qs_base, qs_stride_n, head_scale, k, v, begin, ones, weight,
-    keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
-    o_base, o_stride_n: gl.constexpr, first, ROWS: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+def _queries(
+    q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
+    ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS queries from ``first`` on."""
-    R: gl.constexpr = gl.SliceLayout(1, score_layout(ROWS, 8))
-    q = _load_rows(q_base, q_stride_n, first, ROWS, QUERIES)
+    """A tile of queries as int8, and the bits of the scales of ROWS of them."""
+    if QUANTIZE and ROWS == 8:
+        q = _first_eight(q)
+    q = _unpack(q, DTYPE)
+    bits = head_bits
     if QUANTIZE:
         y = q.to(gl.float32)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
-            q = _round_to_int8(y, _along(inverse_scale(scale, False), rows_layout(ROWS)))
-            query_bits = scale.to(gl.int32, bitcast=True)
+            q = _round_to_int8(y, _along(inverse_scale(scale, False), query_layout(ROWS, 1)))
+            bits = scale.to(gl.int32, bitcast=True)
         else:
-            q = _round_to_int8(y, inverse_scale(head_scale, False))
-            query_bits = head_scale.to(gl.int32, bitcast=True)
+            q = _round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
     elif QUERY_TOKEN:
-        query_bits = gl.load(qs_base + gl.minimum(first + gl.arange(0, ROWS, layout=R), QUERIES - 1) * qs_stride_n)
-    else:
-        query_bits = gl.load(qs_base)
+        n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout(ROWS, 8)))
+        bits = gl.load(qs_base + gl.minimum(n, QUERIES - 1) * qs_stride_n)
+    return q, bits
+
+
+@gluon.jit
+def _attend(
+    q, query_bits, multiplier, fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    k, v, begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS queries from ``first`` on."""
+    if query_bits.type.is_block():
+        multiplier, fraction_bits, _ = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
+        )
     q = _query_operand(q)
     usable = keys_usable & usable_scale(query_bits)
-    multiplier, fraction_bits = row_multiplier(
-        query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
-    )
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
@@ -405,7 +458,7 @@ def windows_kernel(
     if len(WIDTHS) == 2:
         k = k + (_load_key(k_base, k_stride_n, 32 + WIDTHS[0], WIDTHS[1], KEYS),)
     v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
-    head_scale = 0.0
+    head_bits = 0
     if QUANTIZE:
         low, high = _lowest(k[0]), _highest(k[0])
         for i in gl.static_range(1, len(k)):
@@ -435,11 +488,14 @@ def windows_kernel(
         key_bits = key_scale.to(gl.int32, bitcast=True)
         factor, shift, half = value_scale, 0, 0
         if not QUERY_TOKEN:
-            largest = gl.abs(_load_rows(q_base, q_stride_n, 0, 16, QUERIES))
+            largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
             for start in gl.static_range(16, QUERIES, 16):
-                largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, 16, QUERIES)), False)
+                largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
             head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
+            head_bits = head_scale.to(gl.int32, bitcast=True)
     else:
+        if not QUERY_TOKEN:
+            head_bits = gl.load(qs_base)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         factor, shift, half = _output_factors(o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL, OUTPUT_CHANNEL)
     if factor.type.is_block():
@@ -461,19 +517,32 @@ def windows_kernel(
     column = 32 + ((place & 16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1))
     weight = gl.where((column < KEYS)[:, None], ones, ones * 0)
 
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    head_multiplier, head_fraction_bits = 0, 0
+    if not QUERY_TOKEN:
+        head_multiplier, head_fraction_bits, _ = row_multiplier(
+            head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
+        )
     # what is left of the queries behind whole tiles, if at most eight, is done as half a tile
     TILES: gl.constexpr = (QUERIES + 7) // 16
     tile = gl.program_id(0)
+    following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
     while tile < TILES:
+        here = following
+        following = _load_queries(q_base, q_stride_n, (tile + gl.num_programs(0)) * 16, 16, QUERIES)
+        q, query_bits = _queries(here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES)
         _attend(
-            q_base, q_stride_n, qs_base, qs_stride_n, head_scale, keys, (v0, v1), begin, ones, weight,
-            keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
-            o_base, o_stride_n, tile * 16, 16, KEYS, QUERIES, OFFSET, MOST, MOST_BITS, QUANTIZE, QUERY_TOKEN,
+            q, query_bits, head_multiplier, head_fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+            keys, (v0, v1), begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n, tile * 16,
+            16, KEYS, QUERIES, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         tile += gl.num_programs(0)
     if tile * 16 < QUERIES:
+        q, query_bits = _queries(
+            following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
+        )
         _attend(
-            q_base, q_stride_n, qs_base, qs_stride_n, head_scale, keys, (v0, v1), begin, ones, weight,
-            keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, factor, shift, half,
-            o_base, o_stride_n, tile * 16, 8, KEYS, QUERIES, OFFSET, MOST, MOST_BITS, QUANTIZE, QUERY_TOKEN,
+            q, query_bits, head_multiplier, head_fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+            keys, (v0, v1), begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n, tile * 16,
+            8, KEYS, QUERIES, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from .quantize import bias_to_fixed
 
 MASKED = tl.constexpr(fp.SCORE_MASKED)
 POISON = tl.constexpr(fp.SCORE_POISON)
+BIAS_LIMIT = tl.constexpr(fp.BIAS_LIMIT)
 BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 

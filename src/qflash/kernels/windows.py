@@ -21,17 +21,33 @@ from .integer import (
     half_of,
     multiply_high,
     output_multiplier,
+    probability_word,
     requantize,
     row_inverse,
     row_weight,
     split_scale,
     usable_scale,
 )
-from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
-from .tile import _high_bytes, probability_words, row_multiplier
+from .quantize import amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max, nan_min
+from .tile import (
+    BIAS_LIMIT,
+    BIAS_MASKED,
+    BIAS_POISON,
+    MASKED,
+    OPAQUE_ONE,
+    POISON,
+    _high_bytes,
+    probability_words,
+    row_multiplier,
+)
+
+# the name differs between releases of Triton
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+# :data:`.tile.MANTISSA` of the complement of an exponent with 16 fraction bits
+MANTISSA_16 = gl.constexpr("prmt.b32 $0, $1, $2, 0x5541;")
 # sixteen queries, and what each operand of a product looks like
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 4))
@@ -39,10 +55,15 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT.value, 4))
 
 
 @gluon.constexpr_function
-def further_widths(keys):
-    """The tiles of the keys past the first 32."""
-    left = (keys - 25) // 8
-    return {1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[left]
+def widths(keys):
+    """The tiles of a row, a power of two each."""
+    return (32, *{1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[(keys - 25) // 8])
+
+
+@gluon.constexpr_function
+def starts(keys):
+    """Where the tiles of a row begin."""
+    return (0, 32, 48)[: len(widths(keys))]
 
 
 @gluon.constexpr_function
@@ -70,6 +91,14 @@ def score_layout(rows, columns):
     return gl.DistributedLinearLayout(
         [[0, 1], *([[8, 0]] if rows == 16 else []), *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns]
     )
+
+
+@gluon.constexpr_function
+def stage_layout(eights):
+    """A staged tile of the bias: four numbers a thread for every eight columns."""
+    high = [[bit, 0] for bit in (1, 2) if bit < eights]
+    lanes = [[0, bit] for bit in (4, 8, 16, 32, 64)]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *high], lanes, [], [], [eights, 128])
 
 
 @gluon.constexpr_function
@@ -364,13 +393,111 @@ def _spread(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+def _stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
     """Stored probabilities of a tile of scores."""
     L: gl.constexpr = s.type.layout
     word = probability_words(
-        s, _along(row_max, L), _along(multiplier, L), _along(fraction_bits, L), "none", False, True, 8, True, OFFSET, False, False
+        s, _along(row_max, L), _along(multiplier, L), _along(fraction_bits, L), MASK, False, True, 8, True, OFFSET, CHECK, False
     )
     return _high_bytes(word, False)
+
+
+@gluon.jit
+def _operands(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
+    """A row's probabilities as the left operands of its two products with V."""
+    p = ()
+    for i in gl.static_range(len(s)):
+        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, MASK, OFFSET, CHECK),)
+    return _probability_operand(p[0]), _probability_operand(_widen(p))
+
+
+@gluon.jit
+def _operands_16(z, row_max, OFFSET: gl.constexpr):
+    p = ()
+    for i in gl.static_range(len(z)):
+        p = p + (_stored_16(z[i], row_max, OFFSET),)
+    return _probability_operand(p[0]), _probability_operand(_widen(p))
+
+
+@gluon.jit
+def _load_bias(
+    base, stride_m, stride_n, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """A tile of the bias in fixed point with its marks; beyond the edges the last row and key again."""
+    L: gl.constexpr = score_layout(ROWS, WIDTH)
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
+    column = gl.minimum(START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L)), KEYS - 1)
+    bias = gl.load(base + (row[:, None] * stride_m + column[None, :] * stride_n))
+    if bias.dtype.is_int():
+        fixed = bias
+    else:
+        wide = bias.to(gl.float32)
+        fixed = bias_to_fixed(wide, False)
+        fixed = gl.where(wide < float("inf"), fixed, BIAS_POISON)
+        fixed = gl.where(wide > float("-inf"), fixed, gl.where(wide == wide, BIAS_MASKED, BIAS_POISON))
+    return fixed
+
+
+@gluon.jit
+def _marks(bias):
+    """A tile of eight columns in which every mark of a bias shows as more than any honest number."""
+    return _fold_columns(bias ^ (bias >> 31))
+
+
+@gluon.jit
+def _any(marks):
+    return gl.max(gl.max(marks, 1), 0) > BIAS_LIMIT
+
+
+@gluon.jit
+def _fewer_than_16(fraction_bits):
+    if fraction_bits.type.is_block():
+        fraction_bits = gl.min(fraction_bits, 0)
+    return fraction_bits < 16
+
+
+@gluon.jit
+def _stage(bias):
+    """A tile of the bias as a thread reads it, sixteen bytes at a time: (tiles of eight columns, four a thread)."""
+    EIGHTS: gl.constexpr = bias.shape[1] // 8
+    x = gl.permute(gl.reshape(bias, (2, 8, EIGHTS, 4, 2)), (2, 1, 3, 0, 4))
+    return gl.convert_layout(gl.reshape(x, (EIGHTS, 128)), stage_layout(EIGHTS), assert_trivial=True)
+
+
+@gluon.jit
+def _staged(smem, ROWS: gl.constexpr):
+    """What :func:`_stage` stored, the first ROWS rows of it."""
+    EIGHTS: gl.constexpr = smem.shape[0]
+    x = gl.reshape(smem.load(stage_layout(EIGHTS)), (EIGHTS, 8, 4, 2, 2))
+    return _upper(gl.reshape(gl.permute(x, (3, 1, 0, 2, 4)), (16, 8 * EIGHTS)), ROWS)
+
+
+@gluon.jit
+def _add_bias(s, bias, multiplier, drop):
+    """Scores with a bias, for 16 fraction bits and a bias without marks."""
+    L: gl.constexpr = s.type.layout
+    return ((s * _along(multiplier, L)) >> _along(drop, L)) + bias
+
+
+@gluon.jit
+def _add_any_bias(s, bias, multiplier, fraction_bits, drop):
+    """Scores with a bias: :func:`.tile.scores`."""
+    L: gl.constexpr = s.type.layout
+    z = ((s * _along(multiplier, L)) >> _along(drop, L)) + (bias >> (16 - _along(fraction_bits, L)))
+    z = gl.where(bias == BIAS_POISON, POISON, z)
+    return gl.where(bias == BIAS_MASKED, MASKED, z)
+
+
+@gluon.jit
+def _stored_16(z, row_max, OFFSET: gl.constexpr):
+    """What :func:`_stored` returns for scores with 16 fraction bits and nobody masked: places of bytes known beforehand."""
+    L: gl.constexpr = z.type.layout
+    base = _along(row_max, L) + (OFFSET << 7)
+    one = gl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
+    octaves = (base - z) >> 16
+    mantissa = gl.inline_asm_elementwise(MANTISSA_16, "=r,r,r", [z + ~base, one], gl.int32, True, 1)
+    return _high_bytes(probability_word(octaves, mantissa, True, 8, True, False), False)
 
 
 @gluon.jit
@@ -399,34 +526,135 @@ def _queries(
 
 @gluon.jit
 def _attend(
-    q, query_bits, multiplier, fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    k, v, begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
+    mask_base, mask_stride_m, mask_stride_n, staged, staged_marks, tile, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
     MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS queries from ``first`` on."""
+    """Attention of a tile of queries, ROWS of them."""
     if query_bits.type.is_block():
-        multiplier, fraction_bits, _ = row_multiplier(
-            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
+        row = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS, False
         )
+    multiplier, fraction_bits, drop = row
     q = _query_operand(q)
     usable = keys_usable & usable_scale(query_bits)
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
-    row_max = _row_max(s)
-    p = ()
-    for i in gl.static_range(len(s)):
-        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, OFFSET),)
-    p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
+    if MASK == "bias":
+        if STAGED:
+            bias = (_staged(staged[0].index(tile), ROWS),)
+            for i in gl.static_range(1, len(k)):
+                bias = bias + (_staged(staged[i].index(tile), ROWS),)
+            marked = staged_marks
+        else:
+            WIDTHS: gl.constexpr = widths(KEYS)
+            STARTS: gl.constexpr = starts(KEYS)
+            bias = ()
+            for i in gl.static_range(len(k)):
+                bias = bias + (
+                    _load_bias(
+                        mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS
+                    ),
+                )
+            marks = _marks(bias[0])
+            for i in gl.static_range(1, len(k)):
+                marks = gl.maximum(marks, _marks(bias[i]))
+            marked = _any(marks)
+        if marked | _fewer_than_16(fraction_bits):
+            z = (_add_any_bias(s[0], bias[0], multiplier, fraction_bits, drop),)
+            for i in gl.static_range(1, len(k)):
+                z = z + (_add_any_bias(s[i], bias[i], multiplier, fraction_bits, drop),)
+            row_max = _row_max(z)
+            p0, p1 = _operands(z, row_max, multiplier, fraction_bits, MASK, OFFSET, True)
+        else:
+            y = (_add_bias(s[0], bias[0], multiplier, drop),)
+            for i in gl.static_range(1, len(k)):
+                y = y + (_add_bias(s[i], bias[i], multiplier, drop),)
+            row_max = _row_max(y)
+            p0, p1 = _operands_16(y, row_max, OFFSET)
+        usable = usable & (row_max < POISON)
+    else:
+        p0, p1 = _operands(s, _row_max(s), multiplier, fraction_bits, MASK, OFFSET, False)
     numerator = _upper(mma_v2(p1, v[1], mma_v2(p0, v[0], begin)), ROWS)
     total = _upper(mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT))), ROWS)
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, tile * 16, KEYS, QUERIES)
+
+
+@gluon.jit
+def _given_scales(
+    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
+    MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr,
+    OUTPUT_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """(query bits, key bits, what a row's scores are multiplied with, output factors) of int8 tensors."""
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, rows_layout(16))
+    key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+    query_bits = key_bits
+    row = 0, 0, 0
+    if not QUERY_TOKEN:
+        query_bits = gl.load(qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h)
+        key_mantissa, key_exponent = split_scale(key_bits)
+        row = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS, False
+        )
+    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    factor, shift, half = _output_factors(o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL, OUTPUT_CHANNEL)
+    if factor.type.is_block():
+        factor = gl.convert_layout(factor, CHANNEL)
+        if o_ptr.dtype.element_ty == gl.int8:
+            shift, half = gl.convert_layout(shift, CHANNEL), gl.convert_layout(half, CHANNEL)
+    return query_bits, key_bits, row, factor, shift, half
+
+
+@gluon.jit
+def _quantize_window(
+    k, v0, v1, q_base, q_stride_n: gl.constexpr, CENTER: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    VALUE_CHANNEL: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Keys and values as int8; the bits of a scale for all queries, if there is one, and of the keys'; the values' scale."""
+    low, high = _lowest(k[0]), _highest(k[0])
+    for i in gl.static_range(1, len(k)):
+        low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
+    low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
+    middle = (low + high) * 0.5
+    if CENTER:
+        low, high = low - middle, high - middle
+    key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+    a, b = _halves(higher(gl.abs(v0), gl.abs(v1), False))
+    a, b = _halves(higher(a, b, False))
+    most = gl.reduce(higher(a, b, False).to(gl.float32), 0, nan_max)
+    if not VALUE_CHANNEL:
+        most = gl.reduce(most, 0, nan_max)
+    value_scale = amplitude_to_scale(most)
+    key_inverse = inverse_scale(key_scale, False)
+    value_inverse = _channels(inverse_scale(value_scale, False), value_layout())
+    quantized = ()
+    for i in gl.static_range(len(k)):
+        y = k[i].to(gl.float32)
+        if CENTER:
+            y = y - _channels(middle, rows_layout(k[i].shape[0]))
+        quantized = quantized + (_round_to_int8(y, key_inverse),)
+    v0 = _round_to_int8(v0.to(gl.float32), value_inverse)
+    v1 = _round_to_int8(v1.to(gl.float32), value_inverse)
+    query_scale = key_scale
+    if not QUERY_TOKEN:
+        largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
+        for start in gl.static_range(16, QUERIES, 16):
+            largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
+        query_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
+    if VALUE_CHANNEL:
+        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, rows_layout(16)))
+    return quantized, v0, v1, query_scale.to(gl.int32, bitcast=True), key_scale.to(gl.int32, bitcast=True), value_scale
 
 
 @gluon.jit
 def windows_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, mask_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
     k_stride_z, k_stride_h, k_stride_n: gl.constexpr,
     v_stride_z, v_stride_h, v_stride_n: gl.constexpr,
@@ -435,114 +663,120 @@ def windows_kernel(
     ks_stride_z, ks_stride_h,
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
-    constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
+    windows, period, constant_mantissa, constant_exponent,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one window and head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`."""
-    z = gl.program_id(2).to(gl.int64)
+    """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
+
+    A program takes every so many windows of one head, all with the same bias if there is one: window ``z`` has the
+    bias ``z % period``, which is brought to shared memory once if it serves several (STAGED). With ONE_SCALE (int8)
+    query, key, value and output have one scale each.
+    """
     h = gl.program_id(1)
     kv_head = h // GROUP
-    q_base = q_ptr + z * q_stride_z + h * q_stride_h
-    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
-    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
-    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
-    os_base = os_ptr + z * os_stride_z + h * os_stride_h
-    o_base = o_ptr + z * o_stride_z + h * o_stride_h
-    WIDTHS: gl.constexpr = further_widths(KEYS)
-    CHANNEL: gl.constexpr = gl.SliceLayout(0, rows_layout(16))
-
-    k = (_load_key(k_base, k_stride_n, 0, 32, KEYS), _load_key(k_base, k_stride_n, 32, WIDTHS[0], KEYS))
-    if len(WIDTHS) == 2:
-        k = k + (_load_key(k_base, k_stride_n, 32 + WIDTHS[0], WIDTHS[1], KEYS),)
-    v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
-    head_bits = 0
-    if QUANTIZE:
-        low, high = _lowest(k[0]), _highest(k[0])
-        for i in gl.static_range(1, len(k)):
-            low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
-        low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
-        middle = (low + high) * 0.5
-        if CENTER:
-            low, high = low - middle, high - middle
-        key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
-        a, b = _halves(higher(gl.abs(v0), gl.abs(v1), False))
-        a, b = _halves(higher(a, b, False))
-        most = gl.reduce(higher(a, b, False).to(gl.float32), 0, nan_max)
-        if not VALUE_CHANNEL:
-            most = gl.reduce(most, 0, nan_max)
-        value_scale = amplitude_to_scale(most)
-        key_inverse = inverse_scale(key_scale, False)
-        value_inverse = _channels(inverse_scale(value_scale, False), value_layout())
-        quantized = ()
-        for i in gl.static_range(len(k)):
-            y = k[i].to(gl.float32)
-            if CENTER:
-                y = y - _channels(middle, rows_layout(k[i].shape[0]))
-            quantized = quantized + (_round_to_int8(y, key_inverse),)
-        k = quantized
-        v0 = _round_to_int8(v0.to(gl.float32), value_inverse)
-        v1 = _round_to_int8(v1.to(gl.float32), value_inverse)
-        key_bits = key_scale.to(gl.int32, bitcast=True)
-        factor, shift, half = value_scale, 0, 0
-        if not QUERY_TOKEN:
-            largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
-            for start in gl.static_range(16, QUERIES, 16):
-                largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
-            head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
-            head_bits = head_scale.to(gl.int32, bitcast=True)
-    else:
-        if not QUERY_TOKEN:
-            head_bits = gl.load(qs_base)
-        key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
-        factor, shift, half = _output_factors(o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL, OUTPUT_CHANNEL)
-    if factor.type.is_block():
-        factor = gl.convert_layout(factor, CHANNEL)
-        if o_ptr.dtype.element_ty == gl.int8:
-            shift, half = gl.convert_layout(shift, CHANNEL), gl.convert_layout(half, CHANNEL)
-    keys_usable = usable_scale(key_bits)
-    key_mantissa, key_exponent = split_scale(key_bits)
-    keys = ()
-    for i in gl.static_range(len(k)):
-        keys = keys + (_key_operand(k[i]),)
-    v0, v1 = _value_operand(v0), _value_operand(v1)
-    # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
-    offsets = gl.full((16, 32), -127, gl.int8, LEFT)
-    begin = mma_v2(offsets, v0, gl.zeros((16, 32), gl.int32, PRODUCT))
-    begin = mma_v2(offsets, v1, begin)
-    ones = gl.full((32, 8), 1, gl.int8, RIGHT)
-    place = gl.arange(0, 32, layout=gl.SliceLayout(1, RIGHT))
-    column = 32 + ((place & 16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1))
-    weight = gl.where((column < KEYS)[:, None], ones, ones * 0)
-
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    head_multiplier, head_fraction_bits = 0, 0
-    if not QUERY_TOKEN:
-        head_multiplier, head_fraction_bits, _ = row_multiplier(
-            head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
-        )
+    place = gl.program_id(2) % period
+    WIDTHS: gl.constexpr = widths(KEYS)
+    STARTS: gl.constexpr = starts(KEYS)
     # what is left of the queries behind whole tiles, if at most eight, is done as half a tile
     TILES: gl.constexpr = (QUERIES + 7) // 16
-    tile = gl.program_id(0)
-    following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
-    while tile < TILES:
-        here = following
-        following = _load_queries(q_base, q_stride_n, (tile + gl.num_programs(0)) * 16, 16, QUERIES)
-        q, query_bits = _queries(here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES)
-        _attend(
-            q, query_bits, head_multiplier, head_fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-            keys, (v0, v1), begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n, tile * 16,
-            16, KEYS, QUERIES, OFFSET, MOST, MOST_BITS,
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+
+    scales = 0, 0, (0, 0, 0), 0, 0, 0
+    if ONE_SCALE:
+        scales = _given_scales(
+            0, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+            vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
+            MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
         )  # fmt: skip
-        tile += gl.num_programs(0)
-    if tile * 16 < QUERIES:
-        q, query_bits = _queries(
-            following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
-        )
-        _attend(
-            q, query_bits, head_multiplier, head_fraction_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-            keys, (v0, v1), begin, ones, weight, keys_usable, factor, shift, half, o_base, o_stride_n, tile * 16,
-            8, KEYS, QUERIES, OFFSET, MOST, MOST_BITS,
-        )  # fmt: skip
+    # the weights of the row sums: 1 for every key there is
+    ones = gl.full((32, 8), 1, gl.int8, RIGHT)
+    at = gl.arange(0, 32, layout=gl.SliceLayout(1, RIGHT))
+    column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
+    weight = gl.where((column < KEYS)[:, None], ones, ones * 0)
+
+    mask_base = mask_ptr + place.to(gl.int64) * mask_stride_z + h * mask_stride_h
+    staged = ()
+    marked = False
+    if MASK == "bias" and STAGED:
+        for i in gl.static_range(len(WIDTHS)):
+            staged = staged + (
+                gl.allocate_shared_memory(
+                    gl.int32, [(QUERIES + 15) // 16, WIDTHS[i] // 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+                ),
+            )
+        marks = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
+        for tile in range(gl.program_id(0), (QUERIES + 15) // 16, gl.num_programs(0)):
+            for i in gl.static_range(len(WIDTHS)):
+                bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                marks = gl.maximum(marks, _marks(bias))
+                staged[i].index(tile).store(_stage(bias))
+        marked = _any(marks)
+        _barrier()
+
+    for window in range(gl.program_id(2), windows, gl.num_programs(2)):
+        z = window.to(gl.int64)
+        q_base = q_ptr + z * q_stride_z + h * q_stride_h
+        k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+        v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+        o_base = o_ptr + z * o_stride_z + h * o_stride_h
+        qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+        k = ()
+        for i in gl.static_range(len(WIDTHS)):
+            k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS),)
+        v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
+        tile = gl.program_id(0)
+        following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
+        if QUANTIZE:
+            keys, w0, w1, head_bits, key_bits, factor = _quantize_window(
+                k, v0, v1, q_base, q_stride_n, CENTER, QUERY_TOKEN, VALUE_CHANNEL, QUERIES
+            )
+            shift, half = 0, 0
+            key_mantissa, key_exponent = split_scale(key_bits)
+            row = 0, 0, 0
+            if not QUERY_TOKEN:
+                row = row_multiplier(
+                    head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS,
+                    False,
+                )  # fmt: skip
+        else:
+            keys, w0, w1 = k, v0, v1
+            if ONE_SCALE:
+                head_bits, key_bits, row, factor, shift, half = scales
+            else:
+                head_bits, key_bits, row, factor, shift, half = _given_scales(
+                    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+                    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa,
+                    constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+                )  # fmt: skip
+            key_mantissa, key_exponent = split_scale(key_bits)
+        keys_usable = usable_scale(key_bits)
+        right = ()
+        for i in gl.static_range(len(WIDTHS)):
+            right = right + (_key_operand(keys[i]),)
+        v = _value_operand(w0), _value_operand(w1)
+        # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
+        offsets = gl.full((16, 32), -127, gl.int8, LEFT)
+        begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], gl.zeros((16, 32), gl.int32, PRODUCT)))
+        while tile < TILES:
+            here = following
+            following = _load_queries(q_base, q_stride_n, (tile + gl.num_programs(0)) * 16, 16, QUERIES)
+            q, query_bits = _queries(here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES)
+            _attend(
+                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
+                staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
+            )  # fmt: skip
+            tile += gl.num_programs(0)
+        if tile * 16 < QUERIES:
+            q, query_bits = _queries(
+                following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
+            )
+            _attend(
+                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
+                staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
+            )  # fmt: skip

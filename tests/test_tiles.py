@@ -68,7 +68,7 @@ def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
     ) -> Tiles:
         return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
 
-    assert rule().hopper == rule(keys=256).hopper == rule(keys=65, dim=32).hopper == 1
+    assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
     others = [rule(keys=257), rule(keys=64), rule(dim=80), rule(queries=32), rule(masked=True), rule(capability=(8, 0))]
     others += [
         rule(capability=(10, 0)),
@@ -76,10 +76,10 @@ def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
         rule(recipe=ACCURATE),
         rule(recipe=DEFAULT.replace(exponential="linear")),
     ]
-    assert not any(other.hopper for other in others)
+    assert not any(other.kernel for other in others)
     tried = list(candidates(rule(), 64, 197, 197))
-    assert {(t.splits, t.registers) for t in tried if t.hopper} >= {(splits, 168) for splits in (1, 2, 3, 4)}
-    assert any(not t.hopper for t in tried)
+    assert {(t.splits, t.registers) for t in tried if t.kernel} >= {(splits, 168) for splits in (1, 2, 3, 4)}
+    assert any(not t.kernel for t in tried)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,56 @@ def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps:
     x = torch.zeros(heads, 1, 197, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
     if fused:
-        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=Tiles(64, 128, 4, 1, hopper=1))
+        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER))
     else:
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"], call.arguments["TAIL"]) == (grid, warps, tail)
     assert call.arguments["BLOCK_M"] == 16 * warps and call.arguments["WALK"] == (grid < -(-197 // (16 * warps)))
+
+
+def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):
+    from qflash.kernels.attention import attention_calls, fused_calls
+
+    x = torch.zeros(windows, heads, 49, 32, dtype=torch.float16 if fused else torch.int8, device="meta")
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    if fused:
+        (call,) = fused_calls(x, x, x, bias, False, 0.1, out, DEFAULT, **options)
+    else:
+        scales = (one, x, one, x, one)
+        (call,) = attention_calls(x, *scales, bias, False, 0.1, one, out, DEFAULT, capability=(8, 0), **options)
+    return call
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "period", "grid", "staged"),
+    [(8, None, (32, 3, 1), False), (4096, None, (4096, 3, 1), False), (4096, 64, (8, 3, 64), True),
+     (4096, 1, (512, 3, 1), True), (64, 64, (4, 3, 64), False), (4096, 4096, (1, 3, 4096), False)],
+)  # fmt: skip
+def test_windows_with_the_same_bias_share_a_program(
+    windows: int, period: int | None, grid: tuple[int, int, int], staged: bool, fused: bool
+) -> None:
+    dtype = torch.float16 if fused else torch.int32
+    bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
+    call = windows_call(windows, bias=bias, fused=fused)
+    assert call.kernel.__name__ == "windows_kernel" and call.options["num_warps"] == 1
+    if not fused or windows * 3 > 264 or windows * 3 <= 132:
+        assert call.grid == grid
+    assert call.arguments["STAGED"] == staged
+    assert call.grid[2] == (period or 1) and call.arguments["windows"] == windows
+
+
+def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None:
+    def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> int:
+        return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability).kernel
+
+    assert rule() == rule(keys=33) == rule(keys=64, queries=1) == rule(capability=(9, 0)) == tiles.WINDOWS
+    others = [rule(keys=32), rule(dim=16), rule(queries=65), rule(capability=(7, 5)), rule(recipe=PAPER), rule(recipe=ACCURATE)]
+    assert set(others) == {tiles.GENERAL}
+    boolean = torch.ones(1, 1, 49, 49, dtype=torch.bool, device="meta")
+    assert windows_call(8, bias=boolean).kernel.__name__ == "short_kernel"
+    assert {t.splits for t in candidates(Tiles(64, 64, 4, 1, kernel=tiles.WINDOWS), 32, 49, 49) if t.kernel} == {0, 1, 2, 4}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -116,8 +160,8 @@ def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
 
     x, one = torch.zeros(1, 1, 197, 64, dtype=torch.int8, device=device), torch.ones(1, 1, 1, 1, device=device)
     (call,) = attention_calls(
-        x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT, tiles=Tiles(64, 128, 4, 1, hopper=1),
-        guard=device == "cpu",
+        x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT,
+        tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER), guard=device == "cpu",
     )  # fmt: skip
     assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
 

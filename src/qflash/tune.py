@@ -17,7 +17,7 @@ import torch
 from . import bench
 from .api import quantize
 from .kernels.attention import attention_calls, fusable, fused_calls
-from .kernels.tiles import SHORT_ROW, Tiles, choose_tiles, most_queries, save_table, table_key
+from .kernels.tiles import HOPPER, SHORT_ROW, WINDOWS, Tiles, choose_tiles, most_queries, save_table, table_key
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT
 
@@ -36,7 +36,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             rule._replace(block_m=m, warps=m // 16, registers=registers, splits=splits)
             for m, registers in ((64, 0), (64, 168), (128, 0))
             for splits in range(1, 1 + -(-queries // m))
-            if rule.hopper and m in blocks_m
+            if rule.kernel == HOPPER and m in blocks_m
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
@@ -46,7 +46,8 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             for splits in (1, 2, 4)
             if splits <= -(-queries // m)
         )
-        tried = itertools.chain(by_hand, tried)
+        windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
+        tried = itertools.chain(by_hand, windows, tried)
     else:
         tried = (
             Tiles(m, n, 8 if m == 128 else 4, stages, registers)

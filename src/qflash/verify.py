@@ -80,8 +80,9 @@ CASES = (
     Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
-    Case("swin-thousands", 49, 32, batch=256),  # other tiles than few windows: one warp a program
+    Case("swin-bool", 49, 32, mask="bool"),
     Case("swin-windows", 49, 32, mask="windows"),
+    Case("swin-thousands", 49, 32, mask="windows", batch=1024),  # a program takes several windows with the same bias
     Case("swin-causal", 49, 32, causal=True),
     Case("long-64", 4096, 64, kernel="long_kernel"),
     Case("long-128", 4096, 128, kernel="long_kernel"),
@@ -133,8 +134,8 @@ def kernel_call(case: Case, target: str) -> Any:
         recipe,
         capability=(number // 10, number % 10),
     )
-    # on Hopper a kernel of its own may take what the short one does elsewhere
-    names = {case.kernel, "hopper_kernel"} if case.kernel == "short_kernel" else {case.kernel}
+    # a kernel of its own may take what the short one could do
+    names = {case.kernel, "hopper_kernel", "windows_kernel"} if case.kernel == "short_kernel" else {case.kernel}
     return next(call for call in calls if call.kernel.__name__ in names)
 
 
@@ -479,6 +480,9 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     block_m, block_n, tiles = (call.arguments.get(name, 0) for name in ("BLOCK_M", "BLOCK_N", "TILES"))
     columns = call.arguments.get("COLUMNS", block_n * max(tiles, 1))
     tiles = max(tiles, int("COLUMNS" in call.arguments))
+    if call.kernel.__name__ == "windows_kernel":
+        # its code is one tile of sixteen queries, which is walked through, and one of eight for the rest
+        block_m, columns, tiles = 24, -(-call.arguments["KEYS"] // 8) * 8, 1
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))

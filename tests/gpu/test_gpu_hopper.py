@@ -16,6 +16,7 @@ import qflash
 from helpers import lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
+from qflash.kernels.tiles import HOPPER
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "hopper": 1}
+HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "kernel": HOPPER}
 PLAIN = ("contiguous", "tokens_first", "packed")
 SCALES = ("tensor", "head", "token", "channel")
 

@@ -14,7 +14,19 @@ from .. import fixed_point as fp
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .short import short_kernel
-from .tiles import SHORT_ROW, Tiles, choose_tiles, fits_hopper, is_short, most_queries, tiles_for
+from .tiles import (
+    GENERAL,
+    HOPPER,
+    SHORT_ROW,
+    WINDOWS,
+    Tiles,
+    choose_tiles,
+    fits_hopper,
+    fits_windows,
+    is_short,
+    most_queries,
+    tiles_for,
+)
 
 _MOST_BLOCKS = 65535
 
@@ -52,10 +64,13 @@ def _processors(index: int) -> int:
 
 
 @functools.cache
-def _hopper_kernel() -> Any:
-    from .hopper import hopper_kernel  # only where it runs: it needs a part of Triton that the interpreter has not
-
-    return hopper_kernel
+def _by_hand(kernel: int) -> Any:
+    # only where they run: they need a part of Triton that the interpreter has not
+    if kernel == HOPPER:
+        from .hopper import hopper_kernel as found
+    else:
+        from .windows import windows_kernel as found
+    return found
 
 
 def _side_by_side(x: torch.Tensor) -> bool:
@@ -72,12 +87,17 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, de
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
-    if tiles.hopper and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
+    if tiles.kernel == WINDOWS:
+        # The queries of few windows are shared out; one program a window loads and prepares the keys once.
+        loads = (1, 2) if fused else (3, 8)
+        splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
+        return tiles._replace(splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=0)
+    if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
         # one program of eight warps a processor fetches (and quantises) the keys fewer times than two of four
         wide = min(triton.cdiv(queries, 128), processors // heads)
         if wide >= (1 if fused else 2):
             return tiles._replace(block_m=128, warps=8, splits=wide)
-    if tiles.hopper and not registers and splits * heads > 2 * processors:
+    if tiles.kernel == HOPPER and not registers and splits * heads > 2 * processors:
         # three programs a processor instead of two, at the price of a few spills
         registers = 168
     elif not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
@@ -145,6 +165,8 @@ def _options(tiles: Tiles) -> dict[str, Any]:
     return options
 
 
+_BIAS_PROGRAMS = 1536
+"""Programs with a bias that are enough for a machine: more windows than that share them."""
 _PACKED_KEYS = 512
 """Keys of V a program packs."""
 
@@ -216,17 +238,22 @@ def _calls(
     if two_pass and not short:
         value, sums, calls = _pack_value(value)
     key_token = scales is not None and scales.key.shape[2] > 1
+    biased = mask is not None and mask.dtype != torch.bool
+    by_hand = not guard and not is_causal and not key_token and all(map(_side_by_side, (query, key, value, out)))
     hopper = (
-        bool(tiles.hopper)
+        by_hand
+        and tiles.kernel == HOPPER
         and tiles.block_m == 16 * tiles.warps
         and tiles.warps in (4, 8)
-        and not guard
         and fits_hopper(recipe, head_dim, value_dim, queries, keys)
         and mask is None
-        and not is_causal
-        and not key_token
         and query.element_size() <= 2
-        and all(map(_side_by_side, (query, key, value, out)))
+    )
+    windows = (
+        by_hand
+        and tiles.kernel == WINDOWS
+        and fits_windows(recipe, head_dim, value_dim, queries, keys)
+        and (mask is None or biased)
     )
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
@@ -236,7 +263,7 @@ def _calls(
     step = _MOST_BLOCKS // max(period, 1) * max(period, 1)
     if short:
         tiles = _split(
-            tiles if hopper else tiles._replace(hopper=0),
+            tiles if hopper or windows else tiles._replace(kernel=GENERAL),
             queries,
             batch * heads,
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
@@ -256,6 +283,8 @@ def _calls(
     if short:
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
+        if windows:
+            fixed |= {"QUERIES": queries, "ONE_SCALE": scales is not None and all(x is None or x.numel() == 1 for x in scales)}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: a tail of few rows pays where one program walks over int8 queries, and not otherwise
@@ -300,10 +329,21 @@ def _calls(
             arguments["sums_ptr"] = query if sums is None else part(sums)
         strides = (0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))
         arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
-        grid = (blocks, heads, min(step, batch - start))
+        part_batch = min(step, batch - start)
+        grid = (blocks, heads, part_batch)
         arguments |= fixed
-        kernel = _hopper_kernel() if hopper else short_kernel if short else long_kernel
-        if hopper:
+        kernel = _by_hand(tiles.kernel) if hopper or windows else short_kernel if short else long_kernel
+        if windows:
+            # programs that take several windows with the same bias bring it to the chip once
+            different = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
+            each = max(1, part_batch * heads * blocks // _BIAS_PROGRAMS) if biased else 1
+            groups = triton.cdiv(part_batch // different, each)
+            grid = (groups * tiles.splits, heads, different)
+            staged = groups * different < part_batch
+            arguments |= {"windows": part_batch, "STAGED": staged, "SPLITS": tiles.splits}
+            if biased and scales is None and staged:
+                tiles = tiles._replace(registers=128)
+        if hopper or windows:
             arguments = {name: arguments[name] for name in kernel.arg_names}
         calls.append(Call(kernel, grid, arguments, _options(tiles)))
     return calls

@@ -8,10 +8,14 @@ the PTX shifts clamp.
 import triton
 import triton.language as tl
 
-# four 32-bit integers -> four bytes, saturating
-SATURATE = tl.constexpr("""{.reg .b32 a;
+# The complement of a rounded quotient, (~half - product's high half) >> shift. As a sum the assembler would fuse it with the
+# product, whose addend is a pair of registers: two moves an element.
+ROUND_COMPLEMENT = tl.constexpr("{.reg .b32 a; mul.hi.s32 a, $1, $2; sub.s32 a, $3, a; shr.s32 $0, a, $4;}")
+# four 32-bit integers -> the complements of four bytes, saturating
+SATURATE_COMPLEMENT = tl.constexpr("""{.reg .b32 a;
 cvt.pack.sat.s8.s32.b32 a, $4, $3, 0;
-cvt.pack.sat.s8.s32.b32 $0, $2, $1, a;}""")
+cvt.pack.sat.s8.s32.b32 a, $2, $1, a;
+not.b32 $0, a;}""")
 
 
 @triton.jit
@@ -197,9 +201,8 @@ def half_of(shift):
 @triton.jit
 def requantize(scaled, multiplier, shift, half, GUARD: tl.constexpr):
     """``O << (24 - bits)`` -> int8 at the output scale, half up, saturating."""
-    # The limit is never met. It keeps the assembler from fusing product and addition: fused, the addend is a pair of
-    # registers, two moves an element.
-    rounded = (tl.maximum(multiply_high(scaled, multiplier, GUARD), -(1 << 30)) + half) >> shift
     if GUARD:
+        rounded = (multiply_high(scaled, multiplier, GUARD) + half) >> shift
         return tl.minimum(tl.maximum(rounded, -128), 127).to(tl.int8)
-    return tl.inline_asm_elementwise(SATURATE, "=r,r,r,r,r", [rounded], tl.int8, True, 4)
+    flipped = tl.inline_asm_elementwise(ROUND_COMPLEMENT, "=r,r,r,r,r", [scaled, multiplier, ~half, shift], tl.int32, True, 1)
+    return tl.inline_asm_elementwise(SATURATE_COMPLEMENT, "=r,r,r,r,r", [flipped], tl.int8, True, 4)

@@ -19,6 +19,8 @@ from ..recipe import Recipe
 
 SHORT_ROW = 256
 """Most keys of a row that is held whole."""
+GENERAL, HOPPER, WINDOWS = range(3)
+"""Kernels for short rows: :mod:`.short` takes every call, :mod:`.hopper` and :mod:`.windows` what they are written for."""
 
 
 class Tiles(NamedTuple):
@@ -31,8 +33,8 @@ class Tiles(NamedTuple):
         stages: loads in flight in a loop.
         registers: most registers a thread, 0 for the compiler's choice.
         splits: programs that share a head's query blocks (short rows); 0 chooses by the size of the machine.
-        hopper: 1 for the kernel written for that architecture (:mod:`.hopper`), where it takes the call (:func:`fits_hopper`);
-            it has its own tiles over the keys.
+        kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS none but its own; if
+            the call is not theirs, GENERAL has the other fields.
     """
 
     block_m: int
@@ -41,7 +43,7 @@ class Tiles(NamedTuple):
     stages: int
     registers: int = 0
     splits: int = 0
-    hopper: int = 0
+    kernel: int = GENERAL
 
 
 def most_queries(value_dim: int) -> int:
@@ -65,6 +67,20 @@ def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, key
         and head_dim in (32, 64, 128)
         and queries > 32
         and keys > 64
+        and recipe.exponential == "quadratic"
+        and recipe.probability_bits == 8
+        and recipe.probability_rounding == "nearest"
+        and recipe.output == "accumulator"
+    )
+
+
+def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+    """Tell whether :mod:`.windows` knows the shapes and the recipe. It takes a bias, and one key scale a head."""
+    return (
+        is_short(recipe, head_dim, value_dim, keys)
+        and head_dim == value_dim == 32
+        and queries <= 64
+        and 32 < keys <= 64
         and recipe.exponential == "quadratic"
         and recipe.probability_bits == 8
         and recipe.probability_rounding == "nearest"
@@ -97,18 +113,21 @@ def choose_tiles(
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
-        return Tiles(64, 128, 4, 1, hopper=1)
+        return Tiles(64, 128, 4, 1, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
+        general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
+        if capability >= (8, 0) and fits_windows(recipe, head_dim, value_dim, queries, keys):
+            general = general._replace(kernel=WINDOWS)
         if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
-            # Swin's windows. Thousands fill the machine with programs of one warp, which has nobody to wait for.
+            # Thousands of windows fill the machine with programs of one warp, which has nobody to wait for.
             if heads >= 1024:
-                return Tiles(32 if fused and not masked else 16, block_n, 1, 1, 168, 1)
-            if heads >= 512 and (fused or not masked):
-                return Tiles(block_m, block_n, 4, 1, 80, 1)
+                return general._replace(block_m=32 if fused and not masked else 16, warps=1, registers=168)
+            if heads >= 512 and masked and not fused:
+                return general._replace(block_m=32, warps=2, registers=128)
             if heads >= 512:
-                return Tiles(32, block_n, 2, 1, 128, 1)
-        return Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
+                return general._replace(registers=80)
+        return general
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
     if max(head_dim, value_dim) > 128 or recipe.probability_bits == 15:

@@ -80,7 +80,10 @@ def query_layout(rows, each):
     """Rows of 32 / ``each`` words, each of so many numbers, in the order of an operand's registers."""
     return gl.DistributedLinearLayout(
         [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows == 16 else []), [0, 4 // each]],
-        [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]], [], [], [rows, 32 // each],
+        [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]],
+        [],
+        [],
+        [rows, 32 // each],
     )
 
 
@@ -403,20 +406,28 @@ def _stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: g
 
 
 @gluon.jit
-def _operands(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
-    """A row's probabilities as the left operands of its two products with V."""
-    p = ()
-    for i in gl.static_range(len(s)):
-        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, MASK, OFFSET, CHECK),)
-    return _probability_operand(p[0]), _probability_operand(_widen(p))
+def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
+    """(Negative) numerators and sums of stored probabilities of a row's tiles."""
+    p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
+    numerator = mma_v2(p1, v[1], mma_v2(p0, v[0], begin))
+    total = mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT)))
+    return _upper(numerator, ROWS), _upper(total, ROWS)
 
 
 @gluon.jit
-def _operands_16(z, row_max, OFFSET: gl.constexpr):
+def _all_stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
+    p = ()
+    for i in gl.static_range(len(s)):
+        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, MASK, OFFSET, CHECK),)
+    return p
+
+
+@gluon.jit
+def _all_stored_16(z, row_max, OFFSET: gl.constexpr):
     p = ()
     for i in gl.static_range(len(z)):
         p = p + (_stored_16(z[i], row_max, OFFSET),)
-    return _probability_operand(p[0]), _probability_operand(_widen(p))
+    return p
 
 
 @gluon.jit
@@ -555,9 +566,7 @@ def _attend(
             bias = ()
             for i in gl.static_range(len(k)):
                 bias = bias + (
-                    _load_bias(
-                        mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS
-                    ),
+                    _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),
                 )
             marks = _marks(bias[0])
             for i in gl.static_range(1, len(k)):
@@ -568,18 +577,18 @@ def _attend(
             for i in gl.static_range(1, len(k)):
                 z = z + (_add_any_bias(s[i], bias[i], multiplier, fraction_bits, drop),)
             row_max = _row_max(z)
-            p0, p1 = _operands(z, row_max, multiplier, fraction_bits, MASK, OFFSET, True)
+            p = _all_stored(z, row_max, multiplier, fraction_bits, MASK, OFFSET, True)
+            numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
             y = (_add_bias(s[0], bias[0], multiplier, drop),)
             for i in gl.static_range(1, len(k)):
                 y = y + (_add_bias(s[i], bias[i], multiplier, drop),)
             row_max = _row_max(y)
-            p0, p1 = _operands_16(y, row_max, OFFSET)
+            numerator, total = _sums(_all_stored_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
     else:
-        p0, p1 = _operands(s, _row_max(s), multiplier, fraction_bits, MASK, OFFSET, False)
-    numerator = _upper(mma_v2(p1, v[1], mma_v2(p0, v[0], begin)), ROWS)
-    total = _upper(mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT))), ROWS)
+        p = _all_stored(s, _row_max(s), multiplier, fraction_bits, MASK, OFFSET, False)
+        numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, tile * 16, KEYS, QUERIES)
 
 
@@ -664,21 +673,23 @@ def windows_kernel(
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
     mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
-    windows, period, constant_mantissa, constant_exponent,
+    windows, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    STAGED: gl.constexpr,
+    STAGED: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
-    A program takes every so many windows of one head, all with the same bias if there is one: window ``z`` has the
-    bias ``z % period``, which is brought to shared memory once if it serves several (STAGED). With ONE_SCALE (int8)
-    query, key, value and output have one scale each.
+    Program (x, h, z) takes windows of head h, all with the same bias, which repeats every ``num_programs(2)`` windows:
+    z, and those behind it by a multiple, shared out over x. A bias that serves several is brought to shared memory once
+    (STAGED). SPLITS programs share a window's queries. With ONE_SCALE (int8) query, key, value and output have one scale each.
     """
     h = gl.program_id(1)
     kv_head = h // GROUP
-    place = gl.program_id(2) % period
+    place = gl.program_id(2)
+    first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+    groups = gl.num_programs(0) // SPLITS
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
     # what is left of the queries behind whole tiles, if at most eight, is done as half a tile
@@ -709,7 +720,7 @@ def windows_kernel(
                 ),
             )
         marks = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
-        for tile in range(gl.program_id(0), (QUERIES + 15) // 16, gl.num_programs(0)):
+        for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
             for i in gl.static_range(len(WIDTHS)):
                 bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
                 marks = gl.maximum(marks, _marks(bias))
@@ -717,7 +728,7 @@ def windows_kernel(
         marked = _any(marks)
         _barrier()
 
-    for window in range(gl.program_id(2), windows, gl.num_programs(2)):
+    for window in range(place + group * gl.num_programs(2), windows, groups * gl.num_programs(2)):
         z = window.to(gl.int64)
         q_base = q_ptr + z * q_stride_z + h * q_stride_h
         k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
@@ -728,7 +739,7 @@ def windows_kernel(
         for i in gl.static_range(len(WIDTHS)):
             k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS),)
         v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
-        tile = gl.program_id(0)
+        tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
         if QUANTIZE:
             keys, w0, w1, head_bits, key_bits, factor = _quantize_window(
@@ -739,8 +750,8 @@ def windows_kernel(
             row = 0, 0, 0
             if not QUERY_TOKEN:
                 row = row_multiplier(
-                    head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS,
-                    False,
+                    head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST,
+                    MOST_BITS, False,
                 )  # fmt: skip
         else:
             keys, w0, w1 = k, v0, v1
@@ -763,14 +774,16 @@ def windows_kernel(
         begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], gl.zeros((16, 32), gl.int32, PRODUCT)))
         while tile < TILES:
             here = following
-            following = _load_queries(q_base, q_stride_n, (tile + gl.num_programs(0)) * 16, 16, QUERIES)
-            q, query_bits = _queries(here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES)
+            following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * 16, 16, QUERIES)
+            q, query_bits = _queries(
+                here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
+            )
             _attend(
                 q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
                 right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
                 staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
-            tile += gl.num_programs(0)
+            tile += SPLITS
         if tile * 16 < QUERIES:
             q, query_bits = _queries(
                 following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES

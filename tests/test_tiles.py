@@ -146,8 +146,16 @@ def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None
     def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> int:
         return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability).kernel
 
-    assert rule() == rule(keys=33) == rule(keys=64, queries=1) == rule(capability=(9, 0)) == tiles.WINDOWS
-    others = [rule(keys=32), rule(dim=16), rule(queries=65), rule(capability=(7, 5)), rule(recipe=PAPER), rule(recipe=ACCURATE)]
+    assert rule() == rule(keys=33) == rule(keys=64, queries=9) == rule(capability=(9, 0)) == tiles.WINDOWS
+    others = [
+        rule(keys=32),
+        rule(dim=16),
+        rule(queries=65),
+        rule(queries=8),
+        rule(capability=(7, 5)),
+        rule(recipe=PAPER),
+        rule(recipe=ACCURATE),
+    ]
     assert set(others) == {tiles.GENERAL}
     boolean = torch.ones(1, 1, 49, 49, dtype=torch.bool, device="meta")
     assert windows_call(8, bias=boolean).kernel.__name__ == "short_kernel"

@@ -165,8 +165,8 @@ def _options(tiles: Tiles) -> dict[str, Any]:
     return options
 
 
-_BIAS_PROGRAMS = 1536
-"""Programs with a bias that are enough for a machine: more windows than that share them."""
+_BIAS_PROGRAMS = 12
+"""Programs with a bias that a processor has room for: more windows than that share them."""
 _PACKED_KEYS = 512
 """Keys of V a program packs."""
 
@@ -336,13 +336,15 @@ def _calls(
         if windows:
             # programs that take several windows with the same bias bring it to the chip once
             different = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            each = max(1, part_batch * heads * blocks // _BIAS_PROGRAMS) if biased else 1
+            processors = _processors(query.device.index or 0) if query.device.type == "cuda" else 132
+            each = triton.cdiv(part_batch * heads * blocks, _BIAS_PROGRAMS * processors) if biased else 1
             groups = triton.cdiv(part_batch // different, each)
             grid = (groups * tiles.splits, heads, different)
             staged = groups * different < part_batch
             arguments |= {"windows": part_batch, "STAGED": staged, "SPLITS": tiles.splits}
-            if biased and scales is None and staged:
-                tiles = tiles._replace(registers=128)
+            if biased:
+                # what a bias adds to the registers would leave room for too few programs
+                tiles = tiles._replace(registers=168 if scales is None else 0 if staged else 144)
         if hopper or windows:
             arguments = {name: arguments[name] for name in kernel.arg_names}
         calls.append(Call(kernel, grid, arguments, _options(tiles)))

@@ -79,7 +79,7 @@ def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
     return (
         is_short(recipe, head_dim, value_dim, keys)
         and head_dim == value_dim == 32
-        and queries <= 64
+        and 8 < queries <= 64
         and 32 < keys <= 64
         and recipe.exponential == "quadratic"
         and recipe.probability_bits == 8

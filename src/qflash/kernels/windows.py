@@ -432,33 +432,66 @@ def _all_stored_16(z, row_max, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _load_bias(
-    base, stride_m, stride_n, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
+    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias in fixed point with its marks; beyond the edges the last row and key again."""
+    """A tile of the bias as it is (float: as float32); beyond the edges the last row and key again."""
     L: gl.constexpr = score_layout(ROWS, WIDTH)
-    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
-    column = gl.minimum(START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L)), KEYS - 1)
-    bias = gl.load(base + (row[:, None] * stride_m + column[None, :] * stride_n))
-    if bias.dtype.is_int():
-        fixed = bias
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)[:, None] * stride_m
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
+    if START + WIDTH <= KEYS:
+        bias = gl.load(base + (row + column * stride_n) + START * stride_n)
     else:
-        wide = bias.to(gl.float32)
-        fixed = bias_to_fixed(wide, False)
-        fixed = gl.where(wide < float("inf"), fixed, BIAS_POISON)
-        fixed = gl.where(wide > float("-inf"), fixed, gl.where(wide == wide, BIAS_MASKED, BIAS_POISON))
-    return fixed
+        bias = gl.load(base + (row + gl.minimum(START + column, KEYS - 1) * stride_n))
+    if bias.dtype.is_floating():
+        bias = bias.to(gl.float32)
+    return bias
+
+
+@gluon.jit
+def _fixed(bias):
+    """A bias without marks in fixed point."""
+    if bias.dtype.is_floating():
+        bias = bias_to_fixed(bias, False)
+    return bias
+
+
+@gluon.jit
+def _fixed_with_marks(bias):
+    """:func:`qflash.quantize_bias`."""
+    if bias.dtype.is_floating():
+        fixed = gl.where(bias < float("inf"), bias_to_fixed(bias, False), BIAS_POISON)
+        bias = gl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+    return bias
 
 
 @gluon.jit
 def _marks(bias):
-    """A tile of eight columns in which every mark of a bias shows as more than any honest number."""
-    return _fold_columns(bias ^ (bias >> 31))
+    """A tile of eight columns in which every mark of a bias shows as more than any honest number, or NaN."""
+    if bias.dtype.is_floating():
+        x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
+        x = gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
+    else:
+        x = _fold_columns(bias ^ (bias >> 31))
+    return x
+
+
+@gluon.jit
+def _both(a, b):
+    if a.dtype.is_floating():
+        a = nan_max(a, b)
+    else:
+        a = gl.maximum(a, b)
+    return a
 
 
 @gluon.jit
 def _any(marks):
-    return gl.max(gl.max(marks, 1), 0) > BIAS_LIMIT
+    if marks.dtype.is_floating():
+        found = not (gl.reduce(gl.reduce(marks, 1, nan_max), 0, nan_max) < float("inf"))
+    else:
+        found = gl.max(gl.max(marks, 1), 0) > BIAS_LIMIT
+    return found
 
 
 @gluon.jit
@@ -539,7 +572,7 @@ def _queries(
 def _attend(
     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
     k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
-    mask_base, mask_stride_m, mask_stride_n, staged, staged_marks, tile, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, staged, staged_marks, tile, ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
     MOST_BITS: gl.constexpr,
 ):  # fmt: skip
@@ -570,19 +603,19 @@ def _attend(
                 )
             marks = _marks(bias[0])
             for i in gl.static_range(1, len(k)):
-                marks = gl.maximum(marks, _marks(bias[i]))
+                marks = _both(marks, _marks(bias[i]))
             marked = _any(marks)
         if marked | _fewer_than_16(fraction_bits):
-            z = (_add_any_bias(s[0], bias[0], multiplier, fraction_bits, drop),)
-            for i in gl.static_range(1, len(k)):
-                z = z + (_add_any_bias(s[i], bias[i], multiplier, fraction_bits, drop),)
+            z = ()
+            for i in gl.static_range(len(k)):
+                z = z + (_add_any_bias(s[i], _fixed_with_marks(bias[i]), multiplier, fraction_bits, drop),)
             row_max = _row_max(z)
             p = _all_stored(z, row_max, multiplier, fraction_bits, MASK, OFFSET, True)
             numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
-            y = (_add_bias(s[0], bias[0], multiplier, drop),)
-            for i in gl.static_range(1, len(k)):
-                y = y + (_add_bias(s[i], bias[i], multiplier, drop),)
+            y = ()
+            for i in gl.static_range(len(k)):
+                y = y + (_add_bias(s[i], _fixed(bias[i]), multiplier, drop),)
             row_max = _row_max(y)
             numerator, total = _sums(_all_stored_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
@@ -672,7 +705,7 @@ def windows_kernel(
     ks_stride_z, ks_stride_h,
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
-    mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
+    mask_stride_z, mask_stride_h, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
     windows, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
@@ -722,7 +755,9 @@ def windows_kernel(
         marks = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
         for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
             for i in gl.static_range(len(WIDTHS)):
-                bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                bias = _fixed_with_marks(
+                    _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                )
                 marks = gl.maximum(marks, _marks(bias))
                 staged[i].index(tile).store(_stage(bias))
         marked = _any(marks)

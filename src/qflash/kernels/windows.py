@@ -572,7 +572,8 @@ def _queries(
 def _attend(
     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
     k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
-    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, staged, staged_marks, tile, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, staged, staged_marks, tile,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
     MOST_BITS: gl.constexpr,
 ):  # fmt: skip

@@ -352,6 +352,32 @@ def _along(x, L: gl.constexpr):
 
 
 @gluon.jit
+def _one_row(total):
+    """Of row sums, which all columns of a row have, one for each thread: of its two rows neighbours take one each."""
+    ROWS: gl.constexpr = total.shape[0]
+    x, _ = gl.split(gl.reshape(total, (ROWS, 4, 2)))
+    if ROWS == 16:
+        x, y = gl.split(gl.permute(gl.reshape(x, (2, 8, 4)), (1, 2, 0)))
+        L: gl.constexpr = x.type.layout
+        x = gl.where((gl.arange(0, 4, layout=gl.SliceLayout(0, L)) & 1)[None, :] == 0, x, y)
+    return x
+
+
+@gluon.jit
+def _all_rows(x, ROWS: gl.constexpr):
+    """What :func:`_one_row` distributed, back: (ROWS, 4), the same in all columns."""
+    if ROWS == 16:
+        x = gl.reshape(x, (8, 2, 2))
+        L: gl.constexpr = x.type.layout
+        even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L))) == 0)[None, None, :]
+        first = gl.sum(gl.where(even, x, x * 0), 2)[:, :, None] + gl.zeros_like(x)
+        second = gl.sum(gl.where(even, x * 0, x), 2)[:, :, None] + gl.zeros_like(x)
+        x = gl.permute(gl.join(first, second), (3, 0, 1, 2))
+        x = gl.reshape(x, (16, 4))
+    return x
+
+
+@gluon.jit
 def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
     KEYS: gl.constexpr, QUERIES: gl.constexpr,
@@ -361,22 +387,21 @@ def _store(
     OL: gl.constexpr = rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
-    # every column of the row sums is the same; a thread takes one of its own
-    total, _ = gl.split(gl.reshape(total, (ROWS, 4, 2)))
-    bits, inverse = row_inverse(127 * KEYS - total, False)
     factor, shift, half = _channels(factor, OL), _channels(shift, OL), _channels(half, OL)
+    bits, inverse = row_inverse(127 * KEYS - _one_row(total), False)
     if o_base.dtype.element_ty == gl.int8:
-        scaled = x * _spread(-(1 << (24 - bits)), OL)
+        scaled = x * _spread(_all_rows(-(1 << (24 - bits)), ROWS), OL)
         if factor.type.is_block():
-            row_factor = multiply_high(_spread(inverse, OL), factor, False)
+            row_factor = multiply_high(_spread(_all_rows(inverse, ROWS), OL), factor, False)
         else:
-            row_factor = _spread(multiply_high(inverse, factor, False), OL)
+            row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), ROWS), OL)
         result = requantize(scaled, row_factor, shift, half, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element
-        T: gl.constexpr = total.type.layout
-        weight = gl.where(_along(usable, T), -row_weight(inverse, bits), float("nan"))
+        weight = _all_rows((-row_weight(inverse, bits)).to(gl.int32, bitcast=True), ROWS).to(gl.float32, bitcast=True)
+        W: gl.constexpr = weight.type.layout
+        weight = gl.where(_along(usable, W), weight, float("nan"))
         result = x.to(gl.float32) * _spread(weight, OL) * gl.where(good, factor, float("nan"))
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))

@@ -81,15 +81,16 @@ def _side_by_side(x: torch.Tensor) -> bool:
     )
 
 
-def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, device: torch.device) -> Tiles:
+def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, masked: bool, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors(device.index or 0) if device.type == "cuda" else 132
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
-        # The queries of few windows are shared out; one program a window loads and prepares the keys once.
-        loads = (1, 2) if fused else (3, 8)
+        # The queries of few windows are shared out; one program a window loads and prepares the keys once. A bias is waited
+        # for longer than keys are prepared.
+        loads = (1, 2) if fused and not masked else (3, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
         return tiles._replace(splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=0)
     if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
@@ -268,6 +269,7 @@ def _calls(
             batch * heads,
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
             scales is None,
+            mask is not None,
             query.device,
         )
     fixed: dict[str, Any] = {

@@ -63,6 +63,10 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def _processors_of(device: torch.device) -> int:
+    return _processors(device.index or 0) if device.type == "cuda" else 132
+
+
 @functools.cache
 def _by_hand(kernel: int) -> Any:
     # only where they run: they need a part of Triton that the interpreter has not
@@ -84,7 +88,7 @@ def _side_by_side(x: torch.Tensor) -> bool:
 def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, masked: bool, device: torch.device) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
-    processors = _processors(device.index or 0) if device.type == "cuda" else 132
+    processors = _processors_of(device)
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
@@ -202,6 +206,27 @@ def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[C
     return packed[..., :keys].mT, sums, calls
 
 
+def _share_windows(
+    tiles: Tiles, windows: int, heads: int, periods: int, biased: bool, one_scale: bool, device: torch.device
+) -> tuple[tuple[int, int, int], dict[str, Any], Tiles]:
+    """Share windows out among programs of :mod:`.windows`: grid, arguments and registers.
+
+    Args:
+        periods: windows after which the bias repeats. Programs that take several windows with the same bias bring it to
+            the chip once.
+        one_scale: whether int8 tensors have one scale each.
+    """
+    programs = windows * heads * tiles.splits
+    each = triton.cdiv(programs, _BIAS_PROGRAMS * _processors_of(device)) if biased else 1
+    groups = triton.cdiv(windows // periods, each)
+    staged = groups * periods < windows
+    if biased:
+        # what a bias adds to the registers would leave room for too few programs
+        tiles = tiles._replace(registers=168 if not one_scale else 0 if staged else 144)
+    arguments = {"windows": windows, "STAGED": staged, "SPLITS": tiles.splits}
+    return (groups * tiles.splits, heads, periods), arguments, tiles
+
+
 class _Scales(NamedTuple):
     """Scales of int8 tensors, as the kernels take them."""
 
@@ -286,7 +311,8 @@ def _calls(
         blocks = tiles.splits
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if windows:
-            fixed |= {"QUERIES": queries, "ONE_SCALE": scales is not None and all(x is None or x.numel() == 1 for x in scales)}
+            one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: a tail of few rows pays where one program walks over int8 queries, and not otherwise
@@ -336,17 +362,9 @@ def _calls(
         arguments |= fixed
         kernel = _by_hand(tiles.kernel) if hopper or windows else short_kernel if short else long_kernel
         if windows:
-            # programs that take several windows with the same bias bring it to the chip once
-            different = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            processors = _processors(query.device.index or 0) if query.device.type == "cuda" else 132
-            each = triton.cdiv(part_batch * heads * blocks, _BIAS_PROGRAMS * processors) if biased else 1
-            groups = triton.cdiv(part_batch // different, each)
-            grid = (groups * tiles.splits, heads, different)
-            staged = groups * different < part_batch
-            arguments |= {"windows": part_batch, "STAGED": staged, "SPLITS": tiles.splits}
-            if biased:
-                # what a bias adds to the registers would leave room for too few programs
-                tiles = tiles._replace(registers=168 if scales is None else 0 if staged else 144)
+            periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
+            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, biased, fixed["ONE_SCALE"], query.device)
+            arguments |= shared
         if hopper or windows:
             arguments = {name: arguments[name] for name in kernel.arg_names}
         calls.append(Call(kernel, grid, arguments, _options(tiles)))

@@ -44,6 +44,18 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x[:1].expand(x.shape)
 
 
+def draw_scale(size: tuple[int, int, int, int], granularity: str, generator: torch.Generator) -> torch.Tensor:
+    """Draw scales between 0.5 and 1.5 for a tensor of ``size``, on the generator's device."""
+    batch, heads, tokens, channels = size
+    shape = {
+        "tensor": (1, 1, 1, 1),
+        "head": (batch, heads, 1, 1),
+        "token": (batch, heads, tokens, 1),
+        "channel": (batch, heads, 1, channels),
+    }[granularity]
+    return torch.rand(shape, generator=generator, device=generator.device) + 0.5
+
+
 def make_inputs(
     batch: int = 1,
     heads: int = 2,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import qflash
-from helpers import lay_out, same_bits
+from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
 from qflash.kernels.tiles import HOPPER
@@ -67,17 +67,6 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
     )
 
 
-def scale(size: tuple[int, int, int, int], granularity: str, generator: torch.Generator) -> torch.Tensor:
-    batch, heads, tokens, channels = size
-    shape = {
-        "tensor": (1, 1, 1, 1),
-        "head": (batch, heads, 1, 1),
-        "token": (batch, heads, tokens, 1),
-        "channel": (batch, heads, 1, channels),
-    }[granularity]
-    return torch.rand(shape, generator=generator, device=CUDA) + 0.5
-
-
 @pytest.mark.parametrize("geometry", range(40))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
     from qflash.kernels.attention import attention_calls
@@ -108,13 +97,15 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in int8)
         amplitude = (0.03, 1e-3, 3.0, 1e-6)[draw]
         scales = [
-            scale(size, kind, generator) * amplitude
+            draw_scale(size, kind, generator) * amplitude
             for size, kind in zip(sizes, (query_scale, key_scale, value_scale), strict=True)
         ]
         if draw == 1:
             scales[draw % 3].view(-1)[0] = torch.nan
         out_scale = (
-            None if output_scale is None else scale((*sizes[0][:3], shape.head_dim), output_scale, generator) * amplitude / 2
+            None
+            if output_scale is None
+            else draw_scale((*sizes[0][:3], shape.head_dim), output_scale, generator) * amplitude / 2
         )
         dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
         out = torch.empty(sizes[0], dtype=dtype, device=CUDA)

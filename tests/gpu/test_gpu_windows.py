@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import lay_out, same_bits
+from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.recipe import DEFAULT, Recipe
@@ -79,17 +79,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_processors", lambda index: 1)
 
 
-def scale(size: tuple[int, int, int, int], granularity: str, generator: torch.Generator) -> torch.Tensor:
-    batch, heads, tokens, channels = size
-    shape = {
-        "tensor": (1, 1, 1, 1),
-        "head": (batch, heads, 1, 1),
-        "token": (batch, heads, tokens, 1),
-        "channel": (batch, heads, 1, channels),
-    }[granularity]
-    return torch.rand(shape, generator=generator, device=CUDA) + 0.5
-
-
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_int8_attention_has_the_reference_bits(case: int) -> None:
@@ -118,12 +107,12 @@ def test_int8_attention_has_the_reference_bits(case: int) -> None:
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in int8)
         amplitude = (0.03, 1e-3, 3.0, 1e-6)[draw]
         scales = [
-            scale(size, kind, generator) * amplitude
+            draw_scale(size, kind, generator) * amplitude
             for size, kind in zip(sizes, (query_scale, key_scale, value_scale), strict=True)
         ]
         if draw == 1:
             scales[case % 3].view(-1)[0] = torch.nan
-        out_scale = None if output_scale is None else scale(sizes[0], output_scale, generator) * amplitude / 2
+        out_scale = None if output_scale is None else draw_scale(sizes[0], output_scale, generator) * amplitude / 2
         dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
         bias = draw_bias(chance, geometry, batch, generator)
         mask = None if bias is None else qflash.quantize_bias(bias)

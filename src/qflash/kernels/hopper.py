@@ -18,10 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .by_hand import barrier, output_factors, round_to_int8
 from .integer import (
-    half_of,
     multiply_high,
-    output_multiplier,
     requantize,
     row_inverse,
     row_weight,
@@ -33,10 +32,7 @@ from .tile import _high_bytes, key_order, probability_words, row_multiplier
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
-ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
 # the sum of four bytes, each times its weight, and nothing in the other three of four places
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
 
@@ -157,17 +153,11 @@ def _combine(low_a, high_a, most_a, low_b, high_b, most_b):
 
 
 @gluon.jit
-def _round_to_int8(x, inverse):
-    """:func:`.quantize.round_to_int8`."""
-    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
-
-
-@gluon.jit
 def _quantized(x, middle, inverse, CENTER: gl.constexpr):
     y = x.to(gl.float32)
     if CENTER:
         y = y - middle
-    return _round_to_int8(y, inverse)
+    return round_to_int8(y, inverse)
 
 
 @gluon.jit
@@ -221,10 +211,10 @@ def _quantize_queries(x, head_scale, QUERY_TOKEN: gl.constexpr, R: gl.constexpr)
     y = x.to(gl.float32)
     if QUERY_TOKEN:
         scale = amplitude_to_scale(gl.reduce(gl.abs(y), 1, nan_max))
-        values = _round_to_int8(y, inverse_scale(scale, False)[:, None])
+        values = round_to_int8(y, inverse_scale(scale, False)[:, None])
         bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), R)
     else:
-        values = _round_to_int8(y, inverse_scale(head_scale, False))
+        values = round_to_int8(y, inverse_scale(head_scale, False))
         bits = head_scale.to(gl.int32, bitcast=True)
     return values, bits
 
@@ -239,30 +229,11 @@ def _channel_sums(smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _output_factors(
-    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
-    D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """:func:`.tile.output_factors`; a thread forms those of one channel."""
-    CO: gl.constexpr = gl.SliceLayout(0, product_layout(D, WARPS))
-    channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    if VALUE_CHANNEL:
-        factor = gl.load(vs_base + channel * vs_stride_d)
-    else:
-        factor = gl.load(vs_base)
-    shift, half = 0, 0
-    if o_ptr.dtype.element_ty == gl.int8:
-        if OUTPUT_CHANNEL:
-            output_scale = gl.load(os_base + channel * os_stride_d)
-        else:
-            output_scale = gl.load(os_base)
-        factor, shift = output_multiplier(factor.to(gl.int32, bitcast=True), output_scale.to(gl.int32, bitcast=True), False)
-        half = half_of(shift)
-        if VALUE_CHANNEL or OUTPUT_CHANNEL:
-            shift, half = gl.convert_layout(shift, CO)[None, :], gl.convert_layout(half, CO)[None, :]
-    if factor.type.is_block():
-        factor = gl.convert_layout(factor, CO)[None, :]
-    return factor, shift, half
+def _beside_rows(x):
+    """A number as it is; one for each channel beside the rows of a tile."""
+    if x.type.is_block():
+        x = x[None, :]
+    return x
 
 
 @gluon.jit
@@ -490,14 +461,17 @@ def hopper_kernel(
         for i in gl.static_range(TILES):
             v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
-        factor, shift, half = _output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS
+        factor, shift, half = output_factors(
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO
         )
+        factor = _beside_rows(factor)
+        if o_ptr.dtype.element_ty == gl.int8:
+            shift, half = _beside_rows(shift), _beside_rows(half)
         for i in gl.static_range(TILES):
             v_smem[i].permute((1, 0)).store(v[i])
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
-    _barrier()
+    barrier()
     sums = _channel_sums(v_smem[0], WARPS)
     for i in gl.static_range(1, TILES):
         sums += _channel_sums(v_smem[i], WARPS)
@@ -519,7 +493,7 @@ def hopper_kernel(
         else:
             query_bits = _query_scales(qs_base, qs_stride_n, first, queries, QUERY_TOKEN, BLOCK_M, R)
         fence_async_shared()
-        _barrier()
+        barrier()
         scores = ()
         for t in gl.static_range(TILES):
             scores = scores + (_scores(q_smem.index(slot), k_smem[t], BLOCK_M, WIDTHS[t], WARPS),)
@@ -551,7 +525,7 @@ def hopper_kernel(
 
     if TAIL:
         async_copy.wait_group(0)
-        _barrier()
+        barrier()
         _few_rows(
             q_smem.index(slot), qs_base, qs_stride_n, k_smem, v_smem, sums, keys_usable, key_mantissa, key_exponent,
             constant_mantissa, constant_exponent, factor, shift, half, o_base, o_stride_n, blocks * BLOCK_M, queries,

@@ -17,10 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .by_hand import barrier, output_factors, round_to_int8
 from .integer import (
-    half_of,
     multiply_high,
-    output_multiplier,
     probability_word,
     requantize,
     row_inverse,
@@ -41,11 +40,6 @@ from .tile import (
     row_multiplier,
 )
 
-# the name differs between releases of Triton
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
-ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
 # :data:`.tile.MANTISSA` of the complement of an exponent with 16 fraction bits
 MANTISSA_16 = gl.constexpr("prmt.b32 $0, $1, $2, 0x5541;")
 # sixteen queries, and what each operand of a product looks like
@@ -293,38 +287,11 @@ def _row_amplitude(x):
 
 
 @gluon.jit
-def _round_to_int8(x, inverse):
-    """:func:`.quantize.round_to_int8`."""
-    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
-
-
-@gluon.jit
 def _channels(x, L: gl.constexpr):
     """A number, or one for each channel, where a layout wants it."""
     if x.type.is_block():
         x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
     return x
-
-
-@gluon.jit
-def _output_factors(
-    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr
-):  # fmt: skip
-    """:func:`.tile.output_factors`; a thread forms those of one channel."""
-    channel = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if VALUE_CHANNEL:
-        factor = gl.load(vs_base + channel * vs_stride_d)
-    else:
-        factor = gl.load(vs_base)
-    shift, half = 0, 0
-    if o_ptr.dtype.element_ty == gl.int8:
-        if OUTPUT_CHANNEL:
-            output_scale = gl.load(os_base + channel * os_stride_d)
-        else:
-            output_scale = gl.load(os_base)
-        factor, shift = output_multiplier(factor.to(gl.int32, bitcast=True), output_scale.to(gl.int32, bitcast=True), False)
-        half = half_of(shift)
-    return factor, shift, half
 
 
 @gluon.jit
@@ -583,10 +550,10 @@ def _queries(
         y = q.to(gl.float32)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
-            q = _round_to_int8(y, _along(inverse_scale(scale, False), query_layout(ROWS, 1)))
+            q = round_to_int8(y, _along(inverse_scale(scale, False), query_layout(ROWS, 1)))
             bits = scale.to(gl.int32, bitcast=True)
         else:
-            q = _round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
+            q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
     elif QUERY_TOKEN:
         n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout(ROWS, 8)))
         bits = gl.load(qs_base + gl.minimum(n, QUERIES - 1) * qs_stride_n)
@@ -671,11 +638,9 @@ def _given_scales(
         )
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
-    factor, shift, half = _output_factors(o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_CHANNEL, OUTPUT_CHANNEL)
-    if factor.type.is_block():
-        factor = gl.convert_layout(factor, CHANNEL)
-        if o_ptr.dtype.element_ty == gl.int8:
-            shift, half = gl.convert_layout(shift, CHANNEL), gl.convert_layout(half, CHANNEL)
+    factor, shift, half = output_factors(
+        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, 1, CHANNEL
+    )
     return query_bits, key_bits, row, factor, shift, half
 
 
@@ -706,9 +671,9 @@ def _quantize_window(
         y = k[i].to(gl.float32)
         if CENTER:
             y = y - _channels(middle, rows_layout(k[i].shape[0]))
-        quantized = quantized + (_round_to_int8(y, key_inverse),)
-    v0 = _round_to_int8(v0.to(gl.float32), value_inverse)
-    v1 = _round_to_int8(v1.to(gl.float32), value_inverse)
+        quantized = quantized + (round_to_int8(y, key_inverse),)
+    v0 = round_to_int8(v0.to(gl.float32), value_inverse)
+    v1 = round_to_int8(v1.to(gl.float32), value_inverse)
     query_scale = key_scale
     if not QUERY_TOKEN:
         largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
@@ -787,7 +752,7 @@ def windows_kernel(
                 marks = gl.maximum(marks, _marks(bias))
                 staged[i].index(tile).store(_stage(bias))
         marked = _any(marks)
-        _barrier()
+        barrier()
 
     for window in range(place + group * gl.num_programs(2), windows, groups * gl.num_programs(2)):
         z = window.to(gl.int64)

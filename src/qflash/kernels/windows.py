@@ -1,8 +1,8 @@
 """Windows of 33 to 64 keys, Swin's shapes, a warp each (Gluon): what :mod:`.short` does, in registers alone.
 
-A program is one warp. It loads keys, values and queries as the tensor core wants to hold them, so that nothing is
-exchanged between threads but row maxima, and works on sixteen queries at a time. Three orders make that possible; they
-leave every product as it is:
+A program is one warp. It loads keys, values and queries as the tensor core wants to hold them, so that threads exchange
+nothing but maxima and reciprocals, and works on sixteen queries at a time. Three orders make that possible; they leave
+every product as it is:
 
 * a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
 * the keys of a product with V come in the order in which the threads hold the scores;

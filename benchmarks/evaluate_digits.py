@@ -29,6 +29,7 @@ def table(report: dict[str, Any]) -> list[str]:
             cell = f"{row['top1_percent']:.2f} [{low:.2f}, {high:.2f}]"
             if (against := row.get("against_fp32")) is not None:
                 cell += f"; -{against['lost']} +{against['gained']}, p = {against['mcnemar_p']:.2g}"
+                cell += f"; {against['loss_change']:.1e}"
             cells.append(cell)
         lines.append(f"| {rows[0]['title']} | {'yes' if rows[0]['integer_only'] else 'no'} | {' | '.join(cells)} |")
     return lines

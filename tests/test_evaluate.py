@@ -101,9 +101,15 @@ def test_top1_and_top5_are_those_of_the_patched_model(
         order = logits.argsort(1, descending=True)
         outcomes = load_outcomes(output / MODEL / f"{summary['method']}.csv")
         assert [outcome.predictions for outcome in outcomes] == [tuple(row) for row in order.tolist()]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(images.labels), reduction="none")
+        torch.testing.assert_close(torch.tensor([outcome.loss for outcome in outcomes]), loss, rtol=1e-5, atol=1e-6)
         assert [outcome.id for outcome in outcomes] == [f"{name}/{index}.png" for name in CLASSES for index in range(PER_CLASS)]
         assert summary["right"] == int((order[:, 0] == torch.tensor(images.labels)).sum())
         assert summary["top5_percent"] == 100.0
+    exact, other = (load_outcomes(output / MODEL / f"{summary['method']}.csv") for summary in result["methods"])
+    changes = [abs(b.loss - a.loss) for a, b in zip(exact, other, strict=True)]
+    assert result["methods"][1]["against_fp32"]["loss_change"] == pytest.approx(sum(changes) / len(changes))
+    assert max(changes) > 0
 
 
 def test_files_and_table(whole: tuple[Path, dict[str, Any], str]) -> None:

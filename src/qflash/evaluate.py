@@ -34,7 +34,7 @@ from torch import nn
 
 from .baselines import METHODS, get_method
 from .classification import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
-from .outcomes import MOST_GUESSES, Outcome, Store, to_csv, write_whole
+from .outcomes import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv, write_whole
 from .patching import patch, unpatch
 from .significance import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
 
@@ -161,8 +161,13 @@ def _classify(
         logits = model(inputs.to(device=device, dtype=dtype, non_blocking=True)).float()
         finite = logits.isfinite().all(1).tolist()
         best = logits.topk(min(MOST_GUESSES, logits.shape[1]), dim=1).indices.tolist()
+        labels = torch.tensor([int(images.labels[place]) for place in places], device=device)
+        exact = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none").tolist()
+        losses = [float(f"{loss:.{LOSS_DIGITS}g}") for loss in exact]
         yield [
-            Outcome(place, images.ids[place], int(images.labels[place]), tuple(best[row]) if finite[row] else ())
+            Outcome(place, images.ids[place], int(images.labels[place]), tuple(best[row]), losses[row])
+            if finite[row]
+            else Outcome(place, images.ids[place], int(images.labels[place]), (), math.nan)
             for row, place in enumerate(places)
         ]
 
@@ -205,9 +210,16 @@ def _summary(
         result["against_fp32"] = _comparison(reference, right, seed) | {
             "same_prediction_percent": 100.0
             * sum(a.predictions[:1] == b.predictions[:1] for a, b in zip(exact, outcomes, strict=True))
-            / count
+            / count,
+            "loss_change": _loss_change(exact, outcomes),
         }
     return result
+
+
+def _loss_change(first: Sequence[Outcome], second: Sequence[Outcome]) -> float | None:
+    """Return the mean absolute difference of the losses, in nats, of images with finite logits under both; None without any."""
+    changes = [abs(b.loss - a.loss) for a, b in zip(first, second, strict=True) if a.predictions and b.predictions]
+    return math.fsum(changes) / len(changes) if changes else None
 
 
 def _comparison(first: Sequence[bool], second: Sequence[bool], seed: int) -> dict[str, Any]:
@@ -257,7 +269,13 @@ def _integer_verdict(
         pair = pairs.get((best[0], name)) or pairs[(name, best[0])]
         if pair["mcnemar_p"] >= SIGNIFICANCE:
             tied.append({"method": name, "mcnemar_p": pair["mcnemar_p"]})
-    return {"best": best, "top1_percent": next(s["top1_percent"] for s in ours if s["right"] == most), "tied": tied}
+    changes = [(change, s["method"]) for s in ours if (change := s["against_fp32"]["loss_change"]) is not None]
+    return {
+        "best": best,
+        "top1_percent": next(s["top1_percent"] for s in ours if s["right"] == most),
+        "tied": tied,
+        "by_loss_change": [name for _, name in sorted(changes)],
+    }
 
 
 # --- a whole run --------------------------------------------------------------------------------------------
@@ -534,7 +552,7 @@ def _conditions(settings: _Settings, processes: _Processes, seconds: float) -> d
 _COLUMNS = (
     "model", "method", "integer_only", "bits", "gbops", "gbops_as_in_paper", "images", "right", "top1_percent", "top1_low",
     "top1_high", "top5_percent", "difference_points", "difference_low", "difference_high", "lost", "gained", "mcnemar_p",
-    "same_prediction_percent", "not_finite",
+    "same_prediction_percent", "loss_change", "not_finite",
 )  # fmt: skip
 
 
@@ -581,12 +599,13 @@ def _table(result: dict[str, Any], conditions: dict[str, Any]) -> Table:
     caption = (
         f"{conditions['device']}, {conditions['dtype']}, batches of {conditions['batch']}. "
         f"Brackets: {CONFIDENCE:.0%} intervals (Wilson; paired bootstrap). "
-        "Lost, gained: images right with FP32 only, with the method only. p: McNemar, exact."
+        "Lost, gained: images right with FP32 only, with the method only. p: McNemar, exact. "
+        "Loss change: mean absolute difference of an image's cross entropy to FP32's, nats."
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for header in ("method", "integer", "bits QK, PV"):
         table.add_column(header)
-    for header in ("GBOPs", "paper's", "Top-1 %", "Top-5 %", "to FP32, points", "lost", "gained", "p"):
+    for header in ("GBOPs", "paper's", "Top-1 %", "Top-5 %", "to FP32, points", "lost", "gained", "p", "loss change"):
         table.add_column(header, justify="right")
     for s in result["methods"]:
         low, high = s["top1_interval_percent"]
@@ -603,6 +622,7 @@ def _table(result: dict[str, Any], conditions: dict[str, Any]) -> Table:
             low, high = a["difference_interval_points"]
             cells += [f"{a['difference_points']:+.2f} [{low:+.2f}, {high:+.2f}]"]
             cells += [str(a["lost"]), str(a["gained"]), f"{a['mcnemar_p']:.2g}"]
+            cells += ["-" if a["loss_change"] is None else f"{a['loss_change']:.2g}"]
         table.add_row(*cells)
     return table
 
@@ -616,6 +636,8 @@ def _sentences(result: dict[str, Any]) -> list[str]:
         if verdict["tied"]:
             names = ", ".join(f"{tie['method']} (p = {tie['mcnemar_p']:.2g})" for tie in verdict["tied"])
             line += f" Not distinguishable from it on these images (McNemar, {SIGNIFICANCE:.0%}): {names}."
+        if verdict["by_loss_change"]:
+            line += f" Closest to FP32 by loss change: {', '.join(verdict['by_loss_change'][:3])}."
         lines.append(line)
     for summary in result["methods"]:
         if summary["not_finite"]:

@@ -12,6 +12,8 @@ from typing import Any
 
 MOST_GUESSES = 5
 """Predictions kept of an image: Top-5."""
+LOSS_DIGITS = 6
+"""Digits kept of a loss, in a file as in a run: one that is taken up again comes to the same numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Outcome:
         id: its path below the image folder, or its place in the split.
         label: its class.
         predictions: up to five classes, most likely first; empty where the logits were not finite.
+        loss: cross entropy of the label in nats, rounded to :data:`LOSS_DIGITS`; NaN where the logits were not finite.
     """
 
     index: int
     id: str
     label: int
     predictions: tuple[int, ...]
+    loss: float
 
     @property
     def top1(self) -> bool:
@@ -55,7 +59,7 @@ class Store:
     def __init__(self, folder: Path, guesses: int, methods: Iterable[str] = ()) -> None:
         self.folder = folder
         self.methods = tuple(methods)
-        self.header = ["index", "id", "label", *(f"top{k + 1}" for k in range(guesses)), "correct1", "correct5"]
+        self.header = ["index", "id", "label", *(f"top{k + 1}" for k in range(guesses)), "correct1", "correct5", "loss"]
 
     def open(self, fingerprint: dict[str, Any], overwrite: bool) -> None:
         """Make the folder, or make sure that what it holds belongs to this run.
@@ -97,8 +101,8 @@ class Store:
         for path in paths:
             text = path.read_text(encoding="utf-8")
             for row in list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))[1:]:
-                predictions = tuple(int(cell) for cell in row[3:-2] if cell)
-                outcomes[int(row[0])] = Outcome(int(row[0]), row[1], int(row[2]), predictions)
+                predictions = tuple(int(cell) for cell in row[3:-3] if cell)
+                outcomes[int(row[0])] = Outcome(int(row[0]), row[1], int(row[2]), predictions, float(row[-1]))
         return list(outcomes.values())
 
     def appender(self, method: str, rank: int) -> _Appender:
@@ -118,9 +122,17 @@ class Store:
                 path.unlink()
 
     def _row(self, outcome: Outcome) -> list[Any]:
-        guesses = len(self.header) - 5
+        guesses = len(self.header) - 6
         cells = [*outcome.predictions, *[""] * (guesses - len(outcome.predictions))]
-        return [outcome.index, outcome.id, outcome.label, *cells, int(outcome.top1), int(outcome.top5)]
+        return [
+            outcome.index,
+            outcome.id,
+            outcome.label,
+            *cells,
+            int(outcome.top1),
+            int(outcome.top5),
+            f"{outcome.loss:.{LOSS_DIGITS}g}",
+        ]
 
 
 class _Appender:
@@ -166,6 +178,7 @@ def load_outcomes(path: Path | str) -> list[Outcome]:
     """
     path = Path(path)
     with path.open(encoding="utf-8") as file:
-        if not file.readline().startswith("index,id,label,top1"):
+        header = file.readline().strip()
+        if not (header.startswith("index,id,label,top1") and header.endswith(",loss")):
             raise ValueError(f"path must be a file of per-image results, got {path}")
     return Store(path.parent, MOST_GUESSES).load(path.name.removesuffix(".csv"))

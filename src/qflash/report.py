@@ -576,8 +576,12 @@ def _top1_section(found: Found) -> Iterator[str]:
                 against = summary.get("against_fp32", {})
                 lost = f"-{against['lost']} +{against['gained']}" if against else ""
                 line = [summary["title"], f"{summary['top1_percent']:.2f} [{low:.2f}, {high:.2f}]", lost]
-                body.append([*line, f"{against['mcnemar_p']:.2g}" if against else ""])
-            yield table(["method", "Top-1 % [95 %]", "lost, gained against FP32", "p (McNemar)"], body, 1)
+                change = against.get("loss_change")
+                body.append(
+                    [*line, f"{against['mcnemar_p']:.2g}" if against else "", "" if change is None else f"{change:.1e}"]
+                )
+            header = ["method", "Top-1 % [95 %]", "lost, gained against FP32", "p (McNemar)", "change of the loss, nats"]
+            yield table(header, body, 1)
 
 
 def _ablation_sections(found: Found) -> Iterator[str]:

@@ -163,11 +163,9 @@ def _classify(
         best = logits.topk(min(MOST_GUESSES, logits.shape[1]), dim=1).indices.tolist()
         labels = torch.tensor([int(images.labels[place]) for place in places], device=device)
         exact = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none").tolist()
-        losses = [float(f"{loss:.{LOSS_DIGITS}g}") for loss in exact]
+        losses = [float(f"{loss:.{LOSS_DIGITS}g}") if fine else math.nan for loss, fine in zip(exact, finite, strict=True)]
         yield [
-            Outcome(place, images.ids[place], int(images.labels[place]), tuple(best[row]), losses[row])
-            if finite[row]
-            else Outcome(place, images.ids[place], int(images.labels[place]), (), math.nan)
+            Outcome(place, images.ids[place], int(images.labels[place]), tuple(best[row]) if finite[row] else (), losses[row])
             for row, place in enumerate(places)
         ]
 

@@ -264,7 +264,7 @@ def _calls(
     if two_pass and not short:
         value, sums, calls = _pack_value(value)
     key_token = scales is not None and scales.key.shape[2] > 1
-    biased = mask is not None and mask.dtype != torch.bool
+    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     by_hand = not guard and not is_causal and not key_token and all(map(_side_by_side, (query, key, value, out)))
     hopper = (
         by_hand
@@ -276,12 +276,8 @@ def _calls(
         and query.element_size() <= 2
     )
     windows = (
-        by_hand
-        and tiles.kernel == WINDOWS
-        and fits_windows(recipe, head_dim, value_dim, queries, keys)
-        and (mask is None or biased)
+        by_hand and tiles.kernel == WINDOWS and fits_windows(recipe, head_dim, value_dim, queries, keys) and kind != "bool"
     )
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constant = fp.split_float(softmax_scale * math.log2(math.e))
     # a mask of one image's windows repeats over the batch; one that is given per batch element is sliced with it
@@ -363,7 +359,9 @@ def _calls(
         kernel = _by_hand(tiles.kernel) if hopper or windows else short_kernel if short else long_kernel
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, biased, fixed["ONE_SCALE"], query.device)
+            grid, shared, tiles = _share_windows(
+                tiles, part_batch, heads, periods, kind == "bias", fixed["ONE_SCALE"], query.device
+            )
             arguments |= shared
         if hopper or windows:
             arguments = {name: arguments[name] for name in kernel.arg_names}

@@ -15,6 +15,12 @@ ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; 
 
 
 @gluon.jit
+def halves(x):
+    """The upper and the lower half of the rows."""
+    return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
 def round_to_int8(x, inverse):
     """:func:`.quantize.round_to_int8`."""
     return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .by_hand import barrier, output_factors, round_to_int8
+from .by_hand import barrier, halves, output_factors, round_to_int8
 from .integer import (
     multiply_high,
     requantize,
@@ -116,21 +116,14 @@ def _load_quads(
 
 
 @gluon.jit
-def _halves(x):
-    N: gl.constexpr = x.shape[0]
-    D: gl.constexpr = x.shape[1]
-    return gl.split(gl.permute(gl.reshape(x, (2, N // 2, D)), (1, 2, 0)))
-
-
-@gluon.jit
 def _lowest_rows(x, WARPS: gl.constexpr):
     """Minima of rows 32 apart, two numbers an instruction."""
     if x.shape[0] == 128:
-        a, b = _halves(x)
-        c, d = _halves(lower(a, b, False))
+        a, b = halves(x)
+        c, d = halves(lower(a, b, False))
         x = lower(c, d, False)
     elif x.shape[0] == 64:
-        a, b = _halves(x)
+        a, b = halves(x)
         x = lower(a, b, False)
     return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
 
@@ -138,11 +131,11 @@ def _lowest_rows(x, WARPS: gl.constexpr):
 @gluon.jit
 def _highest_rows(x, WARPS: gl.constexpr):
     if x.shape[0] == 128:
-        a, b = _halves(x)
-        c, d = _halves(higher(a, b, False))
+        a, b = halves(x)
+        c, d = halves(higher(a, b, False))
         x = higher(c, d, False)
     elif x.shape[0] == 64:
-        a, b = _halves(x)
+        a, b = halves(x)
         x = higher(a, b, False)
     return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
 

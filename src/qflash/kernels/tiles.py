@@ -59,6 +59,16 @@ def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
 
 
+def _is_usual(recipe: Recipe) -> bool:
+    """Tell whether the arithmetic is the one that :mod:`.hopper` and :mod:`.windows` are written for, DEFAULT's."""
+    return (
+        recipe.exponential == "quadratic"
+        and recipe.probability_bits == 8
+        and recipe.probability_rounding == "nearest"
+        and recipe.output == "accumulator"
+    )
+
+
 def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
     """Tell whether :mod:`.hopper` knows the shapes and the recipe. It takes no mask, and one key scale a head."""
     return (
@@ -67,10 +77,7 @@ def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, key
         and head_dim in (32, 64, 128)
         and queries > 32
         and keys > 64
-        and recipe.exponential == "quadratic"
-        and recipe.probability_bits == 8
-        and recipe.probability_rounding == "nearest"
-        and recipe.output == "accumulator"
+        and _is_usual(recipe)
     )
 
 
@@ -81,10 +88,7 @@ def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
         and head_dim == value_dim == 32
         and 8 < queries <= 64
         and 32 < keys <= 64
-        and recipe.exponential == "quadratic"
-        and recipe.probability_bits == 8
-        and recipe.probability_rounding == "nearest"
-        and recipe.output == "accumulator"
+        and _is_usual(recipe)
     )
 
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .by_hand import barrier, output_factors, round_to_int8
+from .by_hand import barrier, halves, output_factors, round_to_int8
 from .integer import (
     multiply_high,
     probability_word,
@@ -216,7 +216,7 @@ def _product(a, b, ROWS: gl.constexpr):
 def _upper(x, ROWS: gl.constexpr):
     N: gl.constexpr = x.shape[1]
     if ROWS == 8:
-        x, _ = _halves(x)
+        x, _ = halves(x)
     return gl.convert_layout(x, score_layout(ROWS, N), assert_trivial=True)
 
 
@@ -241,15 +241,9 @@ def _widen(p):
 
 
 @gluon.jit
-def _halves(x):
-    """The upper and the lower half of the rows."""
-    return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
-
-
-@gluon.jit
 def _first_eight(q):
     """The upper half of a tile of queries."""
-    q, _ = _halves(q)
+    q, _ = halves(q)
     return gl.convert_layout(q, query_layout(8, 32 // q.shape[1]), assert_trivial=True)
 
 
@@ -257,7 +251,7 @@ def _first_eight(q):
 def _lowest(x):
     """Minima of keys eight apart, two numbers an instruction."""
     if x.shape[0] > 8:
-        a, b = _halves(x)
+        a, b = halves(x)
         x = _lowest(lower(a, b, False))
     return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
 
@@ -265,7 +259,7 @@ def _lowest(x):
 @gluon.jit
 def _highest(x):
     if x.shape[0] > 8:
-        a, b = _halves(x)
+        a, b = halves(x)
         x = _highest(higher(a, b, False))
     return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
 
@@ -658,8 +652,8 @@ def _quantize_window(
     if CENTER:
         low, high = low - middle, high - middle
     key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
-    a, b = _halves(higher(gl.abs(v0), gl.abs(v1), False))
-    a, b = _halves(higher(a, b, False))
+    a, b = halves(higher(gl.abs(v0), gl.abs(v1), False))
+    a, b = halves(higher(a, b, False))
     most = gl.reduce(higher(a, b, False).to(gl.float32), 0, nan_max)
     if not VALUE_CHANNEL:
         most = gl.reduce(most, 0, nan_max)

@@ -85,7 +85,8 @@ def attention(
         backend: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"triton"``; all give the same integers.
 
     Returns:
-        ``(..., heads, queries, value_dim)`` in query's dtype. A row with no key is zero. NaN or infinity in
+        ``(..., heads, queries, value_dim)`` in query's dtype; heads and queries lie in memory in query's order, as
+        SDPA leaves them. A row with no key is zero. NaN or infinity in
         an input comes out as NaN wherever a shared scale spreads it.
 
     Raises:
@@ -114,7 +115,7 @@ def attention(
         if resolved == "cpu":
             from .kernels.cpu import prepare_attention
 
-            return prepare_attention(q, k, v, mask, is_causal, factor, choices, shape)
+            return prepare_attention(q, k, v, mask, is_causal, factor, out, choices, shape)
         if resolved != "triton" or not query.is_cuda:
             return None
         from .kernels.attention import fusable, fused_calls
@@ -123,10 +124,11 @@ def attention(
             return None
         calls = fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
         places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
-        return calls[0].prepare(shape, query.dtype, query.device, places) if len(calls) == 1 else None
+        strides = out.view(shape).stride()
+        return calls[0].prepare(shape, strides, query.dtype, query.device, places) if len(calls) == 1 else None
 
     launch.remember(tensors, options, views, shape, prepare)
-    return out if query.dim() == 4 else out.reshape(shape)
+    return out.view(shape)
 
 
 def quantize(
@@ -218,7 +220,8 @@ def int8_attention(
         recipe: its exponential, probabilities, normalisation and output; granularities come with the tensors.
 
     Returns:
-        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``.
+        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads
+        and queries lie in memory in query's order.
         A row with no key is zero. int8 has no NaN: where a scale is NaN, only a float output shows it.
 
     Raises:
@@ -279,8 +282,6 @@ def int8_attention(
     out = torch.ops.qflash.int8_attention(
         q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend
     )
-    if query.values.dim() != 4:
-        out = out.reshape(shape)
     made = None if number is None else given
 
     def prepare() -> Callable[..., torch.Tensor] | None:
@@ -297,17 +298,19 @@ def int8_attention(
             from .kernels.cpu import prepare_int8_attention
 
             # here every call looks at the values of an output scale that is a tensor
-            return None if scale_tensor is not None else prepare_int8_attention(*arguments, stored, choices, shape, places)
+            return None if scale_tensor is not None else prepare_int8_attention(*arguments, out, choices, shape, places)
         from .kernels.attention import attention_calls
         from .kernels.tiles import is_short
 
         if not q.is_cuda or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
             return None
-        calls = attention_calls(*arguments, torch.empty_like(out).reshape(*q.shape[:3], -1), choices)
-        return calls[0].prepare(shape, stored, q.device, places) if len(calls) == 1 else None
+        calls = attention_calls(*arguments, torch.empty_like(out), choices)
+        strides = out.view(shape).stride()
+        return calls[0].prepare(shape, strides, stored, q.device, places) if len(calls) == 1 else None
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
     launch.remember(tensors, options, views, shape, prepare, made)
+    out = out.view(shape)
     return QuantizedTensor.from_kernel(out, given) if given is not None else out
 
 

@@ -465,8 +465,8 @@ def _sdpa_methods(device: torch.device) -> Iterator[Method]:
     yield Method("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
 
 
-def load_peer(text: str) -> Method:
-    """Import a third-party function given as ``NAME=module:callable``.
+def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
+    """Import a third-party function given as ``NAME=module:callable``; return its name and itself.
 
     The function is called as ``function(query, key, value, attn_mask=None, is_causal=False, scale=None)``.
 
@@ -482,10 +482,16 @@ def load_peer(text: str) -> Method:
         for part in attribute.split("."):
             function = getattr(function, part)
     except Exception as error:  # a third party's module may raise anything
-        raise ValueError(f"peer {name!r} cannot be imported from {path!r}: {_describe(error)}") from error
+        raise ValueError(f"peer {name!r} cannot be imported from {path!r}: {describe(error)}") from error
     if not callable(function):
         raise ValueError(f"peer {name!r}: {path!r} is a {type(function).__name__}, not a callable")
-    return Method(name.strip(), "end-to-end", functools.partial(_prepare_peer, function=function))
+    return name.strip(), function
+
+
+def load_peer(text: str) -> Method:
+    """Make a method of a third-party function; see :func:`import_peer`."""
+    name, function = import_peer(text)
+    return Method(name, "end-to-end", functools.partial(_prepare_peer, function=function))
 
 
 def select(methods: Sequence[Method], only: Sequence[str]) -> list[Method]:
@@ -650,7 +656,7 @@ def make_timer(method: Method, call: Call, mode: str, device: torch.device) -> T
         return GraphTimer(call)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an exception in one line; of a failed capture, what made it fail."""
     while isinstance(error.__context__, Exception) and error.__cause__ is None and "captur" in str(error).lower():
         error = error.__context__
@@ -673,7 +679,8 @@ def explained() -> Iterator[None]:
             raise RuntimeError("; ".join(dict.fromkeys(reasons)) or str(error)) from error
 
 
-def _tidy(device: torch.device) -> None:
+def tidy(device: torch.device) -> None:
+    """Give back what a method has left in memory."""
     gc.collect()
     if device.type == "cuda":
         try:
@@ -774,8 +781,8 @@ def measure(
                     del got
                 runner.timer = make_timer(method, call, mode, device)
             except Exception as error:
-                runner.row["error"] = _describe(error)
-                _tidy(device)
+                runner.row["error"] = describe(error)
+                tidy(device)
         tick(method.name)
     ready = [runner for runner in runners if runner.timer is not None]
     for index in range(rounds):
@@ -787,7 +794,7 @@ def measure(
             try:
                 runner.samples.append(runner.timer.sample())
             except Exception as error:
-                runner.row["error"], runner.timer = _describe(error), None
+                runner.row["error"], runner.timer = describe(error), None
             runner.seconds += time.monotonic() - begin
     for runner in runners:
         if runner.timer is not None and runner.samples:
@@ -797,7 +804,7 @@ def measure(
     _add_ratios(runners)
     rows = [runner.row for runner in runners]
     del runners, ready, inputs, call
-    _tidy(device)
+    tidy(device)
     return rows
 
 
@@ -972,11 +979,11 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
         if row["median_us"] is None:
             cells = ["failed", *[""] * (len(headings) - 1)]
         else:
-            cells = [_number(row["median_us"]), f"{_number(row['q1_us'])} - {_number(row['q3_us'])}"]
-            cells += [_number(row["issue_us"]), _number(row["cpu_us"])] if eager else []
-            cells += [_number(row["tops"]), _number(row["ratio"])]
-        cells += [_number(row["bias_cost"])] if bias else []
-        table.add_row(*first, row["mode"], row["method"], *cells, _number(row["sqnr_db"]))
+            cells = [format_number(row["median_us"]), f"{format_number(row['q1_us'])} - {format_number(row['q3_us'])}"]
+            cells += [format_number(row["issue_us"]), format_number(row["cpu_us"])] if eager else []
+            cells += [format_number(row["tops"]), format_number(row["ratio"])]
+        cells += [format_number(row["bias_cost"])] if bias else []
+        table.add_row(*first, row["mode"], row["method"], *cells, format_number(row["sqnr_db"]))
     return table
 
 
@@ -988,7 +995,8 @@ def print_errors(rows: Sequence[dict[str, Any]], console: Console) -> None:
             console.print(f"failed: {where}, {row['mode']}, {row['method']}: {row['error']}", markup=False, soft_wrap=True)
 
 
-def _number(x: float | None) -> str:
+def format_number(x: float | None) -> str:
+    """Return a number as tables show it."""
     if x is None:
         return "-"
     return f"{x:.0f}" if math.isfinite(x) and abs(x) >= 1000 else f"{x:.2f}"
@@ -1106,14 +1114,14 @@ def run_bench(
             try:
                 rows += measure(problem, methods, modes, kind=kind, dtype=dtype, device=device, rounds=rounds, tick=step)
             except Exception as error:  # inputs or reference did not fit
-                _tidy(device)
+                tidy(device)
                 failed: dict[str, Any] = dict.fromkeys(FIELDS)
                 rows.append(
                     failed
                     | {
                         "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
                         "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
-                        "dtype": str(dtype).removeprefix("torch."), "mode": "-", "method": "(none)", "error": _describe(error),
+                        "dtype": str(dtype).removeprefix("torch."), "mode": "-", "method": "(none)", "error": describe(error),
                     }
                 )  # fmt: skip
             if output is not None:

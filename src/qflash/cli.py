@@ -178,6 +178,39 @@ def bench(
 
 
 @app.command()
+def models(
+    model: Annotated[list[str] | None, typer.Option(help="A short name of the paper (DeiT-T), or timm's; repeatable.")] = None,
+    batch: BatchOption = None,
+    method: MethodOption = None,
+    peer: PeerOption = None,
+    recipe: RecipeOption = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Download timm's weights; speed does not need them.")
+    ] = False,
+    dtype: DtypeOption = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples a method.")] = 15,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits."""
+    from . import bench as module
+    from . import models as own
+
+    with _explained("models", ValueError, ImportError):
+        where = module.pick_device(device)
+        own.run_models(
+            model or own.MODELS,
+            batch or (module.GPU_BATCHES if where.type == "cuda" else module.CPU_BATCHES),
+            own.make_methods(where, recipe or ("default",), peer or (), method or ()),
+            dtype=module.pick_dtype(dtype, where),
+            device=where,
+            rounds=rounds,
+            pretrained=pretrained,
+            output=output,
+        )
+
+
+@app.command()
 def energy(
     workload: WorkloadOption = None,
     shape: ShapeOption = None,

@@ -175,8 +175,8 @@ def measure(
                 row |= {"sqnr_db": round(sqnr(wanted, got), 2), "sqnr_of": words}
                 timer = bench.GraphTimer(call)
         except Exception as error:
-            row["error"] = bench._describe(error)
-            bench._tidy(device)
+            row["error"] = bench.describe(error)
+            bench.tidy(device)
         timers.append(timer)
     for index in range(rounds):
         order = range(len(methods)) if index % 2 == 0 else range(len(methods) - 1, -1, -1)
@@ -189,13 +189,13 @@ def measure(
                     readings[place].append(integrate(gpu.energy, work, seconds))
                     torch.cuda.synchronize()
                 except Exception as error:
-                    rows[place]["error"], timers[place] = bench._describe(error), None
+                    rows[place]["error"], timers[place] = bench.describe(error), None
             tick(f"{problem.label} {methods[place].name}")
     for row, timer, found in zip(rows, timers, readings, strict=True):
         if timer is not None and found:
             row |= summarise(found, idle_watts)
     del timers, inputs
-    bench._tidy(device)
+    bench.tidy(device)
     return rows
 
 
@@ -206,7 +206,7 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
         table.add_column(heading, no_wrap=True)
     for heading in ("µJ a call", "range", "above idle", "W", "µs", "÷ FA2", "SQNR dB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    number = bench._number
+    number = bench.format_number
     for row in rows:
         names = (bench._label(row), str(row["batch"] or "-"), row["method"])
         if row["uj"] is None:

@@ -15,6 +15,7 @@ import torch
 from . import fixed_point as fp
 from . import quantization, reference
 from .backends import resolve_backend
+from .layout import empty_output
 from .recipe import Recipe
 
 _LIBRARY = torch.library.Library("qflash", "DEF")
@@ -97,6 +98,28 @@ def int8_attention(
     backend: str,
 ) -> torch.Tensor:
     """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
+    return _attend(
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype, recipe,
+        backend, query,
+    )  # fmt: skip
+
+
+def _attend(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    output_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: str,
+    backend: str,
+    like: torch.Tensor,
+) -> torch.Tensor:
     if mask is not None and mask.dtype.is_floating_point:
         mask = quantize_bias(mask)
     arguments = (
@@ -110,8 +133,8 @@ def int8_attention(
         else:
             from .kernels.attention import launch_attention
 
-        return launch_attention(*arguments)
-    return reference.int8_attention(*arguments)
+        return launch_attention(*arguments, like=like)
+    return reference.int8_attention(*arguments, like=like)
 
 
 def attention(
@@ -126,7 +149,7 @@ def attention(
 ) -> torch.Tensor:
     """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
     choices = Recipe.from_key(recipe)
-    dtype = query.dtype
+    dtype, like = query.dtype, query
     if resolve_backend(backend, query.device) == "triton":
         from .kernels.attention import fusable, launch_fused
 
@@ -144,9 +167,9 @@ def attention(
     query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
     key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
     value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
-    return int8_attention(
+    return _attend(
         query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, is_causal, scale, None, dtype,
-        recipe, backend,
+        recipe, backend, like,
     )  # fmt: skip
 
 
@@ -165,11 +188,11 @@ def _fake_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
 
 def _fake_int8_attention(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     value, out_dtype = arguments[3], arguments[9]
-    return query.new_empty((*query.shape[:3], value.shape[3]), dtype=out_dtype)
+    return empty_output(query, value.shape[3], out_dtype)
 
 
 def _fake_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[3]))
+    return empty_output(query, value.shape[3], query.dtype)
 
 
 def _no_backward(ctx: Any, *grads: Any) -> None:

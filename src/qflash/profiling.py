@@ -268,7 +268,7 @@ def child(path: pathlib.Path) -> None:
                         for _ in range(2):
                             call()
                 except Exception as error:
-                    found["error"], call = bench._describe(error), None
+                    found["error"], call = bench.describe(error), None
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStart()
                 torch.cuda._sleep(1000)  # the marker
@@ -276,7 +276,7 @@ def child(path: pathlib.Path) -> None:
                     if call is not None:
                         call()
                 except Exception as error:
-                    found["error"] = bench._describe(error)
+                    found["error"] = bench.describe(error)
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStop()
             done.append(found)
@@ -329,10 +329,10 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
             cells = ["failed", *[""] * 7]
         else:
             percents = ("imma_percent", "hmma_percent", "tensor_percent", "issue_percent", "occupancy_percent")
-            cells = [str(row["kernels"]), *(bench._number(row[name]) for name in ("duration_us", *percents))]
+            cells = [str(row["kernels"]), *(bench.format_number(row[name]) for name in ("duration_us", *percents))]
             cells.append("-" if row["registers"] is None else f"{row['registers']:.0f}")
         sqnr_db = row["sqnr_db"]
-        table.add_row(*names, *cells, sqnr_db if isinstance(sqnr_db, str) else bench._number(sqnr_db))
+        table.add_row(*names, *cells, sqnr_db if isinstance(sqnr_db, str) else bench.format_number(sqnr_db))
     return table
 
 

@@ -16,6 +16,7 @@ import torch
 
 from . import fixed_point as fp
 from .fixed_point import Checker
+from .layout import empty_output
 from .recipe import Recipe
 
 DEFAULT_TILE = 1024
@@ -124,6 +125,7 @@ def int8_attention(
     out_dtype: torch.dtype,
     recipe: Recipe,
     *,
+    like: torch.Tensor | None = None,
     tile: int = DEFAULT_TILE,
     checked: bool = False,
 ) -> torch.Tensor:
@@ -142,6 +144,7 @@ def int8_attention(
         output_scale: float32 scale of an int8 output; read only when ``out_dtype`` is int8.
         out_dtype: int8, float16, bfloat16 or float32.
         recipe: the numerical choices that concern int8 tensors (exponential, P, normalisation, output).
+        like: a tensor whose order in memory the output takes (:func:`qflash.layout.empty_output`); ``query`` if None.
         tile: keys per step. It changes memory, never a bit, except that ``normalization="online"`` ignores
             it for the recipe's ``key_block``.
         checked: compute in int64 and require every declared bound.
@@ -154,7 +157,7 @@ def int8_attention(
     """
     batch, heads, queries, _ = query.shape
     keys, channels = key.shape[2], value.shape[3]
-    out = query.new_empty((batch, heads, queries, channels), dtype=out_dtype)
+    out = empty_output(query if like is None else like, channels, out_dtype)
     if out.numel() == 0:
         return out
     if keys == 0:

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from .. import fixed_point as fp
+from ..layout import empty_output
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .short import short_kernel
@@ -132,7 +133,7 @@ class Call(NamedTuple):
         self.kernel[self.grid](**self.arguments, **self.options)
 
     def prepare(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, places: dict[str, int]
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, places: dict[str, int]
     ) -> Callable[..., torch.Tensor]:
         """Return a function that repeats the launch on other tensors, of the same shapes, strides and alignment.
 
@@ -140,7 +141,7 @@ class Call(NamedTuple):
         more to do than the launch. The caller answers for the tensors being alike.
 
         Args:
-            shape, dtype, device: of the output; every call makes a new one.
+            shape, strides, dtype, device: of the output; every call makes a new one.
             places: the arguments (without ``_ptr``) that are tensors of the caller's, and which. Other addresses stay.
         """
         compiled = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)  # looked up, not launched
@@ -151,7 +152,7 @@ class Call(NamedTuple):
         launch = compiled[self.grid]
 
         def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-            out = torch.empty(shape, dtype=dtype, device=device)
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             arguments = values.copy()
             for position, index in targets:
                 arguments[position] = tensors[index].data_ptr()  # type: ignore[union-attr]
@@ -456,10 +457,10 @@ def fused_calls(
     return _calls(query, key, value, None, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
 
 
-def _new_output(query: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _new_output(like: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # the interpreter truncates where bfloat16 must round, so there PyTorch does that one conversion
-    stored = torch.float32 if query.device.type == "cpu" and dtype == torch.bfloat16 else dtype
-    return torch.empty((*query.shape[:3], value.shape[3]), dtype=stored, device=query.device)
+    stored = torch.float32 if like.device.type == "cpu" and dtype == torch.bfloat16 else dtype
+    return empty_output(like, value.shape[3], stored)
 
 
 def launch_attention(
@@ -476,10 +477,11 @@ def launch_attention(
     out_dtype: torch.dtype,
     recipe: Recipe,
     *,
+    like: torch.Tensor | None = None,
     tiles: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Run :func:`qflash.reference.int8_attention` on the GPU: same arguments, same bits."""
-    out = _new_output(query, value, out_dtype)
+    out = _new_output(query if like is None else like, value, out_dtype)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_().to(out_dtype)
     for call in attention_calls(

@@ -218,6 +218,7 @@ typedef struct {
     int64_t q[4], k[4], v[4]; /* strides, in elements; 0 where a size of 1 is broadcast */
     int64_t qs[3], ks[3];     /* batch, head, token */
     int64_t vs[3], os[3];     /* batch, head, channel */
+    int64_t o[3];             /* batch, head, token */
     int64_t m[4], period;
     int64_t masked;           /* 0 no mask, 1 bool, 2 fixed-point bias */
     int64_t causal, key_token, output_group, int8_output;
@@ -460,7 +461,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         int64_t *numerator = w->numerator + r * channels;
         if (by.online)
             for (int64_t c = 0; c < channels; c++) numerator[c] = clamp(numerator[c], -128 * total[r], 128 * total[r]);
-        finish_row(x, w, numerator, total[r], bad[r], ((z * x->heads + h) * x->queries + first + r) * x->value_dim);
+        finish_row(x, w, numerator, total[r], bad[r], z * x->o[0] + h * x->o[1] + (first + r) * x->o[2]);
     }
 }
 

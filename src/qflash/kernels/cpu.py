@@ -23,6 +23,7 @@ import torch
 
 from .. import fixed_point as fp
 from ..folders import cache_folder
+from ..layout import empty_output
 from ..quantization import GRANULARITIES, scale_shape
 from ..recipe import Recipe
 
@@ -120,7 +121,7 @@ def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Attention = _fields(("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out"), 53)
+_Attention = _fields(("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out"), 56)
 _Quantize = _fields(("x", "values", "scale"), 11)
 
 
@@ -184,7 +185,7 @@ def _attention(
     out: torch.Tensor,
     recipe: Recipe,
 ) -> ctypes.Structure:
-    """Spell out a call of C; ``out`` is contiguous, int8 or float32."""
+    """Spell out a call of C; ``out`` is int8 or float32, its channels neighbours."""
     batch, heads, queries, head_dim = query.shape
     key_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     given = value_scale if output_scale is None else output_scale
@@ -197,7 +198,7 @@ def _attention(
         batch, heads, key_heads, queries, keys, head_dim, value_dim,
         *query.stride(), *key.stride(), *value.stride(),
         *_strides(query_scale, (0, 1, 2)), *_strides(key_scale, (0, 1, 2)),
-        *_strides(value_scale, (0, 1, 3)), *_strides(given, (0, 1, 3)),
+        *_strides(value_scale, (0, 1, 3)), *_strides(given, (0, 1, 3)), *out.stride()[:3],
         *((0, 0, 0, 0) if mask is None else _strides(mask, (0, 1, 2, 3))), 1 if mask is None else mask.shape[0],
         0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         is_causal, key_scale.shape[2] > 1, 1 if given.shape[1] == heads else heads // key_heads, out.dtype == torch.int8,
@@ -222,10 +223,12 @@ def launch_attention(
     output_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     recipe: Recipe,
+    *,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run :func:`qflash.reference.int8_attention` as one function of C: same arguments, same bits."""
     stored = torch.int8 if out_dtype == torch.int8 else torch.float32
-    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=stored)
+    out = empty_output(query if like is None else like, value.shape[3], stored)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_().to(out_dtype)
     _attend(
@@ -237,13 +240,13 @@ def launch_attention(
 
 
 def _repeated(
-    template: ctypes.Structure, shape: tuple[int, ...], out_dtype: torch.dtype
+    template: ctypes.Structure, shape: tuple[int, ...], strides: tuple[int, ...], out_dtype: torch.dtype
 ) -> Callable[[Iterable[tuple[str, int]]], torch.Tensor]:
     """Return what does a call of C again with other addresses, given by their names, and a new output."""
     stored = torch.int8 if out_dtype == torch.int8 else torch.float32
 
     def attend(addresses: Iterable[tuple[str, int]]) -> torch.Tensor:
-        out = torch.empty(shape, dtype=stored)
+        out = torch.empty_strided(shape, strides, dtype=stored)
         arguments = _Attention.from_buffer_copy(template)
         for name, address in addresses:
             setattr(arguments, name, address)
@@ -265,7 +268,7 @@ def prepare_int8_attention(
     is_causal: bool,
     softmax_scale: float,
     output_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    out: torch.Tensor,
     recipe: Recipe,
     shape: tuple[int, ...],
     places: dict[str, int],
@@ -273,16 +276,17 @@ def prepare_int8_attention(
     """Return what repeats :func:`launch_attention` on other tensors of the same shapes and strides, or None.
 
     Args:
+        out: an output of that call; new ones are like it.
         shape: of the output, as the caller wants it.
         places: addresses of an ``_Attention``, and which of the caller's tensors each is. Others stay.
     """
     if key.shape[2] == 0:
         return None
-    out = torch.empty(shape, dtype=torch.int8 if out_dtype == torch.int8 else torch.float32, device="meta")
+    stored = torch.empty_like(out, dtype=torch.int8 if out.dtype == torch.int8 else torch.float32, device="meta")
     template = _attention(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, stored, recipe
     )
-    attend = _repeated(template, shape, out_dtype)
+    attend = _repeated(template, shape, stored.view(shape).stride(), out.dtype)
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         return attend((name, tensors[index].data_ptr()) for name, index in places.items())  # type: ignore[union-attr]
@@ -297,12 +301,14 @@ def prepare_attention(
     mask: torch.Tensor | None,
     is_causal: bool,
     softmax_scale: float,
+    out: torch.Tensor,
     recipe: Recipe,
     shape: tuple[int, ...],
 ) -> Callable[..., torch.Tensor] | None:
     """Return what repeats :func:`qflash.ops.attention` on other tensors of the same shapes and strides.
 
-    None where steps in PyTorch precede: a float mask, balancing, rotation.
+    None where steps in PyTorch precede: a float mask, balancing, rotation. ``out`` and ``shape`` are as for
+    :func:`prepare_int8_attention`.
     """
     if recipe.balance or recipe.rotate or (mask is not None and mask.dtype != torch.bool) or key.shape[2] == 0:
         return None
@@ -320,12 +326,24 @@ def prepare_attention(
         steps.append((template, name, x.shape, values_bytes, scales_bytes))
         values_bytes += values[-1].nbytes
         scales_bytes += scales[-1].nbytes
-    out = torch.empty(shape, device="meta")
+    stored = torch.empty_like(out, dtype=torch.float32, device="meta")
     attend = _repeated(
         _attention(
-            values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, out, recipe
+            values[0],
+            scales[0],
+            values[1],
+            scales[1],
+            values[2],
+            scales[2],
+            mask,
+            is_causal,
+            softmax_scale,
+            None,
+            stored,
+            recipe,
         ),
         shape,
+        stored.view(shape).stride(),
         dtype,
     )
 

@@ -1,0 +1,22 @@
+"""How an output lies in memory: as PyTorch's attention would leave it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def empty_output(like: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty (batch, heads, tokens, ``channels``) whose heads and tokens lie in memory in the order of ``like``'s.
+
+    A query that is a view of a projection, (batch, tokens, heads, channels) transposed, gets an output that the next
+    projection reads without a copy.
+
+    Args:
+        like: (batch, heads, tokens, any number of channels), of any strides.
+        channels: of the output, which are neighbours.
+        dtype: of the output.
+    """
+    batch, heads, tokens, _ = like.shape
+    if heads > 1 and tokens > 1 and like.stride(1) < like.stride(2):
+        return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, tokens, channels), dtype=dtype)

@@ -99,10 +99,11 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
         return tiles._replace(splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=0)
     if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
-        # one program of eight warps a processor fetches (and quantises) the keys fewer times than two of four
-        wide = min(triton.cdiv(queries, 128), processors // heads)
-        if wide >= (1 if fused else 2):
-            return tiles._replace(block_m=128, warps=8, splits=wide)
+        # A program a processor fetches the keys fewer times than several; where it has to quantise them, too, with eight warps.
+        if fused:
+            return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), processors // heads))
+        if processors // heads > 1:
+            return tiles._replace(splits=processors // heads)
     if tiles.kernel == HOPPER and not registers and splits * heads > 2 * processors:
         # three programs a processor instead of two, at the price of a few spills
         registers = 168
@@ -312,9 +313,7 @@ def _calls(
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
-            # measured: a tail of few rows pays where one program walks over int8 queries, and not otherwise
-            tail = blocks == 1 and scales is not None and queries > tiles.block_m and 0 < queries % tiles.block_m <= 16
-            fixed |= {"COLUMNS": triton.cdiv(keys, 32) * 32, "WALK": walk, "TAIL": tail}
+            fixed |= {"WALK": walk}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

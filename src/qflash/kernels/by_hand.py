@@ -27,6 +27,21 @@ def round_to_int8(x, inverse):
 
 
 @gluon.jit
+def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """The numbers in words of four bytes, which a loop can hand on as they are: (rows, numbers) in ``layout``."""
+    if dtype == gl.int8:
+        x = gl.join(gl.join(x, x), gl.join(x, x))
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], gl.int8, True, 4)
+    elif dtype == gl.float16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.float16, True, 2)
+    elif dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.bfloat16, True, 2)
+    else:
+        x = x.to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(x, layout.shape), layout, assert_trivial=True)
+
+
+@gluon.jit
 def output_factors(
     o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
     D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr,

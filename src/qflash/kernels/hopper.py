@@ -1,16 +1,24 @@
-"""Rows of up to 256 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
+"""Rows of 65 to 256 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
 
-A program takes one head, or every few blocks of 64 of its queries. A row of scores is held whole, in tiles of 128, 64
-and 32 keys, so that 197 keys take 224 columns and not 256. The products of a block are issued one behind the other and
-waited for once: those of a tile of probabilities with V run under the exponentials of the next. What the offset of a
-stored probability adds to an output, 127 times a channel's sum of V, is formed once a program.
+A program takes one head, or every few blocks of 64 or 128 of its queries. A row of scores is held whole, in tiles of
+128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not 256. Keys and values lie in shared memory; queries,
+probabilities and outputs stay in the registers of whom they belong to, so that after the values are there no warp waits
+for another. Three orders make that possible; they leave every product as it is:
+
+* queries are loaded as the tensor core holds them;
+* the keys of a product with V come in the order in which threads hold the scores;
+* the channels of V are dealt to the columns of its product so that a thread ends up with neighbouring outputs.
+
+The products of a block are issued one behind the other and waited for tile by tile: those of a tile of probabilities
+with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
+channel's sum of V, is formed once a program.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
@@ -18,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .by_hand import barrier, halves, output_factors, round_to_int8
+from .by_hand import barrier, halves, output_factors, round_to_int8, unpack
 from .integer import (
     multiply_high,
     requantize,
@@ -38,20 +46,27 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 
 @gluon.constexpr_function
-def row_widths(columns):
-    """The tiles of a row, a power of two each, as few as can be."""
+def row_widths(keys):
+    """The tiles of a row of scores, a power of two each, as few as can be and not much wider than the row together."""
     widths = []
     for width in (128, 128, 64, 32):
-        if sum(widths) + width <= columns:
+        if sum(widths) + width <= keys:
             widths.append(width)
-    return tuple(widths)
+    left = keys - sum(widths)
+    return tuple(widths) + ((8 if left <= 8 else 16 if left <= 16 else 32,) if left else ())
 
 
 @gluon.constexpr_function
-def row_starts(columns):
+def row_starts(keys):
     """Where the tiles of a row begin."""
-    widths = row_widths(columns)
+    widths = row_widths(keys)
     return tuple(sum(widths[:index]) for index in range(len(widths)))
+
+
+@gluon.constexpr_function
+def depth(width):
+    """Keys that a tile's product with V takes: the tensor core's least is 32."""
+    return max(width, 32)
 
 
 @gluon.constexpr_function
@@ -81,6 +96,44 @@ def quad_layout(channels, warps):
     return gl.BlockedLayout([4, each], [4, 8], [warps // across, across], [1, 0])
 
 
+@gluon.constexpr_function
+def warp_rows(warps):
+    """Sixteen rows to each warp."""
+    return [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def score_layout(columns, warps):
+    """A product's layout, in words of its own."""
+    wide = [[0, bit] for bit in (8, 16, 32, 64) if bit < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warp_rows(warps), [], [16 * warps, columns]
+    )
+
+
+@gluon.constexpr_function
+def query_layout(channels, each, warps):
+    """Words of ``each`` numbers of queries, in the order of a left operand's registers."""
+    near, far = [bit for bit in (1, 2) if bit * each < 4], [bit // each for bit in (16, 32, 64) if bit < channels]
+    return gl.DistributedLinearLayout(
+        [*([0, bit] for bit in near), [8, 0], *([0, bit] for bit in far)],
+        [[0, 4 // each], [0, 8 // each], [1, 0], [2, 0], [4, 0]],
+        warp_rows(warps),
+        [],
+        [16 * warps, channels // each],
+    )
+
+
+@gluon.constexpr_function
+def output_layout(channels, warps):
+    """Outputs: a quarter of a row's channels a thread."""
+    each = channels // 4
+    own = [[0, bit] for bit in (1, 2, 4, 8, 16) if bit < each]
+    return gl.DistributedLinearLayout(
+        [*own, [8, 0]], [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], warp_rows(warps), [], [16 * warps, channels]
+    )
+
+
 @gluon.jit
 def _join_rows(a, b):
     """The rows of ``a``, then those of ``b``."""
@@ -89,11 +142,20 @@ def _join_rows(a, b):
 
 
 @gluon.jit
+def _held_order(n):
+    """Which key of 32 stands at place ``n`` of a product with V if scores stand in the keys' own order."""
+    return (n & 16) | ((n & 2) << 2) | ((n & 12) >> 1) | (n & 1)
+
+
+@gluon.jit
 def _load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A (WIDTH, D) tile; keys in the order of :func:`.tile.key_order`, the last again past the end; values zero there."""
+    """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
+
+    A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the values by :func:`_held_order`.
+    """
     if WIDTH > 32:
         # pieces whose addresses differ by a constant
         a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, D, KEY, WARPS)
@@ -101,11 +163,13 @@ def _load_quads(
         x = gl.convert_layout(_join_rows(a, b), quad_layout(D, WARPS), assert_trivial=True)
     else:
         L: gl.constexpr = quad_layout(D, WARPS)
-        n = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
+        n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-        if KEY:
+        if KEY and WIDTH == 32:
             n = key_order(n)
-        if START + WIDTH <= KEYS:
+        elif not KEY and WIDTH < 32:
+            n = _held_order(n)
+        if START + 32 <= KEYS:
             x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
         elif KEY:
             x = gl.load(base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]))
@@ -154,62 +218,98 @@ def _quantized(x, middle, inverse, CENTER: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(base, stride_n: gl.constexpr, smem, START: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    WIDTH: gl.constexpr = smem.shape[0]
+def _copy_keys(
+    base, stride_n: gl.constexpr, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     D: gl.constexpr = smem.shape[1]
     L: gl.constexpr = row_layout(D, 8, WARPS)
-    n = START + key_order(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L)))
+    n = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, L))
+    if WIDTH >= 32:
+        n = key_order(n)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    _copy(smem, base + gl.minimum(n, KEYS - 1)[:, None] * stride_n + d[None, :])
+    _copy(smem, base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
-def _query_rows(first, queries, ROWS: gl.constexpr, L: gl.constexpr):
-    """Rows from ``first`` on; past the last row the last again."""
-    return gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)[:, None]
+def _deal(x):
+    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs."""
+    N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (N, 8, D // 8)), (0, 2, 1)), (N, D))
 
 
 @gluon.jit
-def _copy_queries(base, stride_n: gl.constexpr, block, blocks, queries, smem, WARPS: gl.constexpr):
-    """Send for a block of queries; past the last, for the rows behind it."""
-    ROWS: gl.constexpr = smem.shape[0]
-    D: gl.constexpr = smem.shape[1]
-    L: gl.constexpr = row_layout(D, base.dtype.element_ty.primitive_bitwidth, WARPS)
-    first = gl.minimum(block, blocks) * ROWS
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    _copy(smem, base + _query_rows(first, queries, ROWS, L) * stride_n + d[None, :])
-    async_copy.commit_group()
+def _undeal(x):
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (M, D // 8, 8)), (0, 2, 1)), (M, D))
 
 
 @gluon.jit
-def _load_queries(base, stride_n: gl.constexpr, first, queries, ROWS: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
-    L: gl.constexpr = row_layout(D, base.dtype.element_ty.primitive_bitwidth, WARPS)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    return gl.load(base + _query_rows(first, queries, ROWS, L) * stride_n + d[None, :])
+def _load_queries(base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr):
+    """Queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = query_layout(D, EACH, WARPS)
+    n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
+    d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
+    return gl.load(base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :])
 
 
 @gluon.jit
-def _query_scales(base, stride_n, first, queries, QUERY_TOKEN: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr):
-    """Bits of the scales of a block of int8 queries."""
-    if QUERY_TOKEN:
-        bits = gl.load(base + gl.minimum(first + gl.arange(0, ROWS, layout=R), queries - 1) * stride_n)
-    else:
-        bits = gl.load(base)
-    return bits
+def _row_amplitude(x, WARPS: gl.constexpr):
+    """Largest magnitude of each row, as float32; two numbers an instruction while a thread is by itself."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.abs(x)
+    if x.shape[1] == 128:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 64)), (0, 2, 1)))
+        x = higher(a, b, False)
+    if x.shape[1] == 64:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 32)), (0, 2, 1)))
+        x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 16)), (0, 2, 1)))
+    x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
+    x = gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
+    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, score_layout(8, WARPS)), assert_trivial=True)
 
 
 @gluon.jit
-def _quantize_queries(x, head_scale, QUERY_TOKEN: gl.constexpr, R: gl.constexpr):
-    """Quantised queries and the bits of their scales."""
-    y = x.to(gl.float32)
-    if QUERY_TOKEN:
-        scale = amplitude_to_scale(gl.reduce(gl.abs(y), 1, nan_max))
-        values = round_to_int8(y, inverse_scale(scale, False)[:, None])
-        bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), R)
-    else:
-        values = round_to_int8(y, inverse_scale(head_scale, False))
-        bits = head_scale.to(gl.int32, bitcast=True)
-    return values, bits
+def _beside_rows(x, L: gl.constexpr):
+    """A number, or one for each row, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
+    return x
+
+
+@gluon.jit
+def _beside_channels(x, L: gl.constexpr):
+    """A number, or one for each channel, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
+    return x
+
+
+@gluon.jit
+def _queries(
+    words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
+    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A block of queries as int8, and the bits of its scale or of its rows'."""
+    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS)
+    q = unpack(words, DTYPE, L)
+    bits = head_bits
+    if QUANTIZE:
+        y = q.to(gl.float32)
+        if QUERY_TOKEN:
+            scale = amplitude_to_scale(_row_amplitude(q, WARPS))
+            q = round_to_int8(y, _beside_rows(inverse_scale(scale, False), L))
+            bits = scale.to(gl.int32, bitcast=True)
+        else:
+            q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
+    elif QUERY_TOKEN:
+        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, score_layout(8, WARPS)))
+        bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
+    return q, bits
 
 
 @gluon.jit
@@ -222,134 +322,177 @@ def _channel_sums(smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _beside_rows(x):
-    """A number as it is; one for each channel beside the rows of a tile."""
-    if x.type.is_block():
-        x = x[None, :]
-    return x
-
-
-@gluon.jit
-def _scores(q, k_smem, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def _scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """Start the product of a block of queries with a tile of keys."""
-    zeros = gl.zeros((BLOCK_M, WIDTH), gl.int32, product_layout(WIDTH, WARPS))
-    return warpgroup_mma(q, k_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    L: gl.constexpr = product_layout(WIDTH, WARPS)
+    zeros = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
+    k = k_smem.slice(0, WIDTH, 0)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _few_scores(q, k_smem, WIDTH: gl.constexpr):
-    """The product of 16 queries with a tile of keys, the columns shared out among the warps."""
-    L: gl.constexpr = q.type.layout.parent
-    k = k_smem.permute((1, 0)).load(gl.DotOperandLayout(1, L, 4))
-    return mma_v2(q, k, gl.zeros((16, WIDTH), gl.int32, L))
+def _fold_columns(s, WARPS: gl.constexpr):
+    """Maxima of columns eight apart, which a thread holds."""
+    if s.shape[1] > 8:
+        s = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
+    return gl.convert_layout(s, score_layout(8, WARPS), assert_trivial=True)
 
 
 @gluon.jit
-def _probabilities(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr, OPERAND: gl.constexpr, HELD: gl.constexpr):
-    """Probabilities of a tile of scores, as an operand of the product with V; HELD: the threads hold theirs already."""
+def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Stored probabilities of a tile of scores, as a product with V takes them but for the layout."""
     M: gl.constexpr = s.shape[0]
-    N: gl.constexpr = s.shape[1]
-    L: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    base = gl.convert_layout(row_max, L, assert_trivial=True)[:, None]
-    if multiplier.type.is_block():
-        multiplier = gl.convert_layout(multiplier, L, assert_trivial=True)[:, None]
-        fraction_bits = gl.convert_layout(fraction_bits, L, assert_trivial=True)[:, None]
-    word = probability_words(s, base, multiplier, fraction_bits, "none", False, True, 8, True, OFFSET, False, False)
-    p = gl.reshape(_high_bytes(word, False), (M, N // 16, 2, 4, 2))
-    p = gl.reshape(gl.permute(p, (0, 1, 3, 2, 4)), (M, N))
-    return gl.convert_layout(p, OPERAND, assert_trivial=HELD)
+    L: gl.constexpr = s.type.layout
+    word = probability_words(
+        s, _beside_rows(row_max, L), _beside_rows(multiplier, L), _beside_rows(fraction_bits, L), "none", False, True, 8, True,
+        OFFSET, False, False,
+    )  # fmt: skip
+    p = _high_bytes(word, False)
+    if s.shape[1] == 8:
+        p = _twice(p)
+    if s.shape[1] <= 16:
+        p = _twice(p)
+    N: gl.constexpr = p.shape[1]
+    p = gl.reshape(p, (M, N // 16, 2, 4, 2))
+    return gl.reshape(gl.permute(p, (0, 1, 3, 2, 4)), (M, N))
 
 
 @gluon.jit
-def _row_sums(p, START: gl.constexpr, KEYS: gl.constexpr, RO: gl.constexpr):
-    """Sums of stored probabilities, those past the last key left out."""
+def _twice(p):
+    """The columns, and the same again: what stands there meets values of zero."""
+    return gl.reshape(gl.permute(gl.join(p, p), (0, 2, 1)), (p.shape[0], 2 * p.shape[1]))
+
+
+@gluon.jit
+def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """Sums of stored probabilities over places 32 apart, those past the last key left out."""
+    M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
-    n = START + gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
+    if WIDTH < 32:
+        n = _held_order(n)
     if START + N <= KEYS:
         weight = p * 0 + 1
     else:
-        weight = (n < KEYS).to(gl.int8)[None, :] + p * 0
+        weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
     parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
-    return gl.convert_layout(gl.sum(parts, 1), RO, assert_trivial=True)
+    return gl.sum(gl.reshape(parts, (M, N // 32, 32)), 1)
 
 
 @gluon.jit
-def _store_rows(
+def _one_row(x, WARPS: gl.constexpr):
+    """Of numbers of rows, which four neighbours have, one for each thread: of its two rows they take one each."""
+    L: gl.constexpr = score_layout(8, WARPS)
+    x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None] + gl.zeros((16 * WARPS, 8), gl.int32, L)
+    x, _ = gl.split(gl.reshape(x, (16 * WARPS, 4, 2)))
+    x, y = gl.split(gl.permute(gl.reshape(x, (WARPS, 2, 8, 4)), (0, 2, 3, 1)))
+    R: gl.constexpr = x.type.layout
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, R)))
+    return gl.where((c & 1)[None, None, :] == 0, x, y)
+
+
+@gluon.jit
+def _all_rows(x, WARPS: gl.constexpr):
+    """What :func:`_one_row` distributed, back: (rows, 4), the same in all columns."""
+    x = gl.reshape(x, (WARPS, 8, 2, 2))
+    R: gl.constexpr = x.type.layout
+    even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, R)))) == 0)[None, None, None, :]
+    first = gl.expand_dims(gl.sum(gl.where(even, x, x * 0), 3), 3) + gl.zeros_like(x)
+    second = gl.expand_dims(gl.sum(gl.where(even, x * 0, x), 3), 3) + gl.zeros_like(x)
+    return gl.reshape(gl.permute(gl.join(first, second), (0, 4, 1, 2, 3)), (16 * WARPS, 4))
+
+
+@gluon.jit
+def _spread(x, D: gl.constexpr, L: gl.constexpr):
+    """Four numbers a row, all alike, each for a quarter of the channels."""
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    if D >= 64:
+        x = gl.join(x, x)
+    if D == 128:
+        x = gl.join(x, x)
+    return gl.convert_layout(gl.reshape(x, (x.shape[0], D)), L, assert_trivial=True)
+
+
+@gluon.jit
+def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
-    KEYS: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr,
+    KEYS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`."""
-    RO: gl.constexpr = gl.SliceLayout(1, numerator.type.layout)
-    bits, inverse = row_inverse(127 * KEYS - total, False)
+    M: gl.constexpr = numerator.shape[0]
+    D: gl.constexpr = numerator.shape[1]
+    L: gl.constexpr = output_layout(D, WARPS)
+    x = gl.convert_layout(_undeal(numerator), L, assert_trivial=True)
+    factor, shift, half = _beside_channels(factor, L), _beside_channels(shift, L), _beside_channels(half, L)
+    bits, inverse = row_inverse(127 * KEYS - _one_row(total, WARPS), False)
     if o_base.dtype.element_ty == gl.int8:
-        row_factor = multiply_high(inverse[:, None], factor, False)
-        result = requantize(numerator << (24 - bits)[:, None], row_factor, shift, half, False)
+        scaled = x * _spread(_all_rows(1 << (24 - bits), WARPS), D, L)
+        if factor.type.is_block():
+            row_factor = multiply_high(_spread(_all_rows(inverse, WARPS), D, L), factor, False)
+        else:
+            row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), WARPS), D, L)
+        result = requantize(scaled, row_factor, shift, half, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
-        if usable.type.is_block():
-            usable = gl.convert_layout(usable, RO, assert_trivial=True)
+        weight = _all_rows(row_weight(inverse, bits).to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
+        W: gl.constexpr = weight.type.layout
         # NaN in a factor a row is cheaper than a choice an element
-        weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[:, None]
-        result = numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))
-        result = result.to(o_base.dtype.element_ty)
-    OL: gl.constexpr = row_layout(D, o_base.dtype.element_ty.primitive_bitwidth, WARPS)
-    rows = first + gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, OL))
-    channels = gl.arange(0, D, layout=gl.SliceLayout(0, OL))
-    o_ptrs = o_base + rows[:, None] * o_stride_n + channels[None, :]
-    gl.store(o_ptrs, gl.convert_layout(result, OL), mask=(rows[:, None] < queries) & (channels[None, :] >= 0))
+        weight = gl.where(_beside_rows(usable, W), weight, float("nan"))
+        result = (x.to(gl.float32) * _spread(weight, D, L) * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+    rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    inside = (rows[:, None] < queries) & (channels[None, :] >= 0)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
 
 
 @gluon.jit
-def _along(x, L: gl.constexpr):
-    """A number, or one for each channel, where a product of layout ``L`` wants it."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, L)
-    return x
-
-
-@gluon.jit
-def _fold_columns(s):
-    """Maxima of columns 32 apart, which a thread of :func:`_few_rows` holds."""
-    x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 32, 32)), 1)
-    return gl.convert_layout(x, s.type.layout)
-
-
-@gluon.jit
-def _few_rows(
-    q_smem, qs_base, qs_stride_n, k_smem, v_smem, sums, keys_usable, key_mantissa, key_exponent,
-    constant_mantissa, constant_exponent, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
-    D: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+def _block(
+    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of up to 16 int8 queries. As a block most warps would have none of them; here the warps share the columns."""
-    WIDTHS: gl.constexpr = row_widths(COLUMNS)
-    STARTS: gl.constexpr = row_starts(COLUMNS)
-    L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    R: gl.constexpr = gl.SliceLayout(1, L)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, L, 4)
-    values = q_smem.slice(0, 16).load(OPERAND)
-    query_bits = _query_scales(qs_base, qs_stride_n, first, queries, QUERY_TOKEN, 16, R)
-    multiplier, fraction_bits, _ = row_multiplier(
-        query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
-    )
+    """Attention of a block of queries."""
+    M: gl.constexpr = q.shape[0]
+    D: gl.constexpr = q.shape[1]
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    PV: gl.constexpr = product_layout(D, WARPS)
+    RL: gl.constexpr = gl.SliceLayout(1, score_layout(8, WARPS))
     scores = ()
-    for t in gl.static_range(len(WIDTHS)):
-        scores = scores + (_few_scores(values, k_smem[t], WIDTHS[t]),)
-    largest = _fold_columns(scores[0])
-    for t in gl.static_range(1, len(WIDTHS)):
-        largest = gl.maximum(largest, _fold_columns(scores[t]))
+    for t in gl.static_range(TILES):
+        # the layout of the queries is that of any product
+        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS), 4), assert_trivial=True)
+        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS),)
+    usable = keys_usable & usable_scale(query_bits)
+    if query_bits.type.is_block():
+        row = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
+            False,
+        )  # fmt: skip
+    multiplier, fraction_bits, _ = row
+    s = warpgroup_mma_wait(TILES - 1, [scores[0]])
+    ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS), assert_trivial=True),)
+    largest = _fold_columns(ready[0], WARPS)
+    for t in gl.static_range(1, TILES):
+        s = warpgroup_mma_wait(TILES - 1 - t, [scores[t]])
+        ready = ready + (gl.convert_layout(s, score_layout(WIDTHS[t], WARPS), assert_trivial=True),)
+        largest = gl.maximum(largest, _fold_columns(ready[t], WARPS))
     row_max = gl.max(largest, 1)
-    accumulator = gl.zeros((16, D), gl.int32, L)
-    total = gl.zeros((16,), gl.int32, R)
-    for t in gl.static_range(len(WIDTHS)):
-        p = _probabilities(scores[t], row_max, multiplier, fraction_bits, OFFSET, OPERAND, False)
-        v = v_smem[t].permute((1, 0)).load(gl.DotOperandLayout(1, L, 4))
-        accumulator = mma_v2(p, v, accumulator)
-        total += _row_sums(p, STARTS[t], KEYS, R)
-    _store_rows(
-        _along(sums, L) - accumulator, total, keys_usable & usable_scale(query_bits), _along(factor, L), _along(shift, L),
-        _along(half, L), o_base, o_stride_n, first, queries, KEYS, D, WARPS,
-    )  # fmt: skip
+    accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
+    for t in gl.static_range(TILES):
+        p = gl.convert_layout(_stored(ready[t], row_max, multiplier, fraction_bits, OFFSET), OPERAND, assert_trivial=True)
+        accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
+        if t == 0:
+            parts = _part_sums(p, STARTS[t], WIDTHS[t], KEYS)
+        else:
+            parts += gl.convert_layout(_part_sums(p, STARTS[t], WIDTHS[t], KEYS), parts.type.layout, assert_trivial=True)
+    total = gl.convert_layout(gl.sum(parts, 1), RL, assert_trivial=True)
+    numerator = sums[None, :] - warpgroup_mma_wait(0, [accumulator])
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS)
 
 
 @gluon.jit
@@ -364,17 +507,14 @@ def hopper_kernel(
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
     queries, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries; with TAIL (int8, one program a head) up to 16 past whole blocks are
-    a matter of their own. COLUMNS are KEYS up to a multiple of 32; a warp has 16 of
-    the BLOCK_M queries.
+    program takes more than one block of queries. A warp has 16 of the BLOCK_M queries.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -386,34 +526,25 @@ def hopper_kernel(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     o_base = o_ptr + z * o_stride_z + h * o_stride_h
-    blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
+    blocks = gl.cdiv(queries, BLOCK_M)
     block = gl.program_id(0)
     D: gl.constexpr = HEAD_DIM
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WARPS: gl.constexpr = BLOCK_M // 16
-    WIDTHS: gl.constexpr = row_widths(COLUMNS)
-    STARTS: gl.constexpr = row_starts(COLUMNS)
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    R: gl.constexpr = gl.SliceLayout(1, product_layout(WIDTHS[0], WARPS))
-    PV: gl.constexpr = product_layout(D, WARPS)
-    RO: gl.constexpr = gl.SliceLayout(1, PV)
-    CO: gl.constexpr = gl.SliceLayout(0, PV)
+    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
 
-    q_smem = gl.allocate_shared_memory(gl.int8, [2 if WALK else 1, BLOCK_M, D], shared_layout(D))
-    # Queries travel while keys and values, or the block before, are worked on. Float ones do in blocks of 128; with three
-    # programs a processor, that takes longer than to wait for them.
-    AHEAD: gl.constexpr = not QUANTIZE or WARPS == 8
-    arrived = q_smem.index(0)
-    if QUANTIZE and AHEAD:
-        arrived = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [BLOCK_M, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if AHEAD:
-        _copy_queries(q_base, q_stride_n, block, blocks, queries, arrived, WARPS)
+    # queries are on their way while keys and values, or the block before, are worked on
+    following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS)
     k_smem = ()
     v_smem = ()
     for i in gl.static_range(TILES):
-        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [WIDTHS[i], D], shared_layout(D)),)
-        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [D, WIDTHS[i]], shared_layout(WIDTHS[i])),)
+        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [depth(WIDTHS[i]), D], shared_layout(D)),)
+        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [D, depth(WIDTHS[i])], shared_layout(depth(WIDTHS[i]))),)
 
-    head_scale = 0.0
+    head_bits = 0
     if QUANTIZE:
         # every load is under way before the first use, and one reduction finds all ranges
         k = ()
@@ -436,93 +567,56 @@ def hopper_kernel(
         key_inverse, value_inverse = inverse_scale(key_scale, False), inverse_scale(value_scale, False)
         for i in gl.static_range(TILES):
             k_smem[i].store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
-            v_smem[i].permute((1, 0)).store(_quantized(v[i], middle[None, :], value_inverse[None, :], False))
+            v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False)))
         key_bits = key_scale.to(gl.int32, bitcast=True)
-        factor, shift, half = gl.convert_layout(value_scale, CO)[None, :], 0, 0
+        factor, shift, half = gl.convert_layout(value_scale, CO), 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
-            largest = gl.abs(_load_queries(q_base, q_stride_n, 0, queries, BLOCK_M, D, WARPS).to(gl.float32))
+            words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS)
+            largest = _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS)), WARPS)
             for start in range(BLOCK_M, queries, BLOCK_M):
-                x = _load_queries(q_base, q_stride_n, start, queries, BLOCK_M, D, WARPS)
-                largest = nan_max(largest, gl.abs(x.to(gl.float32)))
-            head_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest, 1, nan_max), 0, nan_max))
+                words = _load_queries(q_base, q_stride_n, start, queries, D, WARPS)
+                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS)), WARPS))
+            head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], KEYS, WARPS)
+            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, WARPS)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
             v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+        if not QUERY_TOKEN:
+            head_bits = gl.load(qs_base)
         factor, shift, half = output_factors(
             o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO
         )
-        factor = _beside_rows(factor)
-        if o_ptr.dtype.element_ty == gl.int8:
-            shift, half = _beside_rows(shift), _beside_rows(half)
         for i in gl.static_range(TILES):
-            v_smem[i].permute((1, 0)).store(v[i])
+            v_smem[i].permute((1, 0)).store(_deal(v[i]))
+        async_copy.wait_group(0)
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
+    row = 0, 0, 0
+    if not QUERY_TOKEN:
+        row = row_multiplier(
+            head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
+            False,
+        )  # fmt: skip
+    fence_async_shared()
     barrier()
     sums = _channel_sums(v_smem[0], WARPS)
     for i in gl.static_range(1, TILES):
         sums += _channel_sums(v_smem[i], WARPS)
-    sums = 127 * sums[None, :]
+    sums = 127 * sums
 
-    slot = 0
     while block < blocks:
         first = block * BLOCK_M
-        following = block + gl.num_programs(0)
-        if AHEAD:
-            async_copy.wait_group(0)
-        if QUANTIZE:
-            if AHEAD:
-                x = arrived.load(row_layout(D, q_ptr.dtype.element_ty.primitive_bitwidth, WARPS))
-            else:
-                x = _load_queries(q_base, q_stride_n, first, queries, BLOCK_M, D, WARPS)
-            values, query_bits = _quantize_queries(x, head_scale, QUERY_TOKEN, R)
-            q_smem.index(slot).store(values)
-        else:
-            query_bits = _query_scales(qs_base, qs_stride_n, first, queries, QUERY_TOKEN, BLOCK_M, R)
-        fence_async_shared()
-        barrier()
-        scores = ()
-        for t in gl.static_range(TILES):
-            scores = scores + (_scores(q_smem.index(slot), k_smem[t], BLOCK_M, WIDTHS[t], WARPS),)
+        words = following
+        block += gl.num_programs(0)
         if WALK:
-            # queries alternate between two places, so that nobody overtakes who still reads them
-            slot = 1 - slot
-            if AHEAD:
-                place = arrived if QUANTIZE else q_smem.index(slot)
-                _copy_queries(q_base, q_stride_n, following, blocks, queries, place, WARPS)
-        usable = keys_usable & usable_scale(query_bits)
-        multiplier, fraction_bits, _ = row_multiplier(
-            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
-            False,
+            following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS)
+        q, query_bits = _queries(words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS)
+        _block(
+            q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+            k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
-        ready = (warpgroup_mma_wait(TILES - 1, [scores[0]]),)
-        row_max = gl.max(ready[0], 1)
-        for t in gl.static_range(1, TILES):
-            ready = ready + (warpgroup_mma_wait(TILES - 1 - t, [scores[t]]),)
-            row_max = gl.maximum(row_max, gl.convert_layout(gl.max(ready[t], 1), R, assert_trivial=True))
-        accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
-        total = gl.zeros((BLOCK_M,), gl.int32, RO)
-        for t in gl.static_range(TILES):
-            p = _probabilities(ready[t], row_max, multiplier, fraction_bits, OFFSET, gl.DotOperandLayout(0, PV, 4), True)
-            accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
-            total += _row_sums(p, STARTS[t], KEYS, RO)
-        numerator = sums - warpgroup_mma_wait(0, [accumulator])
-        _store_rows(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, D, WARPS)
-        block = following
-
-    if TAIL:
-        async_copy.wait_group(0)
-        barrier()
-        _few_rows(
-            q_smem.index(slot), qs_base, qs_stride_n, k_smem, v_smem, sums, keys_usable, key_mantissa, key_exponent,
-            constant_mantissa, constant_exponent, factor, shift, half, o_base, o_stride_n, blocks * BLOCK_M, queries,
-            D, KEYS, COLUMNS, WARPS, OFFSET, MOST, MOST_BITS, QUERY_TOKEN,
-        )  # fmt: skip
-    elif WALK and AHEAD:
-        async_copy.wait_group(0)

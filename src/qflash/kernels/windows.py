@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .by_hand import barrier, halves, output_factors, round_to_int8
+from .by_hand import barrier, halves, output_factors, round_to_int8, unpack
 from .integer import (
     multiply_high,
     probability_word,
@@ -124,22 +124,6 @@ def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERI
     d = gl.arange(0, 32 // EACH, layout=gl.SliceLayout(0, L))
     words = base.to(gl.pointer_type(gl.int32))
     return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :])
-
-
-@gluon.jit
-def _unpack(x, DTYPE: gl.constexpr):
-    """The numbers in a tile of words."""
-    ROWS: gl.constexpr = x.shape[0]
-    if DTYPE == gl.int8:
-        x = gl.join(gl.join(x, x), gl.join(x, x))
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], gl.int8, True, 4)
-    elif DTYPE == gl.float16:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.float16, True, 2)
-    elif DTYPE == gl.bfloat16:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.bfloat16, True, 2)
-    else:
-        x = x.to(gl.float32, bitcast=True)
-    return gl.convert_layout(gl.reshape(x, (ROWS, 32)), query_layout(ROWS, 1), assert_trivial=True)
 
 
 @gluon.jit
@@ -538,7 +522,7 @@ def _queries(
     """A tile of queries as int8, and the bits of the scales of ROWS of them."""
     if QUANTIZE and ROWS == 8:
         q = _first_eight(q)
-    q = _unpack(q, DTYPE)
+    q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
     bits = head_bits
     if QUANTIZE:
         y = q.to(gl.float32)

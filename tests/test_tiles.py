@@ -83,20 +83,20 @@ def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "fused", "grid", "warps", "tail"),
+    ("heads", "fused", "grid", "warps"),
     [
-        (6, False, 4, 4, False),
-        (24, True, 4, 4, False),
-        (48, False, 2, 8, False),
-        (48, True, 2, 8, False),
-        (96, False, 4, 4, False),
-        (96, True, 1, 8, False),
-        (192, True, 2, 4, False),
-        (384, False, 1, 4, True),
-        (384, True, 1, 4, False),
+        (6, False, 4, 4),
+        (24, True, 4, 4),
+        (48, False, 2, 4),
+        (48, True, 2, 8),
+        (96, False, 4, 4),
+        (96, True, 1, 8),
+        (192, True, 2, 4),
+        (384, False, 1, 4),
+        (384, True, 1, 4),
     ],
 )
-def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps: int, tail: bool) -> None:
+def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps: int) -> None:
     from qflash.kernels.attention import attention_calls, fused_calls
 
     x = torch.zeros(heads, 1, 197, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
@@ -106,7 +106,7 @@ def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps:
     else:
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
-    assert (call.grid[0], call.options["num_warps"], call.arguments["TAIL"]) == (grid, warps, tail)
+    assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
     assert call.arguments["BLOCK_M"] == 16 * warps and call.arguments["WALK"] == (grid < -(-197 // (16 * warps)))
 
 

@@ -180,7 +180,7 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
     tokens = x.shape[1]
     query, key, value = _heads(self, x)
     index = self.relative_position_index.flatten()
-    bias = self.relative_position_bias_table[index].unflatten(0, (tokens, tokens)).permute(2, 0, 1)
+    bias = self.relative_position_bias_table.t().index_select(1, index).unflatten(1, (tokens, tokens))
     if mask is None:
         out = _attend(self, query, key, value, bias.unsqueeze(0))
     else:

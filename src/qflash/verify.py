@@ -478,11 +478,16 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
     warps = compiled.metadata.num_warps
     block_m, block_n, tiles = (call.arguments.get(name, 0) for name in ("BLOCK_M", "BLOCK_N", "TILES"))
-    columns = call.arguments.get("COLUMNS", block_n * max(tiles, 1))
-    tiles = max(tiles, int("COLUMNS" in call.arguments))
-    if call.kernel.__name__ == "windows_kernel":
+    columns = block_n * max(tiles, 1)
+    if call.kernel.__name__ == "hopper_kernel":
+        from .kernels.hopper import row_widths
+
+        columns, tiles = sum(row_widths(call.arguments["KEYS"])), 1
+    elif call.kernel.__name__ == "windows_kernel":
+        from .kernels.windows import widths
+
         # its code is one tile of sixteen queries, which is walked through, and one of eight for the rest
-        block_m, columns, tiles = 24, -(-call.arguments["KEYS"] // 8) * 8, 1
+        block_m, columns, tiles = 24, sum(widths(call.arguments["KEYS"])), 1
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))

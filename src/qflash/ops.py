@@ -151,10 +151,15 @@ def attention(
     choices = Recipe.from_key(recipe)
     dtype, like = query.dtype, query
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.attention import fusable, launch_fused
+        from .kernels.attention import fusable, launch_fused, launch_long
+        from .kernels.long_quantize import quantizes_long
+        from .kernels.tiles import is_short
 
         if fusable(choices, query.shape[3], value.shape[3], key.shape[2]):
             return launch_fused(query, key, value, mask, is_causal, scale, choices)
+        if quantizes_long(choices, query.shape[0]) and not is_short(choices, query.shape[3], value.shape[3], key.shape[2]):
+            fixed = quantize_bias(mask) if mask is not None and mask.is_floating_point() else mask
+            return launch_long(query, key, value, fixed, is_causal, scale, choices)
     center = choices.smooth_key
     if choices.balance or choices.rotate:
         if center:

@@ -14,6 +14,7 @@ from .. import fixed_point as fp
 from ..layout import empty_output
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
+from .long_quantize import launch_quantize_long
 from .short import short_kernel
 from .tiles import (
     GENERAL,
@@ -250,6 +251,7 @@ def _calls(
     recipe: Recipe,
     tiles: Tiles,
     guard: bool,
+    value_sums: torch.Tensor | None = None,
 ) -> list[Call]:
     """Spell out the launches for int8 tensors with their scales, or (short rows) for float tensors without."""
     batch, heads, queries, head_dim = query.shape
@@ -261,9 +263,9 @@ def _calls(
     two_pass = recipe.normalization == "two_pass"
     row_tiles = triton.cdiv(keys, tiles.block_n)
     short = two_pass and row_tiles <= 2 and max(block_d, block_dv) <= 128
-    sums: torch.Tensor | None = None
+    sums = value_sums
     calls: list[Call] = []
-    if two_pass and not short:
+    if two_pass and not short and sums is None:
         value, sums, calls = _pack_value(value)
     key_token = scales is not None and scales.key.shape[2] > 1
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
@@ -391,6 +393,7 @@ def attention_calls(
     tiles: tuple[int, ...] | None = None,
     guard: bool = False,
     capability: tuple[int, int] | None = None,
+    value_sums: torch.Tensor | None = None,
 ) -> list[Call]:
     """Return the launches that fill ``out`` with the attention of int8 tensors, in order.
 
@@ -401,6 +404,8 @@ def attention_calls(
         tiles: :class:`Tiles` or its first fields, for tests and tuning; chosen by shape if None.
         guard: compile for Triton's interpreter, without inline assembly.
         capability: the architecture to choose tiles for; the query's device if None.
+        value_sums: of V's channels (batch, heads, channels), if its tokens lie side by side already, as
+            :func:`.long_quantize.launch_quantize_long` leaves them; for rows that do not fit two tiles.
     """
     if tiles:
         chosen = Tiles(*tiles)
@@ -419,7 +424,7 @@ def attention_calls(
     else:
         chosen = _tiles_for(query, key, value, False, is_causal or mask is not None, recipe)
     scales = _Scales(query_scale, key_scale, value_scale, output_scale)
-    return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard)
+    return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard, value_sums)
 
 
 def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
@@ -517,5 +522,30 @@ def launch_fused(
     for call in fused_calls(
         query, key, value, mask, is_causal, softmax_scale, out, recipe, tiles=tiles, guard=query.device.type == "cpu"
     ):
+        call.run()
+    return out.to(query.dtype)
+
+
+def launch_long(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    recipe: Recipe,
+) -> torch.Tensor:
+    """Quantise float tensors in two launches and attend in a third; the mask is bool or fixed point.
+
+    For rows that :func:`fusable` does not take and recipes that :func:`.long_quantize.quantizes_long` does.
+    """
+    out = _new_output(query, value, query.dtype)
+    if out.numel() == 0 or key.shape[2] == 0:
+        return out.zero_().to(query.dtype)
+    found = launch_quantize_long(query, key, value, recipe.smooth_key)
+    for call in attention_calls(
+        found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, mask, is_causal,
+        softmax_scale, None, out, recipe, guard=query.device.type == "cpu", value_sums=found.value_sums,
+    ):  # fmt: skip
         call.run()
     return out.to(query.dtype)

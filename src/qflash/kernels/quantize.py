@@ -189,7 +189,7 @@ def quantize_token_kernel(
 
 
 @triton.jit
-def _channel_range(
+def channel_range(
     x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
@@ -219,7 +219,7 @@ def quantize_head_kernel(
     d = tl.arange(0, BLOCK_D)
     x_base = x_ptr + z * x_stride_z + h * x_stride_h
     if CHUNKS == 1:
-        low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+        low, high = channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
     else:
         parts = tl.arange(0, CHUNKS)[:, None]
         there = (parts < tl.num_programs(2)) & (d[None, :] < channels)
@@ -259,7 +259,7 @@ def range_kernel(
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     begin = chunk * chunk_tokens
-    low, high = _channel_range(
+    low, high = channel_range(
         x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + chunk_tokens, tokens, channels, d,
         BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -268,7 +268,8 @@ def range_kernel(
     tl.store(high_ptr + out, high, mask=d < channels)
 
 
-_MOST_CHUNKS = 16
+MOST_CHUNKS = 16
+"""Chunks of a long head: few enough that every program can look at the ranges of all."""
 
 
 def _tokens_per_block(channels: int) -> int:
@@ -323,7 +324,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                 # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
                 # into chunks few enough that every program can look at the ranges of all.
                 whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
-                chunk = max(whole, triton.next_power_of_2(triton.cdiv(tokens, _MOST_CHUNKS)))
+                chunk = max(whole, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
                 chunks = triton.cdiv(tokens, chunk)
                 low = high = values
                 if chunks > 1:

@@ -1,0 +1,194 @@
+"""Quantisation for long rows: query, key and value in two launches, V brought to the tensor core's order on the way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..recipe import Recipe
+from .quantize import MOST_CHUNKS, amplitude_to_scale, channel_range, magnitude, to_int8
+from .tile import interleave
+
+_MOST_BATCH = 65535 // 3
+
+
+@triton.jit
+def long_range_kernel(
+    k_ptr, v_ptr, low_ptr, high_ptr, sums_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Ranges of the channels of a chunk of a head's keys or values (program z even or odd); sums to add to begin at zero."""
+    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
+    is_value = tl.program_id(2) % 2
+    d = tl.arange(0, BLOCK_D)
+    begin = part * chunk
+    end = tl.minimum(begin + chunk, tokens)
+    head = z * tl.num_programs(1) + h
+    if is_value == 0:
+        base = k_ptr + z * k_stride_z + h * k_stride_h
+        low, high = channel_range(base, k_stride_n, k_stride_d, begin, end, end, channels, d, BLOCK_N, BLOCK_D)
+    else:
+        base = v_ptr + z * v_stride_z + h * v_stride_h
+        low, high = channel_range(base, v_stride_n, v_stride_d, begin, end, end, value_channels, d, BLOCK_N, BLOCK_D)
+        tl.store(sums_ptr + head * value_channels + d, tl.zeros((BLOCK_D,), tl.int32), mask=(d < value_channels) & (d * 0 + part == 0))
+    out = ((2 * head + is_value) * tl.num_programs(0) + part) * BLOCK_D + d
+    tl.store(low_ptr + out, low)
+    tl.store(high_ptr + out, high)
+
+
+@triton.jit
+def _long_range(low_ptr, high_ptr, row, chunks, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The range of a head's channels from those of its chunks."""
+    parts = tl.arange(0, CHUNKS)[:, None]
+    at = (row * chunks + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    low = tl.min(tl.load(low_ptr + at, mask=parts < chunks, other=float("inf")), 0)
+    return low, tl.max(tl.load(high_ptr + at, mask=parts < chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def _quantize_value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD: tl.constexpr):
+    inside = (n[:, None] < tokens) & (d[None, :] < channels)
+    x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
+    return to_int8(x, scale, GUARD)
+
+
+@triton.jit
+def long_quantize_kernel(
+    q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
+    sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, value_channels, key_heads, chunk,
+    CHUNKS: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise a chunk of a head's queries (a scale a token), keys (a scale a head) or values (a scale a channel).
+
+    Program z modulo 3 tells which. The values come out as the tensor core reads them, (channels, tokens up to
+    ``padded``, zero past the end), and their channels are added up: see :func:`.long.pack_value_kernel`.
+    """
+    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 3).to(tl.int64)
+    kind = tl.program_id(2) % 3
+    d = tl.arange(0, BLOCK_D)
+    begin = part * chunk
+    chunks = tl.cdiv(tokens, chunk)
+    if kind == 0:
+        head = z * tl.num_programs(1) + h
+        base = q_ptr + z * q_stride_z + h * q_stride_h
+        for start in range(begin, tl.minimum(queries, begin + chunk), BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            inside = (n[:, None] < queries) & (d[None, :] < channels)
+            x = tl.load(base + n[:, None] * q_stride_n + d[None, :] * q_stride_d, mask=inside, other=0.0).to(tl.float32)
+            scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+            tl.store(query_scale_ptr + head * queries + n[:, None], scale, mask=n[:, None] < queries)
+            tl.store(query_ptr + (head * queries + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+    elif h < key_heads and begin < tokens:
+        head = z * key_heads + h
+        low, high = _long_range(low_ptr, high_ptr, 2 * head + kind - 1, chunks, CHUNKS, BLOCK_D)
+        if kind == 1:
+            middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+            if CENTER:
+                low -= middle
+                high -= middle
+            amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+            scale = (
+                tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+            )
+            tl.store(key_scale_ptr + head + tl.zeros((1, 1), tl.int32), scale, mask=part + tl.zeros((1, 1), tl.int32) == 0)
+            base = k_ptr + z * k_stride_z + h * k_stride_h
+            for start in range(begin, tl.minimum(tokens, begin + chunk), BLOCK_N):
+                n = start + tl.arange(0, BLOCK_N)
+                inside = (n[:, None] < tokens) & (d[None, :] < channels)
+                x = tl.load(base + n[:, None] * k_stride_n + d[None, :] * k_stride_d, mask=inside, other=0.0).to(tl.float32)
+                if CENTER:
+                    x = tl.where(inside, x - middle[None, :], 0.0)
+                tl.store(key_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+        else:
+            amplitude = tl.where(d < value_channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+            scale = amplitude_to_scale(amplitude)[None, :]
+            inside = (d[None, :] < value_channels) & (part + tl.zeros((1, 1), tl.int32) == 0)
+            tl.store(value_scale_ptr + head * value_channels + d[None, :], scale, mask=inside)
+            base = v_ptr + z * v_stride_z + h * v_stride_h
+            sums = tl.zeros((BLOCK_D,), tl.int32)
+            for start in range(begin, tl.minimum(padded, begin + chunk), BLOCK_N):
+                # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
+                n = start + 4 * tl.arange(0, BLOCK_N // 4)
+                a = _quantize_value_rows(base, v_stride_n, v_stride_d, n, tokens, d, value_channels, scale, GUARD)
+                b = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 1, tokens, d, value_channels, scale, GUARD)
+                c = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 2, tokens, d, value_channels, scale, GUARD)
+                e = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 3, tokens, d, value_channels, scale, GUARD)
+                values = interleave(a, b, c, e, BLOCK_N, BLOCK_D)
+                sums += tl.sum(values.to(tl.int32), 0)
+                n = start + tl.arange(0, BLOCK_N)
+                out = packed_ptr + (head * value_channels + d[None, :]) * padded + n[:, None]
+                tl.store(out, values, mask=(d[None, :] < value_channels) & (n[:, None] < padded))
+            tl.atomic_add(sums_ptr + head * value_channels + d, sums, mask=d < value_channels)
+
+
+def quantizes_long(recipe: Recipe, batch: int) -> bool:
+    """Tell whether :func:`launch_quantize_long` finds the scales the recipe asks for."""
+    granularities = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
+    return (
+        granularities == ("token", "head", "channel")
+        and not recipe.balance
+        and not recipe.rotate
+        and recipe.normalization == "two_pass"
+        and batch <= _MOST_BATCH
+    )
+
+
+class LongQuantized(NamedTuple):
+    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums."""
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    value: torch.Tensor
+    value_scale: torch.Tensor
+    value_sums: torch.Tensor
+
+
+def launch_quantize_long(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, center: bool) -> LongQuantized:
+    """Quantise everything a call with long rows needs, in two launches: ranges, then values.
+
+    Scales are one a token for query, one a head for key, one a channel for value.
+
+    Args:
+        query, key, value: float (batch, heads, tokens, channels), on one device, not empty.
+        center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
+    """
+    batch, heads, queries, channels = query.shape
+    key_heads, tokens, value_channels = key.shape[1], key.shape[2], value.shape[3]
+    padded = triton.cdiv(tokens, 128) * 128
+    width = triton.next_power_of_2(max(channels, value_channels))
+    chunk = max(128, triton.next_power_of_2(triton.cdiv(max(tokens, queries), MOST_CHUNKS)))
+    chunks = triton.cdiv(tokens, chunk)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=query.device)
+
+    low, high = new(batch, key_heads, 2, chunks, width), new(batch, key_heads, 2, chunks, width)
+    packed = new(batch, key_heads, value_channels, padded, dtype=torch.int8)
+    found = LongQuantized(
+        new(*query.shape, dtype=torch.int8),
+        new(batch, heads, queries, 1),
+        new(*key.shape, dtype=torch.int8),
+        new(batch, key_heads, 1, 1),
+        packed[..., :tokens].mT,
+        new(batch, key_heads, 1, value_channels),
+        new(batch, key_heads, value_channels, dtype=torch.int32),
+    )
+    block = max(16, 4096 // width)
+    long_range_kernel[(chunks, key_heads, 2 * batch)](
+        key, value, low, high, found.value_sums, *key.stride(), *value.stride(), tokens, channels, value_channels, chunk,
+        BLOCK_N=block, BLOCK_D=width,
+    )  # fmt: skip
+    long_quantize_kernel[(triton.cdiv(max(padded, queries), chunk), heads, 3 * batch)](
+        query, key, value, low, high, found.query, found.query_scale, found.key, found.key_scale, packed, found.value_scale,
+        found.value_sums, *query.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels,
+        key_heads, chunk, CHUNKS=triton.next_power_of_2(chunks), CENTER=center, BLOCK_N=block, BLOCK_D=width,
+        GUARD=query.device.type == "cpu", enable_fp_fusion=False,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,91 @@
+"""Quantising everything for long rows in two launches has exactly the bits of quantising tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import qflash
+from helpers import DEVICE, lay_out, make_inputs, same_bits
+from qflash import ops
+from qflash.kernels.attention import attention_calls
+from qflash.kernels.long_quantize import launch_quantize_long, quantizes_long
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
+
+
+@pytest.mark.parametrize(
+    ("shape", "layouts", "dtype", "center"),
+    [
+        ((1, 2, 300, 270, 64, 64, 2), ("contiguous", "contiguous", "contiguous"), torch.float16, True),
+        ((2, 2, 40, 257, 48, 80, 1), ("packed", "tokens_first", "channels_first"), torch.bfloat16, True),
+        ((1, 1, 500, 129, 20, 16, 1), ("every_second", "packed", "packed"), torch.float32, False),
+        ((2, 3, 1, 400, 32, 128, 3), ("tokens_first", "expanded", "packed"), torch.float16, False),
+        ((1, 1, 33, 2100, 8, 24, 1), ("contiguous", "contiguous", "contiguous"), torch.float16, True),
+    ],
+)
+def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: torch.dtype, center: bool) -> None:
+    batch, heads, queries, keys, head_dim, value_dim, key_heads = shape
+    inputs = make_inputs(batch, heads, queries, keys, head_dim, value_dim, key_heads=key_heads, dtype=dtype)
+    inputs[1][0, 0] += 3.0  # channels off their centre
+    inputs[2][-1, -1, :, 0] = 0.0  # a channel of zeros
+    query, key, value = (lay_out(x, layout).to(DEVICE) for x, layout in zip(inputs, layouts, strict=True))
+    found = launch_quantize_long(query, key, value, center)
+    for x, granularity, middle, got, scale in (
+        (query, "token", False, found.query, found.query_scale),
+        (key, "head", center, found.key, found.key_scale),
+        (value, "channel", False, found.value, found.value_scale),
+    ):
+        expected, expected_scale = ops._quantize(x, granularity, middle, "reference")
+        assert same_bits(scale, expected_scale), granularity
+        assert same_bits(got, expected), granularity
+    assert torch.equal(found.value_sums, found.value.to(torch.int32).sum(2, dtype=torch.int32))
+    assert found.value.stride(2) == 1
+    whole = found.value.mT.as_strided((*value.shape[:2], value_dim, -(-keys // 128) * 128), found.value.mT.stride())
+    assert not whole[..., keys:].any()
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite(which: int, special: float) -> None:
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 260, head_dim=16)]
+    inputs[which][0, 1, 200, 3] = special
+    found = launch_quantize_long(*inputs, True)
+    scales = found.query_scale, found.key_scale, found.value_scale
+    for index, (scale, x, granularity) in enumerate(zip(scales, inputs, ("token", "head", "channel"), strict=True)):
+        expected, expected_scale = ops._quantize(x, granularity, index == 1, "reference")
+        assert same_bits(scale, expected_scale)
+        assert bool(torch.isnan(scale).any()) == (index == which)
+        assert same_bits((found.query, found.key, found.value)[index], expected)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
+    query, key, value = (x.to(DEVICE) for x in make_inputs(1, 2, 70, 300, 32, 32, key_heads=1, dtype=torch.float16))
+    options: dict = {"enable_gqa": True, "is_causal": mask == "causal"}
+    if mask == "bool":
+        options["attn_mask"] = (torch.rand(70, 300) < 0.7).to(DEVICE)
+    elif mask == "float":
+        options["attn_mask"] = torch.randn(2, 70, 300).to(DEVICE, torch.float16)
+    got = qflash.attention(query, key, value, backend="triton", **options)
+    assert same_bits(got, qflash.attention(query, key, value, backend="reference", **options))
+
+
+def test_which_recipes() -> None:
+    assert quantizes_long(DEFAULT, 21845)
+    assert quantizes_long(DEFAULT.replace(smooth_key=False, probability_bits=15), 1)
+    assert not quantizes_long(DEFAULT, 21846)
+    others = PAPER, ACCURATE, DEFAULT.replace(rotate=True), DEFAULT.replace(value_granularity="tensor")
+    assert not any(quantizes_long(recipe, 1) for recipe in others)
+
+
+def test_attention_takes_values_in_order_without_packing_them_again() -> None:
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 1, 300, head_dim=32, dtype=torch.float16)]
+    found = launch_quantize_long(*inputs, True)
+    arguments = (found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1)
+    out, guard = torch.empty_like(inputs[0]), DEVICE.type == "cpu"
+    calls = attention_calls(*arguments, None, out, DEFAULT, guard=guard, value_sums=found.value_sums)
+    assert [call.kernel.__name__ for call in calls] == ["long_kernel"]
+    again = attention_calls(*arguments, None, out, DEFAULT, guard=guard)
+    assert [call.kernel.__name__ for call in again] == ["pack_value_kernel", "long_kernel"]

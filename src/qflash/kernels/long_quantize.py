@@ -34,7 +34,11 @@ def long_range_kernel(
     else:
         base = v_ptr + z * v_stride_z + h * v_stride_h
         low, high = channel_range(base, v_stride_n, v_stride_d, begin, end, end, value_channels, d, BLOCK_N, BLOCK_D)
-        tl.store(sums_ptr + head * value_channels + d, tl.zeros((BLOCK_D,), tl.int32), mask=(d < value_channels) & (d * 0 + part == 0))
+        tl.store(
+            sums_ptr + head * value_channels + d,
+            tl.zeros((BLOCK_D,), tl.int32),
+            mask=(d < value_channels) & (d * 0 + part == 0),
+        )
     out = ((2 * head + is_value) * tl.num_programs(0) + part) * BLOCK_D + d
     tl.store(low_ptr + out, low)
     tl.store(high_ptr + out, high)
@@ -50,10 +54,84 @@ def _long_range(low_ptr, high_ptr, row, chunks, CHUNKS: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def _quantize_value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD: tl.constexpr):
+def _queries(
+    base,
+    stride_n,
+    stride_d,
+    values,
+    scales,
+    begin,
+    end,
+    channels,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Quantise queries ``begin`` to ``end`` of a head, a scale a token."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < end) & (d[None, :] < channels)
+        x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
+        scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+        tl.store(scales + n[:, None], scale, mask=n[:, None] < end)
+        tl.store(values + n[:, None] * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+
+
+@triton.jit
+def _keys(
+    base, stride_n, stride_d, values, scale_ptr, low, high, begin, end, channels,
+    CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise keys ``begin`` to ``end`` of a head, whose channels' ranges are given, with one scale."""
+    d = tl.arange(0, BLOCK_D)
+    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+    tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < end) & (d[None, :] < channels)
+        x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            x = tl.where(inside, x - middle[None, :], 0.0)
+        tl.store(values + n[:, None] * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+
+
+@triton.jit
+def _value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD: tl.constexpr):
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
     x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
     return to_int8(x, scale, GUARD)
+
+
+@triton.jit
+def _values(
+    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low, high, begin, end, tokens, padded, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise values ``begin`` to ``end`` of a head, a scale a channel, and store them (channels, tokens up to ``padded``)."""
+    d = tl.arange(0, BLOCK_D)
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    scale = amplitude_to_scale(amplitude)[None, :]
+    tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
+    sums = tl.zeros((BLOCK_D,), tl.int32)
+    for start in range(begin, end, BLOCK_N):
+        # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
+        n = start + 4 * tl.arange(0, BLOCK_N // 4)
+        v0 = _value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD)
+        v1 = _value_rows(base, stride_n, stride_d, n + 1, tokens, d, channels, scale, GUARD)
+        v2 = _value_rows(base, stride_n, stride_d, n + 2, tokens, d, channels, scale, GUARD)
+        v3 = _value_rows(base, stride_n, stride_d, n + 3, tokens, d, channels, scale, GUARD)
+        values = interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_D)
+        sums += tl.sum(values.to(tl.int32), 0)
+        column = start + tl.arange(0, BLOCK_N)
+        inside = (d[None, :] < channels) & (column[:, None] < padded)
+        tl.store(packed + d[None, :] * padded + column[:, None], values, mask=inside)
+    tl.atomic_add(sums_ptr + d, sums, mask=d < channels)
 
 
 @triton.jit
@@ -68,62 +146,30 @@ def long_quantize_kernel(
     Program z modulo 3 tells which. The values come out as the tensor core reads them, (channels, tokens up to
     ``padded``, zero past the end), and their channels are added up: see :func:`.long.pack_value_kernel`.
     """
-    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 3).to(tl.int64)
+    h, z = tl.program_id(1), (tl.program_id(2) // 3).to(tl.int64)
     kind = tl.program_id(2) % 3
-    d = tl.arange(0, BLOCK_D)
-    begin = part * chunk
-    chunks = tl.cdiv(tokens, chunk)
+    begin = tl.program_id(0) * chunk
     if kind == 0:
         head = z * tl.num_programs(1) + h
-        base = q_ptr + z * q_stride_z + h * q_stride_h
-        for start in range(begin, tl.minimum(queries, begin + chunk), BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            inside = (n[:, None] < queries) & (d[None, :] < channels)
-            x = tl.load(base + n[:, None] * q_stride_n + d[None, :] * q_stride_d, mask=inside, other=0.0).to(tl.float32)
-            scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
-            tl.store(query_scale_ptr + head * queries + n[:, None], scale, mask=n[:, None] < queries)
-            tl.store(query_ptr + (head * queries + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+        _queries(
+            q_ptr + z * q_stride_z + h * q_stride_h, q_stride_n, q_stride_d, query_ptr + head * queries * channels,
+            query_scale_ptr + head * queries, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
+        )  # fmt: skip
     elif h < key_heads and begin < tokens:
         head = z * key_heads + h
-        low, high = _long_range(low_ptr, high_ptr, 2 * head + kind - 1, chunks, CHUNKS, BLOCK_D)
+        low, high = _long_range(low_ptr, high_ptr, 2 * head + kind - 1, tl.cdiv(tokens, chunk), CHUNKS, BLOCK_D)
         if kind == 1:
-            middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
-            if CENTER:
-                low -= middle
-                high -= middle
-            amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
-            scale = (
-                tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
-            )
-            tl.store(key_scale_ptr + head + tl.zeros((1, 1), tl.int32), scale, mask=part + tl.zeros((1, 1), tl.int32) == 0)
-            base = k_ptr + z * k_stride_z + h * k_stride_h
-            for start in range(begin, tl.minimum(tokens, begin + chunk), BLOCK_N):
-                n = start + tl.arange(0, BLOCK_N)
-                inside = (n[:, None] < tokens) & (d[None, :] < channels)
-                x = tl.load(base + n[:, None] * k_stride_n + d[None, :] * k_stride_d, mask=inside, other=0.0).to(tl.float32)
-                if CENTER:
-                    x = tl.where(inside, x - middle[None, :], 0.0)
-                tl.store(key_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+            _keys(
+                k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d, key_ptr + head * tokens * channels,
+                key_scale_ptr + head, low, high, begin, tl.minimum(tokens, begin + chunk), channels, CENTER, BLOCK_N, BLOCK_D,
+                GUARD,
+            )  # fmt: skip
         else:
-            amplitude = tl.where(d < value_channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
-            scale = amplitude_to_scale(amplitude)[None, :]
-            inside = (d[None, :] < value_channels) & (part + tl.zeros((1, 1), tl.int32) == 0)
-            tl.store(value_scale_ptr + head * value_channels + d[None, :], scale, mask=inside)
-            base = v_ptr + z * v_stride_z + h * v_stride_h
-            sums = tl.zeros((BLOCK_D,), tl.int32)
-            for start in range(begin, tl.minimum(padded, begin + chunk), BLOCK_N):
-                # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
-                n = start + 4 * tl.arange(0, BLOCK_N // 4)
-                a = _quantize_value_rows(base, v_stride_n, v_stride_d, n, tokens, d, value_channels, scale, GUARD)
-                b = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 1, tokens, d, value_channels, scale, GUARD)
-                c = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 2, tokens, d, value_channels, scale, GUARD)
-                e = _quantize_value_rows(base, v_stride_n, v_stride_d, n + 3, tokens, d, value_channels, scale, GUARD)
-                values = interleave(a, b, c, e, BLOCK_N, BLOCK_D)
-                sums += tl.sum(values.to(tl.int32), 0)
-                n = start + tl.arange(0, BLOCK_N)
-                out = packed_ptr + (head * value_channels + d[None, :]) * padded + n[:, None]
-                tl.store(out, values, mask=(d[None, :] < value_channels) & (n[:, None] < padded))
-            tl.atomic_add(sums_ptr + head * value_channels + d, sums, mask=d < value_channels)
+            _values(
+                v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d, packed_ptr + head * value_channels * padded,
+                value_scale_ptr + head * value_channels, sums_ptr + head * value_channels, low, high, begin,
+                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, BLOCK_N, BLOCK_D, GUARD,
+            )  # fmt: skip
 
 
 def quantizes_long(recipe: Recipe, batch: int) -> bool:

@@ -9,17 +9,48 @@ import triton
 import triton.language as tl
 
 from ..recipe import Recipe
-from .quantize import MOST_CHUNKS, amplitude_to_scale, channel_range, magnitude, to_int8
+from .quantize import (
+    MOST_CHUNKS,
+    amplitude_to_scale,
+    highest,
+    inverse_scale,
+    lowest,
+    magnitude,
+    nan_max,
+    nan_min,
+    round_to_int8,
+)
 from .tile import interleave
 
 _MOST_BATCH = 65535 // 3
 
 
 @triton.jit
+def _load(base, stride_n, stride_d, n, last, d, channels):
+    """Tokens ``n`` of a head as they are; past the ``last`` the last again."""
+    ptrs = base + tl.minimum(n, last)[:, None] * stride_n + d[None, :] * stride_d
+    return tl.load(ptrs, mask=d[None, :] < channels, other=0.0)
+
+
+@triton.jit
+def _range(
+    base, stride_n, stride_d, begin, end, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
+    """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN (or infinity) where there is a NaN."""
+    d = tl.arange(0, BLOCK_D)
+    low = _load(base, stride_n, stride_d, begin + tl.arange(0, BLOCK_N), end - 1, d, channels).to(tl.float32)
+    high = low
+    for start in range(begin + BLOCK_N, end, BLOCK_N):
+        x = _load(base, stride_n, stride_d, start + tl.arange(0, BLOCK_N), end - 1, d, channels).to(tl.float32)
+        low, high = nan_min(low, x), nan_max(high, x)
+    return lowest(low, 0, GUARD), highest(high, 0, GUARD)
+
+
+@triton.jit
 def long_range_kernel(
     k_ptr, v_ptr, low_ptr, high_ptr, sums_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Ranges of the channels of a chunk of a head's keys or values (program z even or odd); sums to add to begin at zero."""
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
@@ -30,10 +61,10 @@ def long_range_kernel(
     head = z * tl.num_programs(1) + h
     if is_value == 0:
         base = k_ptr + z * k_stride_z + h * k_stride_h
-        low, high = channel_range(base, k_stride_n, k_stride_d, begin, end, end, channels, d, BLOCK_N, BLOCK_D)
+        low, high = _range(base, k_stride_n, k_stride_d, begin, end, channels, BLOCK_N, BLOCK_D, GUARD)
     else:
         base = v_ptr + z * v_stride_z + h * v_stride_h
-        low, high = channel_range(base, v_stride_n, v_stride_d, begin, end, end, value_channels, d, BLOCK_N, BLOCK_D)
+        low, high = _range(base, v_stride_n, v_stride_d, begin, end, value_channels, BLOCK_N, BLOCK_D, GUARD)
         tl.store(
             sums_ptr + head * value_channels + d,
             tl.zeros((BLOCK_D,), tl.int32),
@@ -45,12 +76,12 @@ def long_range_kernel(
 
 
 @triton.jit
-def _long_range(low_ptr, high_ptr, row, chunks, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _whole_range(low_ptr, high_ptr, row, chunks, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
     """The range of a head's channels from those of its chunks."""
     parts = tl.arange(0, CHUNKS)[:, None]
     at = (row * chunks + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    low = tl.min(tl.load(low_ptr + at, mask=parts < chunks, other=float("inf")), 0)
-    return low, tl.max(tl.load(high_ptr + at, mask=parts < chunks, other=float("-inf")), 0)
+    low = lowest(tl.load(low_ptr + at, mask=parts < chunks, other=float("inf")), 0, GUARD)
+    return low, highest(tl.load(high_ptr + at, mask=parts < chunks, other=float("-inf")), 0, GUARD)
 
 
 @triton.jit
@@ -72,10 +103,11 @@ def _queries(
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n[:, None] < end) & (d[None, :] < channels)
-        x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
-        scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+        x = _load(base, stride_n, stride_d, n, end - 1, d, channels).to(tl.float32)
+        scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
         tl.store(scales + n[:, None], scale, mask=n[:, None] < end)
-        tl.store(values + n[:, None] * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+        x = round_to_int8(x, inverse_scale(scale, GUARD), GUARD)
+        tl.store(values + n[:, None] * channels + d[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -92,20 +124,21 @@ def _keys(
     amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
     scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
     tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
+    inverse = inverse_scale(scale, GUARD)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n[:, None] < end) & (d[None, :] < channels)
-        x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
+        x = _load(base, stride_n, stride_d, n, end - 1, d, channels).to(tl.float32)
         if CENTER:
-            x = tl.where(inside, x - middle[None, :], 0.0)
-        tl.store(values + n[:, None] * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+            x = x - middle[None, :]
+        tl.store(values + n[:, None] * channels + d[None, :], round_to_int8(x, inverse, GUARD), mask=inside)
 
 
 @triton.jit
-def _value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD: tl.constexpr):
+def _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD: tl.constexpr):
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
     x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
-    return to_int8(x, scale, GUARD)
+    return round_to_int8(x, inverse, GUARD)
 
 
 @triton.jit
@@ -118,14 +151,15 @@ def _values(
     amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
     scale = amplitude_to_scale(amplitude)[None, :]
     tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
+    inverse = inverse_scale(scale, GUARD)
     sums = tl.zeros((BLOCK_D,), tl.int32)
     for start in range(begin, end, BLOCK_N):
         # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
         n = start + 4 * tl.arange(0, BLOCK_N // 4)
-        v0 = _value_rows(base, stride_n, stride_d, n, tokens, d, channels, scale, GUARD)
-        v1 = _value_rows(base, stride_n, stride_d, n + 1, tokens, d, channels, scale, GUARD)
-        v2 = _value_rows(base, stride_n, stride_d, n + 2, tokens, d, channels, scale, GUARD)
-        v3 = _value_rows(base, stride_n, stride_d, n + 3, tokens, d, channels, scale, GUARD)
+        v0 = _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD)
+        v1 = _value_rows(base, stride_n, stride_d, n + 1, tokens, d, channels, inverse, GUARD)
+        v2 = _value_rows(base, stride_n, stride_d, n + 2, tokens, d, channels, inverse, GUARD)
+        v3 = _value_rows(base, stride_n, stride_d, n + 3, tokens, d, channels, inverse, GUARD)
         values = interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_D)
         sums += tl.sum(values.to(tl.int32), 0)
         column = start + tl.arange(0, BLOCK_N)
@@ -157,7 +191,7 @@ def long_quantize_kernel(
         )  # fmt: skip
     elif h < key_heads and begin < tokens:
         head = z * key_heads + h
-        low, high = _long_range(low_ptr, high_ptr, 2 * head + kind - 1, tl.cdiv(tokens, chunk), CHUNKS, BLOCK_D)
+        low, high = _whole_range(low_ptr, high_ptr, 2 * head + kind - 1, tl.cdiv(tokens, chunk), CHUNKS, BLOCK_D, GUARD)
         if kind == 1:
             _keys(
                 k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d, key_ptr + head * tokens * channels,
@@ -226,15 +260,15 @@ def launch_quantize_long(query: torch.Tensor, key: torch.Tensor, value: torch.Te
         new(batch, key_heads, 1, value_channels),
         new(batch, key_heads, value_channels, dtype=torch.int32),
     )
-    block = max(16, 4096 // width)
+    block, guard = min(chunk, max(16, 8192 // width)), query.device.type == "cpu"
     long_range_kernel[(chunks, key_heads, 2 * batch)](
         key, value, low, high, found.value_sums, *key.stride(), *value.stride(), tokens, channels, value_channels, chunk,
-        BLOCK_N=block, BLOCK_D=width,
+        BLOCK_N=max(16, block // 2), BLOCK_D=width, GUARD=guard,
     )  # fmt: skip
     long_quantize_kernel[(triton.cdiv(max(padded, queries), chunk), heads, 3 * batch)](
         query, key, value, low, high, found.query, found.query_scale, found.key, found.key_scale, packed, found.value_scale,
         found.value_sums, *query.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels,
         key_heads, chunk, CHUNKS=triton.next_power_of_2(chunks), CENTER=center, BLOCK_N=block, BLOCK_D=width,
-        GUARD=query.device.type == "cpu", enable_fp_fusion=False,
+        GUARD=guard, enable_fp_fusion=False,
     )  # fmt: skip
     return found

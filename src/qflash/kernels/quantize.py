@@ -189,7 +189,7 @@ def quantize_token_kernel(
 
 
 @triton.jit
-def channel_range(
+def _channel_range(
     x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
@@ -219,7 +219,7 @@ def quantize_head_kernel(
     d = tl.arange(0, BLOCK_D)
     x_base = x_ptr + z * x_stride_z + h * x_stride_h
     if CHUNKS == 1:
-        low, high = channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+        low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
     else:
         parts = tl.arange(0, CHUNKS)[:, None]
         there = (parts < tl.num_programs(2)) & (d[None, :] < channels)
@@ -259,7 +259,7 @@ def range_kernel(
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     begin = chunk * chunk_tokens
-    low, high = channel_range(
+    low, high = _channel_range(
         x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + chunk_tokens, tokens, channels, d,
         BLOCK_N, BLOCK_D,
     )  # fmt: skip

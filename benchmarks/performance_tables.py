@@ -106,10 +106,28 @@ def profile() -> list[str]:
     return lines
 
 
+def models() -> list[str]:
+    """Whole models: images a second, and the ratio to the fastest SDPA back end."""
+    lines = [
+        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | INT-Flash-Full | QAttn | **qflash** | ratio | ÷ timm | SQNR dB of logits |",
+        "|" + "---|" * 11,
+    ]
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in rows_of("models_h200"):
+        found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
+    names = ("timm", "sdpa flash", "sdpa cudnn", "sdpa efficient", "int-flash-full", "qattn", "qflash")
+    for (model, batch), methods in found.items():
+        speed = {name: methods[name]["images_s"] for name in names}
+        cells = ["-" if speed[name] is None else f"{speed[name]:.0f}" for name in names]
+        cells += [number(methods["qflash"]["ratio"], 3), number(speed["qflash"] / speed["timm"])]
+        lines.append(f"| {model} b{batch} | {' | '.join(cells)} | {number(methods['qflash']['sqnr_db'], 1)} |")
+    return lines
+
+
 def main() -> None:
     """Replace every table between its markers."""
     text = PAGE.read_text()
-    for make in (latency, bias, eager, energy, profile):
+    for make in (latency, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

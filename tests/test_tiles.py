@@ -107,6 +107,7 @@ def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps:
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
+    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 else 0)  # five queries past three blocks
     assert call.arguments["BLOCK_M"] == 16 * warps and call.arguments["WALK"] == (grid < -(-197 // (16 * warps)))
 
 

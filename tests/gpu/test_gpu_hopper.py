@@ -117,6 +117,37 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shape, chosen, draw, dtype)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", [65, 100, 128, 197, 225, 240, 256])
+@pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
+def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
+    """One program a head: up to 16 queries past whole blocks go a way of their own."""
+    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.tiles import Tiles
+
+    generator = torch.Generator(CUDA).manual_seed(queries + keys)
+    shape = Shape(2, 2, 1, queries, keys, head_dim)
+    chosen = Tiles(**HAND, registers=168, splits=1)
+    for draw, dtype in enumerate((torch.int8, torch.int8, torch.float16)):
+        q, k, v = (
+            torch.randint(-128, 128, size, generator=generator, device=CUDA, dtype=torch.int16).to(torch.int8)
+            for size in shape.sizes()
+        )
+        grains = ("tensor", "tensor", "tensor", "tensor") if draw == 0 else ("token", "head", "channel", "channel")
+        sizes = (*shape.sizes(), shape.sizes()[0])
+        scales = [draw_scale(size, kind, generator) * 0.03 for size, kind in zip(sizes, grains, strict=True)]
+        if draw == 2:
+            scales[0].view(-1)[-1] = torch.nan
+        out = torch.empty(shape.sizes()[0], dtype=dtype, device=CUDA)
+        out_scale = scales[3] if dtype == torch.int8 else None
+        arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, head_dim**-0.5, out_scale)
+        (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
+        assert call.kernel.__name__ == "hopper_kernel"
+        assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
+        call.run()
+        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), draw
+
+
 RECIPES = [
     DEFAULT.replace(query_granularity=query, value_granularity=value, smooth_key=smooth)
     for query, value, smooth in itertools.product(("head", "token"), ("head", "channel"), (False, True))

@@ -315,7 +315,11 @@ def _calls(
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
-            fixed |= {"WALK": walk}
+            # measured: it pays where one program walks over int8 queries
+            alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim >= 64 and queries > tiles.block_m
+            left = queries % tiles.block_m
+            tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
+            fixed |= {"WALK": walk, "TAIL": tail}
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

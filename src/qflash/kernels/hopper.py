@@ -448,6 +448,156 @@ def _store(
 
 
 @gluon.jit
+def _allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))
+
+
+@gluon.jit
+def _last_queries(
+    q_ptr, q_stride_n: gl.constexpr, smem, qs_base, qs_stride_n, head_bits, first, queries, QUERY_TOKEN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring the last few queries to shared memory; return the bits of their scale or scales."""
+    ROWS: gl.constexpr = smem.shape[0]
+    D: gl.constexpr = smem.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+    n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    smem.store(gl.load(q_ptr + n[:, None] * q_stride_n + d[None, :]))
+    bits = head_bits
+    if QUERY_TOKEN:
+        n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, product_layout(ROWS, WARPS))), queries - 1)
+        bits = gl.load(qs_base + n * qs_stride_n)
+    return bits
+
+
+@gluon.jit
+def _across(x, D: gl.constexpr, L: gl.constexpr):
+    """A number, or one for each (dealt) channel, beside outputs whose rows are the channels."""
+    if x.type.is_block():
+        x = gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,))
+        x = gl.convert_layout(x, gl.SliceLayout(1, L))[:, None]
+    return x
+
+
+@gluon.jit
+def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
+    """Start the product of a tile of keys with the last few queries."""
+    M: gl.constexpr = k_smem.shape[0]
+    N: gl.constexpr = q_smem.shape[0]
+    zeros = gl.zeros((M, N), gl.int32, product_layout(N, WARPS))
+    return warpgroup_mma(k_smem, q_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _last_stored(
+    s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, OFFSET: gl.constexpr
+):
+    """Store probabilities of a tile, as the product with V takes them, and return their sums over keys 64 apart."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    L: gl.constexpr = s.type.layout
+    word = probability_words(s, base, multiplier, fraction_bits, "none", False, True, 8, True, OFFSET, False, False)
+    p = _high_bytes(word, False)
+    n = gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    there = n < depth(WIDTH)
+    if WIDTH >= 32:
+        n = key_order(n)
+    part = gl.where((there & (START + n < KEYS))[:, None], p.to(gl.int32), 0)
+    if M == 128:
+        a, b = halves(part)
+        part = gl.convert_layout(a + b, L, assert_trivial=True)
+    p = gl.reshape(gl.permute(gl.reshape(p, (M // 16, 2, 4, 2, N)), (0, 2, 1, 3, 4)), (M, N))
+    smem.permute((1, 0)).store(p)
+    return part
+
+
+@gluon.jit
+def _last_rows(
+    q_smem, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    k_smem, v_smem, p_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
+
+    Both products are transposed: rows are keys and channels, columns the queries.
+    """
+    N: gl.constexpr = q_smem.shape[0]
+    D: gl.constexpr = q_smem.shape[1]
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    L: gl.constexpr = product_layout(N, WARPS)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, L)
+    usable = keys_usable & usable_scale(query_bits)
+    if query_bits.type.is_block():
+        row = row_multiplier(
+            query_bits,
+            key_mantissa,
+            key_exponent,
+            constant_mantissa,
+            constant_exponent,
+            "none",
+            False,
+            0,
+            MOST,
+            MOST_BITS,
+            False,
+        )
+    multiplier, fraction_bits, _ = row
+    scores = ()
+    for t in gl.static_range(TILES):
+        scores = scores + (_last_scores(q_smem, k_smem[t], WARPS),)
+    ready = ()
+    for t in gl.static_range(TILES):
+        s = warpgroup_mma_wait(TILES - 1 - t, [scores[t]])
+        if WIDTHS[t] <= 32:
+            # nobody has written the second half of the tile
+            n = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            s = gl.where((n < 32)[:, None], s, -2147483648)
+        ready = ready + (s,)
+        x = s
+        if WIDTHS[t] == 128:
+            a, b = halves(s)
+            x = gl.convert_layout(gl.maximum(a, b), L, assert_trivial=True)
+        if t == 0:
+            largest = x
+        else:
+            largest = gl.maximum(largest, x)
+    row_max = gl.convert_layout(gl.max(largest, 0), COLUMN, assert_trivial=True)
+    if multiplier.type.is_block():
+        multiplier, fraction_bits = multiplier[None, :], fraction_bits[None, :]
+    total = gl.zeros((64, N), gl.int32, L)
+    for t in gl.static_range(TILES):
+        total += _last_stored(
+            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET
+        )
+    # here, because a reduction may use the shared memory of what nobody waits for any more, such as products under way
+    total = gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
+    fence_async_shared()
+    barrier()
+    accumulator = warpgroup_mma_init(gl.zeros((D, N), gl.int32, L))
+    for t in gl.static_range(TILES):
+        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1) if WIDTHS[t] < 64 else p_smem[t]
+        accumulator = warpgroup_mma(v_smem[t], p_t.permute((1, 0)), accumulator, is_async=True)
+    bits, inverse = row_inverse(127 * KEYS - total, False)
+    numerator = sums[:, None] - warpgroup_mma_wait(0, [accumulator])
+    if o_base.dtype.element_ty == gl.int8:
+        result = requantize(
+            numerator << (24 - bits)[None, :], multiply_high(inverse[None, :], factor, False), shift, half, False
+        )
+    else:
+        good = usable_scale(factor.to(gl.int32, bitcast=True))
+        weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]
+        result = (numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+    place = gl.arange(0, D, layout=gl.SliceLayout(1, L))
+    channels = (place & 7) * (D // 8) + (place >> 3)
+    rows = first + gl.arange(0, N, layout=COLUMN)
+    inside = (rows[None, :] < queries) & (channels[:, None] >= 0)
+    gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)
+
+
+@gluon.jit
 def _block(
     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
     k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
@@ -510,11 +660,13 @@ def hopper_kernel(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+    TAIL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries. A warp has 16 of the BLOCK_M queries.
+    program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
+    matter of their own. A warp has 16 of the BLOCK_M queries.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -526,7 +678,7 @@ def hopper_kernel(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     o_base = o_ptr + z * o_stride_z + h * o_stride_h
-    blocks = gl.cdiv(queries, BLOCK_M)
+    blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
     block = gl.program_id(0)
     D: gl.constexpr = HEAD_DIM
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -541,8 +693,9 @@ def hopper_kernel(
     k_smem = ()
     v_smem = ()
     for i in gl.static_range(TILES):
-        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [depth(WIDTHS[i]), D], shared_layout(D)),)
-        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [D, depth(WIDTHS[i])], shared_layout(depth(WIDTHS[i]))),)
+        # the last queries take keys as rows of a product, of which there are at least 64
+        k_smem = k_smem + (_allocate(max(WIDTHS[i], 64 if TAIL else 32), D),)
+        v_smem = v_smem + (_allocate(D, depth(WIDTHS[i])),)
 
     head_bits = 0
     if QUANTIZE:
@@ -566,7 +719,7 @@ def hopper_kernel(
         value_scale = amplitude_to_scale(most)
         key_inverse, value_inverse = inverse_scale(key_scale, False), inverse_scale(value_scale, False)
         for i in gl.static_range(TILES):
-            k_smem[i].store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
+            k_smem[i].slice(0, depth(WIDTHS[i]), 0).store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
             v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False)))
         key_bits = key_scale.to(gl.int32, bitcast=True)
         factor, shift, half = gl.convert_layout(value_scale, CO), 0, 0
@@ -580,7 +733,7 @@ def hopper_kernel(
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i], STARTS[i], WIDTHS[i], KEYS, WARPS)
+            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, WARPS)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
@@ -602,6 +755,12 @@ def hopper_kernel(
             head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
             False,
         )  # fmt: skip
+    if TAIL:
+        last_smem = _allocate(TAIL, D)
+        last_bits = _last_queries(
+            q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries,
+            QUERY_TOKEN, WARPS,
+        )  # fmt: skip
     fence_async_shared()
     barrier()
     sums = _channel_sums(v_smem[0], WARPS)
@@ -620,3 +779,16 @@ def hopper_kernel(
             q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
             k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
+
+    if TAIL:
+        if gl.program_id(0) == blocks % gl.num_programs(0):
+            L: gl.constexpr = product_layout(TAIL, WARPS)
+            p_smem = ()
+            for i in gl.static_range(TILES):
+                p_smem = p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
+            _last_rows(
+                last_smem, last_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                k_smem, v_smem, p_smem, gl.convert_layout(sums, gl.SliceLayout(1, L)), _across(factor, D, L),
+                _across(shift, D, L), _across(half, D, L), o_base, o_stride_n, blocks * BLOCK_M, queries, KEYS, WARPS, OFFSET,
+                MOST, MOST_BITS,
+            )  # fmt: skip

@@ -781,7 +781,7 @@ def hopper_kernel(
         )  # fmt: skip
 
     if TAIL:
-        if gl.program_id(0) == blocks % gl.num_programs(0):
+        if gl.program_id(0) + 1 == gl.num_programs(0):
             L: gl.constexpr = product_layout(TAIL, WARPS)
             p_smem = ()
             for i in gl.static_range(TILES):

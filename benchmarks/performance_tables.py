@@ -109,7 +109,8 @@ def profile() -> list[str]:
 def models() -> list[str]:
     """Whole models: images a second, and the ratio to the fastest SDPA back end."""
     lines = [
-        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | INT-Flash-Full | QAttn | **qflash** | ratio | ÷ timm | SQNR dB of logits |",
+        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | INT-Flash-Full | QAttn | **qflash** | ratio | ÷ timm "
+        "| SQNR dB of logits |",
         "|" + "---|" * 11,
     ]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}

@@ -51,7 +51,7 @@ def test_every_attention_runs_in_the_model(name: str) -> None:
     assert list(found) == ["timm", "sdpa", "qflash", "wrong"]
     assert all(row["error"] is None and row["samples"] == 2 and row["model"] == name for row in rows)
     for row in rows:
-        assert row["images_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3)
+        assert row["images_s"] == pytest.approx(2e6 / row["median_us"], abs=0.006)
         assert row["ratio"] == pytest.approx(found["sdpa"]["median_us"] / row["median_us"], abs=2e-3)
     assert found["timm"]["sqnr_db"] > 80
     assert found["sdpa"]["sqnr_db"] > 80

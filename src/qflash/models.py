@@ -169,7 +169,7 @@ def measure(
             found = bench.summarise(runner.samples)
             runner.row |= {key: value for key, value in found.items() if key in FIELDS}
             runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
-            runner.row["images_s"] = round(len(images) * 1e6 / found["median_us"], 1)
+            runner.row["images_s"] = round(len(images) * 1e6 / found["median_us"], 2)
     own = [runner.row for runner in runners if runner.method.is_sdpa and runner.row["median_us"] is not None]
     if own:
         best = min(own, key=lambda row: row["median_us"])

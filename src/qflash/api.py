@@ -124,8 +124,7 @@ def attention(
             return None
         calls = fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
         places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
-        strides = out.view(shape).stride()
-        return calls[0].prepare(shape, strides, query.dtype, query.device, places) if len(calls) == 1 else None
+        return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
 
     launch.remember(tensors, options, views, shape, prepare)
     return out.view(shape)
@@ -305,8 +304,7 @@ def int8_attention(
         if not q.is_cuda or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
             return None
         calls = attention_calls(*arguments, torch.empty_like(out), choices)
-        strides = out.view(shape).stride()
-        return calls[0].prepare(shape, strides, stored, q.device, places) if len(calls) == 1 else None
+        return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
     launch.remember(tensors, options, views, shape, prepare, made)

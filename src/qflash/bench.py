@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -59,6 +59,13 @@ RECIPES: dict[str, Recipe] = {
 
 LONG = ((4, 32, 1024, 64), (4, 32, 4096, 64), (2, 32, 16384, 64), (4, 16, 1024, 128), (4, 16, 4096, 128), (2, 16, 16384, 128))
 """The shapes that ``--workload long`` stands for."""
+
+FUSED_SDPA = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""PyTorch's fused kernels on a GPU, by their names in tables."""
 
 GPU_BATCHES, CPU_BATCHES = (1, 8, 64), (1, 8)
 
@@ -453,12 +460,7 @@ def _sdpa_methods(device: torch.device) -> Iterator[Method]:
     if device.type != "cuda":
         yield Method("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
         return
-    for name, backend in (
-        ("sdpa flash", SDPBackend.FLASH_ATTENTION),
-        ("sdpa cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("sdpa efficient", SDPBackend.EFFICIENT_ATTENTION),
-        ("sdpa math", SDPBackend.MATH),
-    ):
+    for name, backend in (*FUSED_SDPA.items(), ("sdpa math", SDPBackend.MATH)):
         prepare = functools.partial(_prepare_sdpa, materialises=backend is SDPBackend.MATH)
         yield Method(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
     exact = functools.partial(_prepare_sdpa, dtype=torch.float32, materialises=True)
@@ -494,6 +496,14 @@ def load_peer(text: str) -> Method:
     return Method(name, "end-to-end", functools.partial(_prepare_peer, function=function))
 
 
+MethodT = TypeVar("MethodT", bound="_Named")
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 def select(methods: Sequence[Method], only: Sequence[str]) -> list[Method]:
     """Return the methods named in ``only``, or if it is empty all but PyTorch's unfused ones (Tables 2 and 3)."""
     return [m for m in methods if (m.name in only if only else not m.name.startswith("sdpa math"))]
@@ -513,15 +523,29 @@ def make_methods(
     Raises:
         ValueError: a name in ``recipes``, ``peers`` or ``only`` is unknown or not unique.
     """
-    for recipe in recipes:
-        if recipe not in RECIPES:
-            raise ValueError(f"recipe must be one of {tuple(RECIPES)}, got {recipe!r}")
+    check_recipes(recipes)
     found = [
         *_sdpa_methods(device),
         *_baseline_methods(device),
         *_qflash_methods(recipes, device),
         *(load_peer(text) for text in peers),
     ]
+    return keep_named(found, only)
+
+
+def check_recipes(recipes: Sequence[str]) -> None:
+    """Require keys of :data:`RECIPES`, or raise ValueError."""
+    for recipe in recipes:
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe must be one of {tuple(RECIPES)}, got {recipe!r}")
+
+
+def keep_named(found: Sequence[MethodT], only: Sequence[str]) -> list[MethodT]:
+    """Return the methods called as in ``only``, or all if it is empty.
+
+    Raises:
+        ValueError: two methods have one name, or none has a name in ``only``.
+    """
     names = [method.name for method in found]
     for name in names:
         if names.count(name) > 1:
@@ -801,23 +825,22 @@ def measure(
             runner.row |= summarise(runner.samples)
             runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
             runner.row["tops"] = round(problem.operations / runner.row["median_us"] / 1e6, 2)
-    _add_ratios(runners)
+    for is_eager in (False, True):
+        add_ratios([(r.method.is_sdpa, r.row) for r in runners if (r.mode == "eager") is is_eager])
     rows = [runner.row for runner in runners]
     del runners, ready, inputs, call
     tidy(device)
     return rows
 
 
-def _add_ratios(runners: Sequence[_Runner]) -> None:
-    for eager in (False, True):
-        same = [r for r in runners if (r.mode == "eager") is eager and r.row["median_us"] is not None]
-        sdpa = [r for r in same if r.method.is_sdpa]
-        if not sdpa:
-            continue
-        best = min(sdpa, key=lambda r: r.row["median_us"])
-        for runner in same:
-            runner.row["best_sdpa"] = best.method.name
-            runner.row["ratio"] = round(best.row["median_us"] / runner.row["median_us"], 3)
+def add_ratios(timed: Sequence[tuple[bool, dict[str, Any]]]) -> None:
+    """Set ``best_sdpa`` and ``ratio`` of rows timed in the same way, each with whether it is one of PyTorch's back ends."""
+    done = [(is_sdpa, row) for is_sdpa, row in timed if row["median_us"] is not None]
+    best = min((row for is_sdpa, row in done if is_sdpa), key=lambda row: float(row["median_us"]), default=None)
+    if best is not None:
+        for _, row in done:
+            row["best_sdpa"] = best["method"]
+            row["ratio"] = round(best["median_us"] / row["median_us"], 3)
 
 
 def add_bias_costs(rows: Sequence[dict[str, Any]]) -> None:

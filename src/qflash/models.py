@@ -73,22 +73,16 @@ def make_methods(
     Args:
         device: a CUDA device or the CPU.
         recipes: QFlash's recipes, keys of :data:`qflash.bench.RECIPES`.
-        peers: ``NAME=module:callable``, see :func:`qflash.bench.load_peer`.
+        peers: ``NAME=module:callable``, see :func:`qflash.bench.import_peer`.
         only: names to keep; all if empty.
 
     Raises:
-        ValueError: an unknown recipe, peer or name.
+        ValueError: an unknown recipe, peer or name, or a name given twice.
     """
-    for recipe in recipes:
-        if recipe not in bench.RECIPES:
-            raise ValueError(f"recipe must be one of {tuple(bench.RECIPES)}, got {recipe!r}")
+    bench.check_recipes(recipes)
     found = [Method("timm"), Method("sdpa", _use_sdpa, is_sdpa=True)]
     if device.type == "cuda":
-        for name, backend in (
-            ("sdpa flash", SDPBackend.FLASH_ATTENTION),
-            ("sdpa cudnn", SDPBackend.CUDNN_ATTENTION),
-            ("sdpa efficient", SDPBackend.EFFICIENT_ATTENTION),
-        ):
+        for name, backend in bench.FUSED_SDPA.items():
             found.append(Method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
         for method in METHODS.values():
             if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
@@ -102,11 +96,7 @@ def make_methods(
     for text in peers:
         name, function = bench.import_peer(text)
         found.append(Method(name, _with(functools.partial(function, is_causal=False))))
-    names = [method.name for method in found]
-    for name in only:
-        if name not in names:
-            raise ValueError(f"method must be one of {names}, got {name!r}")
-    return [method for method in found if not only or method.name in only]
+    return bench.keep_named(found, only)
 
 
 @dataclasses.dataclass
@@ -170,12 +160,7 @@ def measure(
             runner.row |= {key: value for key, value in found.items() if key in FIELDS}
             runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
             runner.row["images_s"] = round(len(images) * 1e6 / found["median_us"], 2)
-    own = [runner.row for runner in runners if runner.method.is_sdpa and runner.row["median_us"] is not None]
-    if own:
-        best = min(own, key=lambda row: row["median_us"])
-        for runner in runners:
-            if runner.row["median_us"] is not None:
-                runner.row |= {"best_sdpa": best["method"], "ratio": round(best["median_us"] / runner.row["median_us"], 3)}
+    bench.add_ratios([(runner.method.is_sdpa, runner.row) for runner in runners])
     rows = [runner.row for runner in runners]
     del runners
     bench.tidy(device)

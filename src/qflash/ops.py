@@ -96,30 +96,9 @@ def int8_attention(
     out_dtype: torch.dtype,
     recipe: str,
     backend: str,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
-    return _attend(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype, recipe,
-        backend, query,
-    )  # fmt: skip
-
-
-def _attend(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    output_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    recipe: str,
-    backend: str,
-    like: torch.Tensor,
-) -> torch.Tensor:
     if mask is not None and mask.dtype.is_floating_point:
         mask = quantize_bias(mask)
     arguments = (
@@ -172,7 +151,7 @@ def attention(
     query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
     key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
     value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
-    return _attend(
+    return int8_attention(
         query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, is_causal, scale, None, dtype,
         recipe, backend, like,
     )  # fmt: skip

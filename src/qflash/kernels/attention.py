@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -134,16 +134,14 @@ class Call(NamedTuple):
         """Launch it on the tensors it names."""
         self.kernel[self.grid](**self.arguments, **self.options)
 
-    def prepare(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, places: dict[str, int]
-    ) -> Callable[..., torch.Tensor]:
+    def prepare(self, like: torch.Tensor, places: dict[str, int]) -> Callable[..., torch.Tensor]:
         """Return a function that repeats the launch on other tensors, of the same shapes, strides and alignment.
 
         It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
         more to do than the launch. The caller answers for the tensors being alike.
 
         Args:
-            shape, strides, dtype, device: of the output; every call makes a new one.
+            like: an output, of the shape the caller wants; every call makes a new one.
             places: the arguments (without ``_ptr``) that are tensors of the caller's, and which. Other addresses stay.
         """
         compiled = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)  # looked up, not launched
@@ -152,6 +150,7 @@ class Call(NamedTuple):
         targets = [(names.index(f"{name}_ptr"), index) for name, index in places.items()]
         out_at = names.index("o_ptr")
         launch = compiled[self.grid]
+        shape, strides, dtype, device = like.shape, like.stride(), like.dtype, like.device
 
         def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -21,6 +21,22 @@ def halves(x):
 
 
 @gluon.jit
+def beside_rows(x, L: gl.constexpr):
+    """A number, or one for each row as a thread has it, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
+    return x
+
+
+@gluon.jit
+def beside_channels(x, L: gl.constexpr):
+    """A number, or one for each channel, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
+    return x
+
+
+@gluon.jit
 def round_to_int8(x, inverse):
     """:func:`.quantize.round_to_int8`."""
     return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .by_hand import barrier, halves, output_factors, round_to_int8, unpack
+from .by_hand import barrier, beside_channels, beside_rows, halves, output_factors, round_to_int8, unpack
 from .integer import (
     multiply_high,
     requantize,
@@ -36,7 +36,7 @@ from .integer import (
     usable_scale,
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
-from .tile import _high_bytes, key_order, probability_words, row_multiplier
+from .tile import MASKED, _high_bytes, key_order, probability_words, row_multiplier
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -274,22 +274,6 @@ def _row_amplitude(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _beside_rows(x, L: gl.constexpr):
-    """A number, or one for each row, beside a tile of layout ``L``."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
-    return x
-
-
-@gluon.jit
-def _beside_channels(x, L: gl.constexpr):
-    """A number, or one for each channel, beside a tile of layout ``L``."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
-    return x
-
-
-@gluon.jit
 def _queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
     QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
@@ -302,7 +286,7 @@ def _queries(
         y = q.to(gl.float32)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q, WARPS))
-            q = round_to_int8(y, _beside_rows(inverse_scale(scale, False), L))
+            q = round_to_int8(y, beside_rows(inverse_scale(scale, False), L))
             bits = scale.to(gl.int32, bitcast=True)
         else:
             q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
@@ -344,7 +328,7 @@ def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     M: gl.constexpr = s.shape[0]
     L: gl.constexpr = s.type.layout
     word = probability_words(
-        s, _beside_rows(row_max, L), _beside_rows(multiplier, L), _beside_rows(fraction_bits, L), "none", False, True, 8, True,
+        s, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "none", False, True, 8, True,
         OFFSET, False, False,
     )  # fmt: skip
     p = _high_bytes(word, False)
@@ -425,7 +409,7 @@ def _store(
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS)
     x = gl.convert_layout(_undeal(numerator), L, assert_trivial=True)
-    factor, shift, half = _beside_channels(factor, L), _beside_channels(shift, L), _beside_channels(half, L)
+    factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     bits, inverse = row_inverse(127 * KEYS - _one_row(total, WARPS), False)
     if o_base.dtype.element_ty == gl.int8:
         scaled = x * _spread(_all_rows(1 << (24 - bits), WARPS), D, L)
@@ -439,7 +423,7 @@ def _store(
         weight = _all_rows(row_weight(inverse, bits).to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
         W: gl.constexpr = weight.type.layout
         # NaN in a factor a row is cheaper than a choice an element
-        weight = gl.where(_beside_rows(usable, W), weight, float("nan"))
+        weight = gl.where(beside_rows(usable, W), weight, float("nan"))
         result = (x.to(gl.float32) * _spread(weight, D, L) * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
@@ -554,7 +538,7 @@ def _last_rows(
         if WIDTHS[t] <= 32:
             # nobody has written the second half of the tile
             n = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-            s = gl.where((n < 32)[:, None], s, -2147483648)
+            s = gl.where((n < 32)[:, None], s, MASKED)
         ready = ready + (s,)
         x = s
         if WIDTHS[t] == 128:
@@ -578,7 +562,7 @@ def _last_rows(
     barrier()
     accumulator = warpgroup_mma_init(gl.zeros((D, N), gl.int32, L))
     for t in gl.static_range(TILES):
-        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1) if WIDTHS[t] < 64 else p_smem[t]
+        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1)
         accumulator = warpgroup_mma(v_smem[t], p_t.permute((1, 0)), accumulator, is_async=True)
     bits, inverse = row_inverse(127 * KEYS - total, False)
     numerator = sums[:, None] - warpgroup_mma_wait(0, [accumulator])

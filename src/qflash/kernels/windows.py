@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .by_hand import barrier, halves, output_factors, round_to_int8, unpack
+from .by_hand import barrier, beside_channels, beside_rows, halves, output_factors, round_to_int8, unpack
 from .integer import (
     multiply_high,
     probability_word,
@@ -265,14 +265,6 @@ def _row_amplitude(x):
 
 
 @gluon.jit
-def _channels(x, L: gl.constexpr):
-    """A number, or one for each channel, where a layout wants it."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
-    return x
-
-
-@gluon.jit
 def _fold_columns(s):
     """Maxima of columns eight apart, which a thread holds."""
     x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
@@ -286,14 +278,6 @@ def _row_max(s):
     for i in gl.static_range(1, len(s)):
         largest = gl.maximum(largest, _fold_columns(s[i]))
     return gl.max(largest, 1)
-
-
-@gluon.jit
-def _along(x, L: gl.constexpr):
-    """A number, or one for each row, beside a tile of layout ``L``."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
-    return x
 
 
 @gluon.jit
@@ -332,7 +316,7 @@ def _store(
     OL: gl.constexpr = rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
-    factor, shift, half = _channels(factor, OL), _channels(shift, OL), _channels(half, OL)
+    factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
     bits, inverse = row_inverse(127 * KEYS - _one_row(total), False)
     if o_base.dtype.element_ty == gl.int8:
         scaled = x * _spread(_all_rows(-(1 << (24 - bits)), ROWS), OL)
@@ -346,7 +330,7 @@ def _store(
         # NaN in a factor a row is cheaper than a choice an element
         weight = _all_rows((-row_weight(inverse, bits)).to(gl.int32, bitcast=True), ROWS).to(gl.float32, bitcast=True)
         W: gl.constexpr = weight.type.layout
-        weight = gl.where(_along(usable, W), weight, float("nan"))
+        weight = gl.where(beside_rows(usable, W), weight, float("nan"))
         result = x.to(gl.float32) * _spread(weight, OL) * gl.where(good, factor, float("nan"))
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
@@ -370,7 +354,18 @@ def _stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: g
     """Stored probabilities of a tile of scores."""
     L: gl.constexpr = s.type.layout
     word = probability_words(
-        s, _along(row_max, L), _along(multiplier, L), _along(fraction_bits, L), MASK, False, True, 8, True, OFFSET, CHECK, False
+        s,
+        beside_rows(row_max, L),
+        beside_rows(multiplier, L),
+        beside_rows(fraction_bits, L),
+        MASK,
+        False,
+        True,
+        8,
+        True,
+        OFFSET,
+        CHECK,
+        False,
     )
     return _high_bytes(word, False)
 
@@ -491,14 +486,14 @@ def _staged(smem, ROWS: gl.constexpr):
 def _add_bias(s, bias, multiplier, drop):
     """Scores with a bias, for 16 fraction bits and a bias without marks."""
     L: gl.constexpr = s.type.layout
-    return ((s * _along(multiplier, L)) >> _along(drop, L)) + bias
+    return ((s * beside_rows(multiplier, L)) >> beside_rows(drop, L)) + bias
 
 
 @gluon.jit
 def _add_any_bias(s, bias, multiplier, fraction_bits, drop):
     """Scores with a bias: :func:`.tile.scores`."""
     L: gl.constexpr = s.type.layout
-    z = ((s * _along(multiplier, L)) >> _along(drop, L)) + (bias >> (16 - _along(fraction_bits, L)))
+    z = ((s * beside_rows(multiplier, L)) >> beside_rows(drop, L)) + (bias >> (16 - beside_rows(fraction_bits, L)))
     z = gl.where(bias == BIAS_POISON, POISON, z)
     return gl.where(bias == BIAS_MASKED, MASKED, z)
 
@@ -507,7 +502,7 @@ def _add_any_bias(s, bias, multiplier, fraction_bits, drop):
 def _stored_16(z, row_max, OFFSET: gl.constexpr):
     """What :func:`_stored` returns for scores with 16 fraction bits and nobody masked: places of bytes known beforehand."""
     L: gl.constexpr = z.type.layout
-    base = _along(row_max, L) + (OFFSET << 7)
+    base = beside_rows(row_max, L) + (OFFSET << 7)
     one = gl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
     octaves = (base - z) >> 16
     mantissa = gl.inline_asm_elementwise(MANTISSA_16, "=r,r,r", [z + ~base, one], gl.int32, True, 1)
@@ -528,7 +523,7 @@ def _queries(
         y = q.to(gl.float32)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
-            q = round_to_int8(y, _along(inverse_scale(scale, False), query_layout(ROWS, 1)))
+            q = round_to_int8(y, beside_rows(inverse_scale(scale, False), query_layout(ROWS, 1)))
             bits = scale.to(gl.int32, bitcast=True)
         else:
             q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
@@ -643,12 +638,12 @@ def _quantize_window(
         most = gl.reduce(most, 0, nan_max)
     value_scale = amplitude_to_scale(most)
     key_inverse = inverse_scale(key_scale, False)
-    value_inverse = _channels(inverse_scale(value_scale, False), value_layout())
+    value_inverse = beside_channels(inverse_scale(value_scale, False), value_layout())
     quantized = ()
     for i in gl.static_range(len(k)):
         y = k[i].to(gl.float32)
         if CENTER:
-            y = y - _channels(middle, rows_layout(k[i].shape[0]))
+            y = y - beside_channels(middle, rows_layout(k[i].shape[0]))
         quantized = quantized + (round_to_int8(y, key_inverse),)
     v0 = round_to_int8(v0.to(gl.float32), value_inverse)
     v1 = round_to_int8(v1.to(gl.float32), value_inverse)

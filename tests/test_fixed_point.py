@@ -69,7 +69,7 @@ def test_narrow_multiplier_is_the_rounded_scale_within_its_bounds(head_dim: int)
     assert int(multiplier.min()) >= 0
     assert int(multiplier.max()) <= most
     assert int(fraction_bits.min()) >= 0
-    assert int(fraction_bits.max()) <= 28
+    assert int(fraction_bits.max()) <= fp.MAX_FRACTION_BITS
     seen = set()
     for m, f, s in zip(multiplier.tolist(), fraction_bits.tolist(), exact, strict=True):
         wanted = s * 2**f
@@ -79,7 +79,7 @@ def test_narrow_multiplier_is_the_rounded_scale_within_its_bounds(head_dim: int)
             seen.add("saturated")
             continue
         assert abs(m - wanted) <= Fraction(1, 2) + Fraction(most, 2**21)
-        if f < 28:
+        if f < fp.MAX_FRACTION_BITS:
             # F is as large as the bound lets it be: one more bit would leave it
             assert 2 * wanted > most - 1
             seen.add("full")

@@ -10,7 +10,7 @@ import torch
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, same_bits
 from qflash import ops
-from qflash.kernels.attention import attention_calls
+from qflash.kernels.attention import _pack_value, attention_calls
 from qflash.kernels.long_quantize import launch_quantize_long, quantizes_long
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
@@ -75,6 +75,22 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
         options["attn_mask"] = torch.randn(2, 70, 300).to(DEVICE, torch.float16)
     got = qflash.attention(query, key, value, backend="triton", **options)
     assert same_bits(got, qflash.attention(query, key, value, backend="reference", **options))
+
+
+def test_values_can_be_left_as_the_hopper_kernel_takes_them() -> None:
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=64, dtype=torch.float16)]
+    plain, dealt = (launch_quantize_long(*inputs, True, order) for order in (False, True))
+    values, again = (torch.as_strided(x.value, (1, 2, 64, 384), (2 * 64 * 384, 64 * 384, 384, 1)) for x in (plain, dealt))
+    place = torch.arange(384, device=DEVICE)
+    key = (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
+    row = torch.arange(64, device=DEVICE)
+    assert torch.equal(again, values[..., key][:, :, (row & 7) * 8 + (row >> 3)])
+    assert torch.equal(dealt.value_sums, plain.value_sums)
+    packed, sums, calls = _pack_value(plain.value.contiguous(), True)
+    for call in calls:
+        call.run() if DEVICE.type != "cpu" else call.kernel[call.grid](**call.arguments)
+    assert torch.equal(torch.as_strided(packed, again.shape, again.stride()), again)
+    assert torch.equal(sums, plain.value_sums)
 
 
 def test_which_recipes() -> None:

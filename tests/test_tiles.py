@@ -62,14 +62,24 @@ def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> N
     assert tiles.choose_tiles(DEFAULT, 64, 64, 49, 49, (9, 0), heads=4096).warps == 4
 
 
-def test_hopper_has_a_kernel_of_its_own_for_rows_held_whole() -> None:
+def test_hopper_has_kernels_of_its_own() -> None:
     def rule(
         keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
     ) -> Tiles:
         return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
 
     assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
-    others = [rule(keys=257), rule(keys=64), rule(dim=80), rule(queries=32), rule(masked=True), rule(capability=(8, 0))]
+    assert rule(keys=257).kernel == rule(keys=4096, dim=128).kernel == tiles.HOPPER
+    others = [
+        rule(keys=257, dim=32),
+        rule(keys=257, queries=32),
+        rule(keys=257, masked=True),
+        rule(keys=64),
+        rule(dim=80),
+        rule(queries=32),
+        rule(masked=True),
+        rule(capability=(8, 0)),
+    ]
     others += [
         rule(capability=(10, 0)),
         rule(recipe=PAPER),

@@ -135,7 +135,10 @@ def kernel_call(case: Case, target: str) -> Any:
         capability=(number // 10, number % 10),
     )
     # a kernel of its own may take what the short one could do
-    names = {case.kernel, "hopper_kernel", "windows_kernel"} if case.kernel == "short_kernel" else {case.kernel}
+    names = {
+        "short_kernel": {"short_kernel", "hopper_kernel", "windows_kernel"},
+        "long_kernel": {"long_kernel", "long_hopper_kernel"},
+    }.get(case.kernel, {case.kernel})
     return next(call for call in calls if call.kernel.__name__ in names)
 
 

@@ -24,6 +24,7 @@ from .tiles import (
     Tiles,
     choose_tiles,
     fits_hopper,
+    fits_long_hopper,
     fits_windows,
     is_short,
     most_queries,
@@ -70,9 +71,11 @@ def _processors_of(device: torch.device) -> int:
 
 
 @functools.cache
-def _by_hand(kernel: int) -> Any:
+def _by_hand(kernel: int, short: bool = True) -> Any:
     # only where they run: they need a part of Triton that the interpreter has not
-    if kernel == HOPPER:
+    if kernel == HOPPER and not short:
+        from .long_hopper import long_hopper_kernel as found
+    elif kernel == HOPPER:
         from .hopper import hopper_kernel as found
     else:
         from .windows import windows_kernel as found
@@ -176,13 +179,15 @@ _BIAS_PROGRAMS = 12
 """Programs with a bias that a processor has room for: more windows than that share them."""
 _PACKED_KEYS = 512
 """Keys of V a program packs."""
+_LONG_TILE = 128
+"""Keys a tile of :mod:`.long_hopper`."""
 
 
-def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
+def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
     """Return V with its keys side by side, the sums of its channels, and the launches that fill both.
 
     The view returned has V's shape; its storage is (batch, heads, channels, keys up to a multiple of 128), zero
-    past the end.
+    past the end, and if ``dealt`` in another order (:func:`.long.pack_value_kernel`).
     """
     batch, heads, keys, channels = value.shape
     padded = triton.cdiv(keys, 128) * 128
@@ -202,10 +207,64 @@ def _pack_value(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[C
             "VALUE_DIM": channels,
             "BLOCK_C": block,
             "BLOCK_N": 128,
+            "DEALT": dealt,
         }
         grid = (triton.cdiv(channels, block) * triton.cdiv(padded, _PACKED_KEYS), heads, min(_MOST_BLOCKS, batch - start))
         calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[..., :keys].mT, sums, calls
+
+
+def _key_rows(key: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return where a head's keys lie if all keys are rows of one matrix: rows a batch, rows and columns a head."""
+    stride_z, stride_h, stride_n = (key.stride(dim) if key.shape[dim] > 1 else 0 for dim in range(3))
+    if stride_n <= 0 or stride_z % stride_n:
+        return None
+    rows_h, columns_h = divmod(stride_h, stride_n)
+    if columns_h * (key.shape[1] - 1) + key.shape[3] > stride_n:
+        return None
+    return stride_z // stride_n, rows_h, columns_h
+
+
+def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[int, int]) -> Any:
+    """Describe int8 rows for the copy engine, which fetches blocks of them to shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(block[1], 128), element_bitwidth=8, rank=2)
+    return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
+
+
+def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
+    """Return what :mod:`.long_hopper` takes in place of pointers to keys and packed values."""
+    batch, heads, keys, channels = key.shape
+    rows_z, rows_h, columns_h = rows
+    count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
+    columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
+    return {
+        "k_desc": _matrix(key, count, columns, key.stride(2), (_LONG_TILE, channels)),
+        "v_desc": _matrix(value, batch * heads * channels, padded, padded, (channels, _LONG_TILE)),
+        "k_rows_z": rows_z,
+        "k_rows_h": rows_h,
+        "k_columns_h": columns_h,
+    }
+
+
+def _walks_by_hand(
+    tiles: Tiles,
+    recipe: Recipe,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_token: bool,
+    masked: bool,
+    guard: bool,
+) -> bool:
+    """Tell whether :mod:`.long_hopper` is the kernel for rows that are not short, as far as memory lets it."""
+    return (
+        tiles.kernel == HOPPER
+        and fits_long_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
+        and not (key_token or masked or guard)
+    )
 
 
 def _share_windows(
@@ -251,6 +310,7 @@ def _calls(
     tiles: Tiles,
     guard: bool,
     value_sums: torch.Tensor | None = None,
+    dealt: bool = False,
 ) -> list[Call]:
     """Spell out the launches for int8 tensors with their scales, or (short rows) for float tensors without."""
     batch, heads, queries, head_dim = query.shape
@@ -264,9 +324,15 @@ def _calls(
     short = two_pass and row_tiles <= 2 and max(block_d, block_dv) <= 128
     sums = value_sums
     calls: list[Call] = []
-    if two_pass and not short and sums is None:
-        value, sums, calls = _pack_value(value)
     key_token = scales is not None and scales.key.shape[2] > 1
+    key_rows = _key_rows(key)
+    if two_pass and not short and sums is None:
+        dealt = (
+            _walks_by_hand(tiles, recipe, query, key, value, key_token, is_causal or mask is not None, guard)
+            and key_rows is not None
+            and all(map(_side_by_side, (query, key, out)))
+        )
+        value, sums, calls = _pack_value(value, dealt)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     by_hand = not guard and not is_causal and not key_token and all(map(_side_by_side, (query, key, value, out)))
     hopper = (
@@ -322,6 +388,11 @@ def _calls(
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}
+        if dealt:
+            # three programs a processor, or with wider heads two
+            tiles = tiles._replace(block_m=64, block_n=_LONG_TILE, warps=4, registers=168 if head_dim <= 64 else 0)
+            fixed |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+            blocks = triton.cdiv(queries, tiles.block_m)
     if scales is None:
         # the kernel finds the scales and reads none; any tensor fills the places
         given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
@@ -339,6 +410,7 @@ def _calls(
         "OUTPUT_CHANNEL": output_channel,
         **kernel_constants(recipe, head_dim, value_dim, kind, is_causal, key_token, guard),
     }
+    named = hopper or windows or dealt
     for start in range(0, batch, step):
 
         def part(x: torch.Tensor, start: int = start) -> torch.Tensor:
@@ -361,14 +433,17 @@ def _calls(
         part_batch = min(step, batch - start)
         grid = (blocks, heads, part_batch)
         arguments |= fixed
-        kernel = _by_hand(tiles.kernel) if hopper or windows else short_kernel if short else long_kernel
+        kernel = _by_hand(tiles.kernel, short) if named else short_kernel if short else long_kernel
+        if dealt:
+            assert key_rows is not None
+            arguments |= _long_arguments(part(key)[:part_batch], part(value)[:part_batch], key_rows)
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
             grid, shared, tiles = _share_windows(
                 tiles, part_batch, heads, periods, kind == "bias", fixed["ONE_SCALE"], query.device
             )
             arguments |= shared
-        if hopper or windows:
+        if named:
             arguments = {name: arguments[name] for name in kernel.arg_names}
         calls.append(Call(kernel, grid, arguments, _options(tiles)))
     return calls
@@ -397,6 +472,7 @@ def attention_calls(
     guard: bool = False,
     capability: tuple[int, int] | None = None,
     value_sums: torch.Tensor | None = None,
+    dealt: bool = False,
 ) -> list[Call]:
     """Return the launches that fill ``out`` with the attention of int8 tensors, in order.
 
@@ -409,6 +485,7 @@ def attention_calls(
         capability: the architecture to choose tiles for; the query's device if None.
         value_sums: of V's channels (batch, heads, channels), if its tokens lie side by side already, as
             :func:`.long_quantize.launch_quantize_long` leaves them; for rows that do not fit two tiles.
+        dealt: they lie in the order of :mod:`.long_hopper`, which is then the kernel.
     """
     if tiles:
         chosen = Tiles(*tiles)
@@ -427,7 +504,7 @@ def attention_calls(
     else:
         chosen = _tiles_for(query, key, value, False, is_causal or mask is not None, recipe)
     scales = _Scales(query_scale, key_scale, value_scale, output_scale)
-    return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard, value_sums)
+    return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard, value_sums, dealt)
 
 
 def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
@@ -545,10 +622,13 @@ def launch_long(
     out = _new_output(query, value, query.dtype)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_().to(query.dtype)
-    found = launch_quantize_long(query, key, value, recipe.smooth_key)
+    guard, masked = query.device.type == "cpu", is_causal or mask is not None
+    tiles = _tiles_for(query, key, value, False, masked, recipe)
+    dealt = _side_by_side(out) and _walks_by_hand(tiles, recipe, query, key, value, False, masked, guard)
+    found = launch_quantize_long(query, key, value, recipe.smooth_key, dealt)
     for call in attention_calls(
         found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, mask, is_causal,
-        softmax_scale, None, out, recipe, guard=query.device.type == "cpu", value_sums=found.value_sums,
+        softmax_scale, None, out, recipe, tiles=tiles, guard=guard, value_sums=found.value_sums, dealt=dealt,
     ):  # fmt: skip
         call.run()
     return out.to(query.dtype)

@@ -5,13 +5,85 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .integer import half_of, output_multiplier
+from .. import fixed_point as fp
+from .integer import bit_length, exponent_offset, half_of, output_multiplier
 
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+
+
+# a register that the assembler cannot see through: as an immediate it would cost a move a score
+OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
+# Twice a probability from an exponent that has 24 fraction bits, 9 octaves too many and 1/256 more: with x = f - 512, f the
+# fraction's byte, (x * x + 2**17) >> octaves. The parabola runs on from octave to octave, which is why a byte may carry.
+TWICE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
+prmt.b32 a, $1, $2, 0x5542; mad.lo.s32 a, a, a, 0x20000; shr.u32 b, $1, 24; shr.u32 $0, a, b;}""")
+# Four of those -> the bytes 127 - P, P rounded half up. A pair lies in the halves of a word, and its bytes above 128ths.
+PACK_FOUR = gl.constexpr("""{.reg .b32 a, b;
+mad.lo.s32 a, $1, -128, 0x7F7F7F7F; mad.lo.s32 a, $2, -8388608, a;
+mad.lo.s32 b, $3, -128, 0x7F7F7F7F; mad.lo.s32 b, $4, -8388608, b;
+prmt.b32 $0, a, b, 0x7531;}""")
+# the sum of the magnitudes of four int8, and nothing in the other three of four places
+SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
+mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
+mov.b32 $2, 0; mov.b32 $3, 0;}""")
+FRACTION_BITS = gl.constexpr(fp.MAX_FRACTION_BITS)
+
+
+@gluon.jit
+def magnitudes(x):
+    """Sums of the magnitudes of a tile's int8 rows."""
+    M: gl.constexpr = x.shape[0]
+    parts = gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4)
+    parts, _ = gl.split(gl.reshape(parts, (M, x.shape[1] // 4, 2, 2)))
+    parts, _ = gl.split(parts)
+    return gl.sum(parts, 1)
+
+
+@gluon.jit
+def may_wrap(magnitude, row_max, multiplier, fraction_bits):
+    """Whether a row's exponents could reach 236 octaves, for queries whose magnitudes sum up to ``magnitude``: 0 or 1.
+
+    Of the 256 octaves of :func:`twice_probabilities` ten are taken. No score lies below ``-128 * magnitude``.
+    """
+    return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= 236).to(gl.int32)
+
+
+@gluon.jit
+def least_score(row_max, multiplier, fraction_bits):
+    """A score 64 to 128 octaves below the row's maximum: what lies below it may as well be it."""
+    bits = bit_length(multiplier, False)
+    return row_max - (1 << gl.minimum(gl.maximum(fraction_bits + 7 - bits, 0), 24))
+
+
+@gluon.jit
+def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """(slope, begin, constant) of a row, for :func:`twice_probabilities`."""
+    up = FRACTION_BITS - fraction_bits
+    # from 64 octaves a unit on, the next score is nothing already
+    slope = gl.where((multiplier >> fraction_bits) >= 64, 1 << 30, multiplier << up)
+    begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((9 << 24) + (1 << 16)) + row_max * slope
+    slope = gl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [slope], gl.int32, True, 1)
+    return slope, begin, gl.inline_asm_elementwise(OPAQUE, "=r,r", [fraction_bits], gl.int32, True, 1)
+
+
+@gluon.jit
+def twice_probabilities(s, slope, begin, constant):
+    """Floors of 2 P of the quadratic exponential for scores that :func:`may_wrap` or :func:`least_score` vouches for.
+
+    The bits of :func:`.fixed_point.probability` once rounded, in five instructions instead of seven: the exponent is aligned
+    to bytes, so that its octaves and its fraction need no multiply-add of their own.
+    """
+    return gl.inline_asm_elementwise(TWICE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
+
+
+@gluon.jit
+def pack(twice):
+    """What :func:`twice_probabilities` returned, four neighbours a thread, as stored probabilities."""
+    return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [twice], gl.int8, True, 4)
 
 
 @gluon.jit

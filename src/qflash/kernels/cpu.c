@@ -80,8 +80,8 @@ INLINE pair narrow_multiplier(pair s, int64_t head_dim, int biased) {
     int64_t most = (biased ? 28672 : 57344) / head_dim, shift = 31 - bit_length(most);
     shift += round_shift(s.mantissa, shift) > most;
     int64_t fraction = s.exponent - shift;
-    shift = at_most(shift + (fraction > 28 ? fraction - 28 : 0), 33);
-    return (pair){fraction < 0 ? most : round_shift(s.mantissa, shift), clamp(fraction, 0, 28)};
+    shift = at_most(shift + (fraction > 24 ? fraction - 24 : 0), 33);
+    return (pair){fraction < 0 ? most : round_shift(s.mantissa, shift), clamp(fraction, 0, 24)};
 }
 
 INLINE pair wide_multiplier(pair s, int64_t head_dim, int64_t most) {
@@ -402,7 +402,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
         int drop = 0;
-        if (x->key_token) multiplier[r] = wide_multiplier(unit, d, kind == BIAS ? 16 : 28);
+        if (x->key_token) multiplier[r] = wide_multiplier(unit, d, kind == BIAS ? 16 : 24);
         else multiplier[r] = narrow_multiplier(unit, d, kind == BIAS);
         if (kind == BIAS) {
             drop = multiplier[r].exponent > 16 ? (int)multiplier[r].exponent - 16 : 0;

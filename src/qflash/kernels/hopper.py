@@ -36,7 +36,7 @@ from .integer import (
     usable_scale,
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
-from .tile import MASKED, _high_bytes, key_order, probability_words, row_multiplier
+from .tile import MASKED, _high_bytes, held_order, key_order, probability_words, row_multiplier
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -142,19 +142,13 @@ def _join_rows(a, b):
 
 
 @gluon.jit
-def _held_order(n):
-    """Which key of 32 stands at place ``n`` of a product with V if scores stand in the keys' own order."""
-    return (n & 16) | ((n & 2) << 2) | ((n & 12) >> 1) | (n & 1)
-
-
-@gluon.jit
 def _load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
-    A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the values by :func:`_held_order`.
+    A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the values by :func:`held_order`.
     """
     if WIDTH > 32:
         # pieces whose addresses differ by a constant
@@ -168,7 +162,7 @@ def _load_quads(
         if KEY and WIDTH == 32:
             n = key_order(n)
         elif not KEY and WIDTH < 32:
-            n = _held_order(n)
+            n = held_order(n)
         if START + 32 <= KEYS:
             x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
         elif KEY:
@@ -354,7 +348,7 @@ def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
     if WIDTH < 32:
-        n = _held_order(n)
+        n = held_order(n)
     if START + N <= KEYS:
         weight = p * 0 + 1
     else:
@@ -401,16 +395,19 @@ def _spread(x, D: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _store(
-    numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
-    KEYS: gl.constexpr, WARPS: gl.constexpr,
+    numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries, count,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`."""
+    """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`.
+
+    ``total`` adds up ``count`` stored probabilities of each row.
+    """
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS)
     x = gl.convert_layout(_undeal(numerator), L, assert_trivial=True)
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
-    bits, inverse = row_inverse(127 * KEYS - _one_row(total, WARPS), False)
+    bits, inverse = row_inverse(127 * count - _one_row(total, WARPS), False)
     if o_base.dtype.element_ty == gl.int8:
         scaled = x * _spread(_all_rows(1 << (24 - bits), WARPS), D, L)
         if factor.type.is_block():

@@ -80,9 +80,9 @@ def narrow_multiplier(mantissa, exponent, MOST: tl.constexpr, MOST_BITS: tl.cons
     rounded = ((mantissa >> (SHIFT - 1)) + 1) >> 1
     shift = SHIFT + tl.where(rounded > MOST, 1, 0)
     fraction = exponent - shift
-    shift = tl.minimum(shift + tl.maximum(fraction - 28, 0), 33)
+    shift = tl.minimum(shift + tl.maximum(fraction - 24, 0), 33)
     rounded = (shift_right(mantissa, shift - 1, GUARD) + 1) >> 1
-    return tl.where(fraction < 0, MOST, rounded), tl.minimum(tl.maximum(fraction, 0), 28)
+    return tl.where(fraction < 0, MOST, rounded), tl.minimum(tl.maximum(fraction, 0), 24)
 
 
 @triton.jit

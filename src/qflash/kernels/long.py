@@ -14,6 +14,7 @@ from .tile import (
     MASKED,
     accumulate,
     column_scales,
+    dealt_channel,
     finish,
     key_order,
     load_key,
@@ -30,24 +31,26 @@ from .tile import (
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
-    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
     """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each channel.
 
+    DEALT is the order of :mod:`.long_hopper`: keys by :func:`.tile.held_order`, channels by :func:`.tile.dealt_channel`.
     Keys from the last up to ``padded`` are zero. The sums, of integers, do not depend on who adds first.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     blocks = (VALUE_DIM + BLOCK_C - 1) // BLOCK_C
     begin = tl.program_id(0) // blocks * chunk
     channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = dealt_channel(channels, VALUE_DIM) if DEALT else channels
     head = z * tl.num_programs(1) + h
     v_base = v_ptr + z * v_stride_z + h * v_stride_h
     sums = tl.zeros((BLOCK_C,), tl.int32)
     for start in range(begin, tl.minimum(begin + chunk, padded), BLOCK_N):
-        v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True)
+        v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True, DEALT)
         sums += tl.sum(v.to(tl.int32), 0)
         n = start + tl.arange(0, BLOCK_N)
-        out = packed_ptr + (head * VALUE_DIM + channels[None, :]) * padded + n[:, None]
+        out = packed_ptr + (head * VALUE_DIM + rows[None, :]) * padded + n[:, None]
         tl.store(out, v, mask=channels[None, :] < VALUE_DIM)
     tl.atomic_add(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
 

@@ -20,7 +20,7 @@ from .quantize import (
     nan_min,
     round_to_int8,
 )
-from .tile import interleave
+from .tile import dealt_channel, held_order, interleave
 
 _MOST_BATCH = 65535 // 3
 
@@ -144,7 +144,7 @@ def _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD
 @triton.jit
 def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low, high, begin, end, tokens, padded, channels,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise values ``begin`` to ``end`` of a head, a scale a channel, and store them (channels, tokens up to ``padded``)."""
     d = tl.arange(0, BLOCK_D)
@@ -153,18 +153,24 @@ def _values(
     tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
     inverse = inverse_scale(scale, GUARD)
     sums = tl.zeros((BLOCK_D,), tl.int32)
+    FAR: tl.constexpr = 8 if DEALT else 2
     for start in range(begin, end, BLOCK_N):
         # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
         n = start + 4 * tl.arange(0, BLOCK_N // 4)
+        if DEALT:
+            n = held_order(n)
         v0 = _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD)
         v1 = _value_rows(base, stride_n, stride_d, n + 1, tokens, d, channels, inverse, GUARD)
-        v2 = _value_rows(base, stride_n, stride_d, n + 2, tokens, d, channels, inverse, GUARD)
-        v3 = _value_rows(base, stride_n, stride_d, n + 3, tokens, d, channels, inverse, GUARD)
+        v2 = _value_rows(base, stride_n, stride_d, n + FAR, tokens, d, channels, inverse, GUARD)
+        v3 = _value_rows(base, stride_n, stride_d, n + FAR + 1, tokens, d, channels, inverse, GUARD)
         values = interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_D)
         sums += tl.sum(values.to(tl.int32), 0)
         column = start + tl.arange(0, BLOCK_N)
         inside = (d[None, :] < channels) & (column[:, None] < padded)
-        tl.store(packed + d[None, :] * padded + column[:, None], values, mask=inside)
+        row = d
+        if DEALT:
+            row = dealt_channel(d, BLOCK_D)
+        tl.store(packed + row[None, :] * padded + column[:, None], values, mask=inside)
     tl.atomic_add(sums_ptr + d, sums, mask=d < channels)
 
 
@@ -173,7 +179,8 @@ def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, value_channels, key_heads, chunk,
-    CHUNKS: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    CHUNKS: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's queries (a scale a token), keys (a scale a head) or values (a scale a channel).
 
@@ -202,7 +209,7 @@ def long_quantize_kernel(
             _values(
                 v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d, packed_ptr + head * value_channels * padded,
                 value_scale_ptr + head * value_channels, sums_ptr + head * value_channels, low, high, begin,
-                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, BLOCK_N, BLOCK_D, GUARD,
+                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, DEALT, BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
 
 
@@ -230,13 +237,16 @@ class LongQuantized(NamedTuple):
     value_sums: torch.Tensor
 
 
-def launch_quantize_long(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, center: bool) -> LongQuantized:
+def launch_quantize_long(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
+) -> LongQuantized:
     """Quantise everything a call with long rows needs, in two launches: ranges, then values.
 
     Scales are one a token for query, one a head for key, one a channel for value.
 
     Args:
         query, key, value: float (batch, heads, tokens, channels), on one device, not empty.
+        dealt: leave V as :mod:`.long_hopper` takes it; see :func:`.long.pack_value_kernel`.
         center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
     """
     batch, heads, queries, channels = query.shape
@@ -268,7 +278,7 @@ def launch_quantize_long(query: torch.Tensor, key: torch.Tensor, value: torch.Te
     long_quantize_kernel[(triton.cdiv(max(padded, queries), chunk), heads, 3 * batch)](
         query, key, value, low, high, found.query, found.query_scale, found.key, found.key_scale, packed, found.value_scale,
         found.value_sums, *query.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels,
-        key_heads, chunk, CHUNKS=triton.next_power_of_2(chunks), CENTER=center, BLOCK_N=block, BLOCK_D=width,
+        key_heads, chunk, CHUNKS=triton.next_power_of_2(chunks), CENTER=center, DEALT=dealt, BLOCK_N=block, BLOCK_D=width,
         GUARD=guard, enable_fp_fusion=False,
     )  # fmt: skip
     return found

@@ -79,6 +79,18 @@ def key_order(columns):
 
 
 @triton.jit
+def held_order(n):
+    """Which key of its sixteen stands at place ``n`` of a product with V if scores stand in the keys' own order."""
+    return (n & -16) | ((n & 2) << 2) | ((n & 12) >> 1) | (n & 1)
+
+
+@triton.jit
+def dealt_channel(channel, CHANNELS: tl.constexpr):
+    """The row of V's channel where channels are dealt to rows so that a thread ends up with neighbouring outputs."""
+    return channel % (CHANNELS // 8) * 8 + channel // (CHANNELS // 8)
+
+
+@triton.jit
 def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Put the columns of P back into the order of the keys (undoes :func:`key_order`)."""
     dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
@@ -103,8 +115,9 @@ def interleave(a, b, c, d, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr):
 def load_value(
     v_base, v_stride_n, v_stride_d, start, keys, dv,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
+    HELD: tl.constexpr = False,
 ):  # fmt: skip
-    """A (keys, channels) tile of V, zero beyond the edges.
+    """A (keys, channels) tile of V, zero beyond the edges; with HELD (and VALUE_ROWS) its keys by :func:`held_order`.
 
     The tensor core wants the keys of a channel side by side. Where they are not (VALUE_ROWS) four rows are
     interleaved in registers, so that they reach shared memory four bytes at a time instead of one.
@@ -118,12 +131,15 @@ def load_value(
             return tl.load(ptrs, mask=dv[None, :] < VALUE_DIM, other=0)
         return tl.load(ptrs)
     n = start + 4 * tl.arange(0, BLOCK_N // 4)[:, None]
+    FAR: tl.constexpr = 8 if HELD else 2
+    if HELD:
+        n = held_order(n)
     ptrs = v_base + n * v_stride_n + dv[None, :] * v_stride_d
     inside = dv[None, :] < VALUE_DIM
     v0 = tl.load(ptrs, mask=inside & (n < keys), other=0)
     v1 = tl.load(ptrs + v_stride_n, mask=inside & (n + 1 < keys), other=0)
-    v2 = tl.load(ptrs + 2 * v_stride_n, mask=inside & (n + 2 < keys), other=0)
-    v3 = tl.load(ptrs + 3 * v_stride_n, mask=inside & (n + 3 < keys), other=0)
+    v2 = tl.load(ptrs + FAR * v_stride_n, mask=inside & (n + FAR < keys), other=0)
+    v3 = tl.load(ptrs + (FAR + 1) * v_stride_n, mask=inside & (n + FAR + 1 < keys), other=0)
     return interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_DV)
 
 
@@ -192,7 +208,7 @@ def row_multiplier(
     mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
     drop = 0
     if KEY_TOKEN:
-        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else 28)
+        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else 24)
     else:
         multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
         if MASK == "bias":

@@ -20,7 +20,8 @@ from ..recipe import Recipe
 SHORT_ROW = 256
 """Most keys of a row that is held whole."""
 GENERAL, HOPPER, WINDOWS = range(3)
-"""Kernels for short rows: :mod:`.short` takes every call, :mod:`.hopper` and :mod:`.windows` what they are written for."""
+"""Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.long_hopper` and :mod:`.windows` what they
+are written for."""
 
 
 class Tiles(NamedTuple):
@@ -92,6 +93,18 @@ def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, ke
     )
 
 
+def fits_long_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+    """Tell whether :mod:`.long_hopper` knows the shapes and the recipe. It takes no mask, and one key scale a head."""
+    return (
+        recipe.normalization == "two_pass"
+        and head_dim == value_dim
+        and head_dim in (64, 128)
+        and queries > 32
+        and keys > SHORT_ROW
+        and _is_usual(recipe)
+    )
+
+
 def choose_tiles(
     recipe: Recipe,
     head_dim: int,
@@ -139,7 +152,10 @@ def choose_tiles(
     if masked or not hopper or recipe.key_granularity == "token":
         return Tiles(block_m, 128, 4, 3)
     # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
-    return Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
+    general = Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
+    if fits_long_hopper(recipe, head_dim, value_dim, queries, keys):
+        return general._replace(kernel=HOPPER)
+    return general
 
 
 def table_path() -> pathlib.Path:

@@ -1,0 +1,109 @@
+"""The kernel for long rows on Hopper (:mod:`qflash.kernels.long_hopper`) has the reference's bits, at random."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import qflash
+from helpers import draw_scale, lay_out, same_bits
+from qflash import ops, reference
+from qflash.recipe import DEFAULT, Recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="written for compute capability 9.0"
+    ),
+]
+
+CUDA = torch.device("cuda")
+PLAIN = ("contiguous", "tokens_first", "packed")
+
+
+def sizes(chance: random.Random) -> tuple[tuple[int, int, int, int], ...]:
+    batch, heads, group, head_dim = (
+        chance.randint(1, 2),
+        chance.randint(1, 3),
+        chance.choice((1, 1, 2)),
+        chance.choice((64, 128)),
+    )
+    keys = chance.choice((257, 300, 383, 384, 385, 511, 512, 777, 1024, 1500))
+    few = (batch, heads, keys, head_dim)
+    return (batch, heads * group, chance.choice((33, 64, 65, 197, 300)), head_dim), few, few
+
+
+@pytest.mark.parametrize("geometry", range(40))
+def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
+    from qflash.kernels.attention import attention_calls
+
+    chance = random.Random(geometry)
+    shapes = sizes(chance)
+    grains = chance.choice(("tensor", "head", "token")), chance.choice(("tensor", "head")), chance.choice(("tensor", "channel"))
+    output_scale = chance.choice((None, "tensor", "head", "channel"))
+    for draw in range(5):
+        generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
+
+        def integers(size: tuple[int, ...], draw: int = draw, generator: torch.Generator = generator) -> torch.Tensor:
+            if draw == 3:  # the largest and smallest
+                return torch.randint(0, 2, size, generator=generator, device=CUDA, dtype=torch.int16).mul(255).sub(128).char()
+            return torch.randint(-128, 128, size, generator=generator, device=CUDA, dtype=torch.int16).char()
+
+        q, k, v = (lay_out(integers(size), chance.choice(PLAIN)) for size in shapes)
+        # exponents that cannot reach 256 octaves, that do, whose unit is octaves, and hardly any
+        amplitude = (0.01, 0.05, 3.0, 0.03, 1e-6)[draw]
+        scales = [draw_scale(size, kind, generator) * amplitude for size, kind in zip(shapes, grains, strict=True)]
+        if draw == 1:
+            scales[geometry % 3].view(-1)[0] = torch.nan
+        out_scale = None if output_scale is None else draw_scale(shapes[0], output_scale, generator) * amplitude / 2
+        dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
+        out = torch.empty(shapes[0], dtype=dtype, device=CUDA)
+        arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, shapes[0][3] ** -0.5, out_scale)
+        calls = attention_calls(*arguments, out, DEFAULT)
+        assert [call.kernel.__name__ for call in calls] == ["pack_value_kernel", "long_hopper_kernel"]
+        for call in calls:
+            call.run()
+        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shapes, draw, dtype)
+
+
+@pytest.mark.parametrize("geometry", range(12))
+def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
+    chance = random.Random(1000 + geometry)
+    shapes, dtype = sizes(chance), chance.choice((torch.float16, torch.bfloat16, torch.float32))
+    for draw, amplitude in enumerate((1.0, 0.01, 30.0)):
+        generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
+        floats = [(torch.randn(size, generator=generator, device=CUDA) * amplitude).to(dtype) for size in shapes]
+        if draw == 2:
+            floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf)[geometry % 2]
+        q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
+        got = qflash.attention(q, k, v, enable_gqa=True)
+        expected = ops.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
+        assert same_bits(got, expected), (shapes, dtype, draw)
+
+
+def test_what_it_does_not_take_goes_elsewhere() -> None:
+    from qflash.kernels.attention import attention_calls
+
+    one = torch.ones(1, 1, 1, 1, device=CUDA)
+    x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)
+    # heads between the rows of the batch: no matrix has all keys for rows
+    apart = torch.ones(2, 2, 300 * 64 + 16, device=CUDA, dtype=torch.int8)[..., : 300 * 64].unflatten(2, (300, 64))
+    token = torch.ones(2, 2, 300, 1, device=CUDA)
+    mask = torch.ones(1, 1, 300, 300, device=CUDA, dtype=torch.bool)
+
+    def kernel(
+        key: torch.Tensor,
+        key_scale: torch.Tensor = one,
+        mask: torch.Tensor | None = None,
+        causal: bool = False,
+        recipe: Recipe = DEFAULT,
+    ) -> str:
+        out = torch.empty_like(x)
+        return attention_calls(x, one, key, key_scale, x, one, mask, causal, 0.1, one, out, recipe)[-1].kernel.__name__
+
+    assert kernel(x) == kernel(x[:1].expand(2, -1, -1, -1)) == "long_hopper_kernel"
+    others = kernel(apart), kernel(x, token), kernel(x, mask=mask), kernel(x, causal=True), kernel(x, recipe=qflash.ACCURATE)
+    assert set(others) == {"long_kernel"}

@@ -234,15 +234,22 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
     return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
 
 
+def _long_span(head_dim: int, keys: int) -> int:
+    """Return how many keys :mod:`.long_hopper` takes at a time: two tiles where they fit and would not often be half empty."""
+    return 2 * _LONG_TILE if head_dim <= 64 and (keys > 16 * _LONG_TILE or triton.cdiv(keys, _LONG_TILE) % 2 == 0) else _LONG_TILE
+
+
 def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
     """Return what :mod:`.long_hopper` takes in place of pointers to keys and packed values."""
     batch, heads, keys, channels = key.shape
+    span = _long_span(channels, keys)
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
     return {
-        "k_desc": _matrix(key, count, columns, key.stride(2), (_LONG_TILE, channels)),
+        "k_desc": _matrix(key, count, columns, key.stride(2), (span, channels)),
         "v_desc": _matrix(value, batch * heads * channels, padded, padded, (channels, _LONG_TILE)),
+        "SPAN": span,
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,

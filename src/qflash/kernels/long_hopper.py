@@ -45,8 +45,8 @@ from .tile import MASKED, row_multiplier
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# tiles in a ring
-SLOTS = gl.constexpr(2)
+# keys of a product
+TILE = gl.constexpr(128)
 
 
 @gluon.constexpr_function
@@ -56,23 +56,16 @@ def quarter_layout(warps):
 
 
 @gluon.jit
-def _fetch(desc, row, column, smem, ready, tile, there):
-    """Start to fetch a tile into its place in the ring, if it is ``there``."""
-    SIZE: gl.constexpr = smem.shape[1] * smem.shape[2]
-    slot = tile % SLOTS
-    mbarrier.expect(ready.index(slot), SIZE, pred=there)
-    _load(desc, [row, column], ready.index(slot), smem.index(slot), pred=there)
+def _start_scores(q, smem, WARPS: gl.constexpr):
+    """Start the product of a block of queries with a tile of keys."""
+    zeros = gl.zeros((16 * WARPS, TILE), gl.int32, product_layout(TILE, WARPS))
+    return warpgroup_mma(q, smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _scores(q, smem, ready, tile, WARPS: gl.constexpr):
-    """The product of a block of queries with a tile of keys."""
-    N: gl.constexpr = smem.shape[1]
-    L: gl.constexpr = product_layout(N, WARPS)
-    zeros = gl.zeros((16 * WARPS, N), gl.int32, L)
-    mbarrier.wait(ready.index(tile % SLOTS), (tile // SLOTS) & 1)
-    s = warpgroup_mma(q, smem.index(tile % SLOTS).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return gl.convert_layout(warpgroup_mma_wait(0, [s]), score_layout(N, WARPS), assert_trivial=True)
+def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr):
+    """The scores of a product that only so many others may outlast."""
+    return gl.convert_layout(warpgroup_mma_wait(ahead, [s]), score_layout(TILE, WARPS), assert_trivial=True)
 
 
 @gluon.jit
@@ -111,7 +104,7 @@ def long_hopper_kernel(
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
     queries, keys, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
@@ -124,27 +117,28 @@ def long_hopper_kernel(
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
     D: gl.constexpr = HEAD_DIM
     WARPS: gl.constexpr = BLOCK_M // 16
-    S: gl.constexpr = product_layout(BLOCK_N, WARPS)
-    L: gl.constexpr = score_layout(BLOCK_N, WARPS)
+    S: gl.constexpr = product_layout(TILE, WARPS)
+    L: gl.constexpr = score_layout(TILE, WARPS)
     PV: gl.constexpr = product_layout(D, WARPS)
     RL: gl.constexpr = gl.SliceLayout(1, score_layout(8, WARPS))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
     first = gl.program_id(0) * BLOCK_M
-    tiles = gl.cdiv(keys, BLOCK_N)
+    HALVES: gl.constexpr = SPAN // TILE
+    steps = gl.cdiv(keys, SPAN)
     k_row = gl.program_id(2) * k_rows_z + kv_head * k_rows_h
     k_column = kv_head * k_columns_h
 
-    k_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, D, BLOCK_N], v_desc.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
+    k_smem = gl.allocate_shared_memory(gl.int8, [2, SPAN, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    SIZE: gl.constexpr = SPAN * D
+    mbarrier.init(ready.index(0), count=1)
+    mbarrier.init(ready.index(1), count=1)
     barrier()
-    for tile in gl.static_range(SLOTS):
-        _fetch(k_desc, k_row + tile * BLOCK_N, k_column, k_smem, k_ready, tile, True)
+    for index in gl.static_range(2):
+        mbarrier.expect(ready.index(index), SIZE)
+        _load(k_desc, [k_row + index * SPAN, k_column], ready.index(index), k_smem.index(index))
     words = _load_queries(q_base, q_stride_n, first, queries, D, WARPS)
     head_bits = 0
     if not QUERY_TOKEN:
@@ -159,17 +153,29 @@ def long_hopper_kernel(
     )
 
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for tile in range(tiles):
-        s = _scores(q, k_smem, k_ready, tile, WARPS)
-        # nobody reads the tile any more
+    for step in range(steps):
+        slot = step % 2
+        mbarrier.wait(ready.index(slot), (step // 2) & 1)
+        scores = ()
+        for half in gl.static_range(HALVES):
+            scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
+        for half in gl.static_range(HALVES):
+            s = _finished(scores[half], HALVES - 1 - half, WARPS)
+            if (step + 1) * SPAN > keys:
+                s = _padded(s, keys - step * SPAN - half * TILE, MASKED)
+            largest = gl.maximum(largest, _fold_columns(s, WARPS))
+        # nobody reads these keys any more
         barrier()
-        # behind the last tile the second walk begins
-        following = tile + SLOTS
-        following = gl.where(following < tiles, following, following - tiles)
-        _fetch(k_desc, k_row + following * BLOCK_N, k_column, k_smem, k_ready, tile, True)
-        if (tile + 1) * BLOCK_N > keys:
-            s = _padded(s, keys - tile * BLOCK_N, MASKED)
-        largest = gl.maximum(largest, _fold_columns(s, WARPS))
+        if step + 1 < steps:
+            # behind the last the second walk begins
+            row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
+            mbarrier.expect(ready.index(slot), SIZE)
+            _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
+    index = steps + 1
+    mbarrier.expect(ready.index(index % 2), 2 * SIZE)
+    _load(k_desc, [k_row + SPAN, k_column], ready.index(index % 2), k_smem.index(index % 2))
+    for half in gl.static_range(HALVES):
+        _load(v_desc, [head * D, half * TILE], ready.index(index % 2), v_smem.index(half))
     row_max = gl.max(largest, 1)
 
     wrap = (
@@ -179,23 +185,33 @@ def long_hopper_kernel(
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
-    _fetch(v_desc, head * D, 0, v_smem, v_ready, 0, True)
-    for tile in range(tiles):
-        s = _scores(q, k_smem, k_ready, tiles + tile, WARPS)
-        # nobody reads the tile any more, nor the values of the tile before
-        barrier()
-        _fetch(k_desc, k_row + (tile + SLOTS) * BLOCK_N, k_column, k_smem, k_ready, tiles + tile, tile + SLOTS < tiles)
-        _fetch(v_desc, head * D, (tile + 1) * BLOCK_N, v_smem, v_ready, tile + 1, tile + 1 < tiles)
-        if wrap:
-            s = _raised(s, least)
-        if (tile + 1) * BLOCK_N > keys:
-            s = _padded(s, keys - tile * BLOCK_N, beside_rows(row_max, L))
-        p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-        p = gl.permute(gl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-        p = pack(gl.convert_layout(gl.reshape(p, (BLOCK_M, BLOCK_N)), OPERAND, assert_trivial=True))
-        mbarrier.wait(v_ready.index(tile % SLOTS), (tile // SLOTS) & 1)
-        accumulator = warpgroup_mma(p, v_smem.index(tile % SLOTS).permute((1, 0)), accumulator, is_async=True)
-        total += _sums(p, WARPS)
+    mbarrier.wait(ready.index(steps % 2), (steps // 2) & 1)
+    for step in range(steps):
+        slot, other = (steps + step) % 2, (steps + step + 1) % 2
+        v_slot = step % 2 * HALVES
+        for half in gl.static_range(HALVES):
+            s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
+            if half == HALVES - 1:
+                # nobody reads these keys any more, nor the values of the step before
+                barrier()
+                if step + 1 < steps:
+                    mbarrier.expect(ready.index(slot), 2 * SIZE)
+                    _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
+                    for part in gl.static_range(HALVES):
+                        column = (step + 1) * SPAN + part * TILE
+                        _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + part))
+            if wrap:
+                s = _raised(s, least)
+            if (step + 1) * SPAN > keys:
+                s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
+            p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+            p = gl.permute(gl.reshape(p, (BLOCK_M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+            p = pack(gl.convert_layout(gl.reshape(p, (BLOCK_M, TILE)), OPERAND, assert_trivial=True))
+            if half == 0:
+                # these values, and the keys of the next step
+                mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
+            accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
+            total += _sums(p, WARPS)
     place = gl.arange(0, D, layout=gl.SliceLayout(0, PV))
     sums = 127 * gl.load(sums_ptr + head * D + (place & 7) * (D // 8) + (place >> 3))
     factor, shift, half = output_factors(
@@ -204,7 +220,7 @@ def long_hopper_kernel(
     )  # fmt: skip
     numerator = sums[None, :] - warpgroup_mma_wait(0, [accumulator])
     # what stood for keys past the last had the largest probability
-    count = tiles * BLOCK_N
+    count = steps * SPAN
     most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
     total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
     _store(

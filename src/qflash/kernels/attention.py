@@ -101,7 +101,11 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
         # for longer than keys are prepared.
         loads = (1, 2) if fused and not masked else (3, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
-        return tiles._replace(splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=0)
+        # sixteen programs a processor instead of fourteen
+        registers = 128 if fused and not masked else 0
+        return tiles._replace(
+            splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=registers
+        )
     if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
         # A program a processor fetches the keys fewer times than several; where it has to quantise them, too, with eight warps.
         if fused:
@@ -178,7 +182,7 @@ def _options(tiles: Tiles) -> dict[str, Any]:
 _BIAS_PROGRAMS = 12
 """Programs with a bias that a processor has room for: more windows than that share them."""
 _PACKED_KEYS = 512
-"""Keys of V a program packs."""
+"""Keys of V a program packs; a row of twice as many it packs alone, which needs no sums to begin at zero."""
 _LONG_TILE = 128
 """Keys a tile of :mod:`.long_hopper`."""
 
@@ -192,7 +196,9 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
     batch, heads, keys, channels = value.shape
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
-    sums = torch.zeros((batch, heads, channels), dtype=torch.int32, device=value.device)
+    whole = padded <= 2 * _PACKED_KEYS
+    chunk = padded if whole else _PACKED_KEYS
+    sums = (torch.empty if whole else torch.zeros)((batch, heads, channels), dtype=torch.int32, device=value.device)
     block = min(32, triton.next_power_of_2(channels))
     calls = []
     for start in range(0, batch, _MOST_BLOCKS):
@@ -203,13 +209,14 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
             **{f"v_stride_{axis}": value.stride(dim) for dim, axis in enumerate("zhnd")},
             "keys": keys,
             "padded": padded,
-            "chunk": _PACKED_KEYS,
+            "chunk": chunk,
             "VALUE_DIM": channels,
             "BLOCK_C": block,
             "BLOCK_N": 128,
             "DEALT": dealt,
+            "WHOLE": whole,
         }
-        grid = (triton.cdiv(channels, block) * triton.cdiv(padded, _PACKED_KEYS), heads, min(_MOST_BLOCKS, batch - start))
+        grid = (triton.cdiv(channels, block) * triton.cdiv(padded, chunk), heads, min(_MOST_BLOCKS, batch - start))
         calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[..., :keys].mT, sums, calls
 
@@ -236,7 +243,9 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
 
 def _long_span(head_dim: int, keys: int) -> int:
     """Return how many keys :mod:`.long_hopper` takes at a time: two tiles where they fit and would not often be half empty."""
-    return 2 * _LONG_TILE if head_dim <= 64 and (keys > 16 * _LONG_TILE or triton.cdiv(keys, _LONG_TILE) % 2 == 0) else _LONG_TILE
+    return (
+        2 * _LONG_TILE if head_dim <= 64 and (keys > 16 * _LONG_TILE or triton.cdiv(keys, _LONG_TILE) % 2 == 0) else _LONG_TILE
+    )
 
 
 def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFF
 # fraction's byte, (x * x + 2**17) >> octaves. The parabola runs on from octave to octave, which is why a byte may carry.
 TWICE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
 prmt.b32 a, $1, $2, 0x5542; mad.lo.s32 a, a, a, 0x20000; shr.u32 b, $1, 24; shr.u32 $0, a, b;}""")
+# the same from an exponent that has 16 fraction bits
+TWICE_PROBABILITY_16 = gl.constexpr(TWICE_PROBABILITY.value.replace("0x5542", "0x5541").replace("$1, 24", "$1, 16"))
 # Four of those -> the bytes 127 - P, P rounded half up. A pair lies in the halves of a word, and its bytes above 128ths.
 PACK_FOUR = gl.constexpr("""{.reg .b32 a, b;
 mad.lo.s32 a, $1, -128, 0x7F7F7F7F; mad.lo.s32 a, $2, -8388608, a;
@@ -34,13 +36,19 @@ FRACTION_BITS = gl.constexpr(fp.MAX_FRACTION_BITS)
 
 
 @gluon.jit
-def magnitudes(x):
-    """Sums of the magnitudes of a tile's int8 rows."""
+def magnitudes_by_four(x):
+    """Sums of the magnitudes of four neighbouring int8 of a row: (rows, columns / 4)."""
     M: gl.constexpr = x.shape[0]
     parts = gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4)
     parts, _ = gl.split(gl.reshape(parts, (M, x.shape[1] // 4, 2, 2)))
     parts, _ = gl.split(parts)
-    return gl.sum(parts, 1)
+    return parts
+
+
+@gluon.jit
+def magnitudes(x):
+    """Sums of the magnitudes of a tile's int8 rows."""
+    return gl.sum(magnitudes_by_four(x), 1)
 
 
 @gluon.jit
@@ -78,6 +86,14 @@ def twice_probabilities(s, slope, begin, constant):
     to bytes, so that its octaves and its fraction need no multiply-add of their own.
     """
     return gl.inline_asm_elementwise(TWICE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
+
+
+@gluon.jit
+def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
+    """:func:`twice_probabilities` of scores that have 16 fraction bits already, which leaves octaves enough for any."""
+    begin = row_max + ((OFFSET << 7) + (9 << 16) + (1 << 8))
+    constant = gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(TWICE_PROBABILITY_16, "=r,r,r", [begin - z, constant], gl.int32, True, 1)
 
 
 @gluon.jit

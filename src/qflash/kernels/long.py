@@ -31,12 +31,13 @@ from .tile import (
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
-    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each channel.
 
     DEALT is the order of :mod:`.long_hopper`: keys by :func:`.tile.held_order`, channels by :func:`.tile.dealt_channel`.
-    Keys from the last up to ``padded`` are zero. The sums, of integers, do not depend on who adds first.
+    Keys from the last up to ``padded`` are zero. The sums, of integers, do not depend on who adds first; with WHOLE nobody
+    else does, for the chunk is the row.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     blocks = (VALUE_DIM + BLOCK_C - 1) // BLOCK_C
@@ -52,7 +53,10 @@ def pack_value_kernel(
         n = start + tl.arange(0, BLOCK_N)
         out = packed_ptr + (head * VALUE_DIM + rows[None, :]) * padded + n[:, None]
         tl.store(out, v, mask=channels[None, :] < VALUE_DIM)
-    tl.atomic_add(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+    if WHOLE:
+        tl.store(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+    else:
+        tl.atomic_add(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
 
 
 @triton.jit

@@ -17,10 +17,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .by_hand import barrier, beside_channels, beside_rows, halves, output_factors, round_to_int8, unpack
+from .by_hand import (
+    barrier,
+    beside_channels,
+    beside_rows,
+    halves,
+    least_score,
+    magnitudes_by_four,
+    may_wrap,
+    output_factors,
+    pack,
+    round_to_int8,
+    row_exponents,
+    twice_probabilities,
+    twice_probabilities_16,
+    unpack,
+)
 from .integer import (
     multiply_high,
-    probability_word,
     requantize,
     row_inverse,
     row_weight,
@@ -33,15 +47,12 @@ from .tile import (
     BIAS_MASKED,
     BIAS_POISON,
     MASKED,
-    OPAQUE_ONE,
     POISON,
     _high_bytes,
     probability_words,
     row_multiplier,
 )
 
-# :data:`.tile.MANTISSA` of the complement of an exponent with 16 fraction bits
-MANTISSA_16 = gl.constexpr("prmt.b32 $0, $1, $2, 0x5541;")
 # sixteen queries, and what each operand of a product looks like
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 4))
@@ -374,9 +385,53 @@ def _stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: g
 def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
     """(Negative) numerators and sums of stored probabilities of a row's tiles."""
     p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
+    if p0.dtype == gl.int32:
+        p0, p1 = pack(p0), pack(p1)
     numerator = mma_v2(p1, v[1], mma_v2(p0, v[0], begin))
     total = mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT)))
     return _upper(numerator, ROWS), _upper(total, ROWS)
+
+
+@gluon.jit
+def _largest(k):
+    """A bound on the sum of magnitudes of any key: the largest of each of four parts added up."""
+    ROWS: gl.constexpr = k.shape[0]
+    L: gl.constexpr = k.type.layout
+    x = magnitudes_by_four(k)
+    x, y = gl.split(gl.reshape(x, (ROWS, 4, 2)))
+    return gl.max(x + y, 0)
+
+
+@gluon.jit
+def _all_twice(s, row_max, multiplier, fraction_bits, wrap, OFFSET: gl.constexpr):
+    """Twice the probabilities of a row's tiles, rounded down."""
+    if wrap:
+        s = _all_raised(s, least_score(row_max, multiplier, fraction_bits))
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    p = ()
+    for i in gl.static_range(len(s)):
+        p = p + (_twice(s[i], slope, begin, constant),)
+    return p
+
+
+@gluon.jit
+def _twice(s, slope, begin, constant):
+    L: gl.constexpr = s.type.layout
+    return twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+
+
+@gluon.jit
+def _all_raised(s, least):
+    raised = ()
+    for i in gl.static_range(len(s)):
+        raised = raised + (_raised(s[i], least),)
+    return raised
+
+
+@gluon.jit
+def _raised(s, least):
+    L: gl.constexpr = s.type.layout
+    return gl.maximum(s, beside_rows(least, L))
 
 
 @gluon.jit
@@ -388,11 +443,18 @@ def _all_stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSE
 
 
 @gluon.jit
-def _all_stored_16(z, row_max, OFFSET: gl.constexpr):
+def _all_twice_16(z, row_max, OFFSET: gl.constexpr):
+    """What :func:`_all_twice` returns for scores with 16 fraction bits and nobody masked."""
     p = ()
     for i in gl.static_range(len(z)):
-        p = p + (_stored_16(z[i], row_max, OFFSET),)
+        p = p + (_twice_16(z[i], row_max, OFFSET),)
     return p
+
+
+@gluon.jit
+def _twice_16(z, row_max, OFFSET: gl.constexpr):
+    L: gl.constexpr = z.type.layout
+    return twice_probabilities_16(z, beside_rows(row_max, L), OFFSET)
 
 
 @gluon.jit
@@ -499,17 +561,6 @@ def _add_any_bias(s, bias, multiplier, fraction_bits, drop):
 
 
 @gluon.jit
-def _stored_16(z, row_max, OFFSET: gl.constexpr):
-    """What :func:`_stored` returns for scores with 16 fraction bits and nobody masked: places of bytes known beforehand."""
-    L: gl.constexpr = z.type.layout
-    base = beside_rows(row_max, L) + (OFFSET << 7)
-    one = gl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
-    octaves = (base - z) >> 16
-    mantissa = gl.inline_asm_elementwise(MANTISSA_16, "=r,r,r", [z + ~base, one], gl.int32, True, 1)
-    return _high_bytes(probability_word(octaves, mantissa, True, 8, True, False), False)
-
-
-@gluon.jit
 def _queries(
     q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
     ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
@@ -535,7 +586,7 @@ def _queries(
 
 @gluon.jit
 def _attend(
-    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
     k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
     mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, staged, staged_marks, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -583,10 +634,14 @@ def _attend(
             for i in gl.static_range(len(k)):
                 y = y + (_add_bias(s[i], _fixed(bias[i]), multiplier, drop),)
             row_max = _row_max(y)
-            numerator, total = _sums(_all_stored_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
+            numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
     else:
-        p = _all_stored(s, _row_max(s), multiplier, fraction_bits, MASK, OFFSET, False)
+        if query_bits.type.is_block():
+            wrap = gl.max(may_wrap(largest_key, 0, 2 * multiplier, fraction_bits), 0)
+        else:
+            wrap = may_wrap(largest_key, 0, 2 * multiplier, fraction_bits)
+        p = _all_twice(s, _row_max(s), multiplier, fraction_bits, wrap > 0, OFFSET)
         numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, tile * 16, KEYS, QUERIES)
 
@@ -764,6 +819,12 @@ def windows_kernel(
                 )  # fmt: skip
             key_mantissa, key_exponent = split_scale(key_bits)
         keys_usable = usable_scale(key_bits)
+        largest_key = 0
+        if MASK != "bias":
+            largest = _largest(keys[0])
+            for i in gl.static_range(1, len(WIDTHS)):
+                largest = gl.maximum(largest, gl.convert_layout(_largest(keys[i]), largest.type.layout, assert_trivial=True))
+            largest_key = gl.sum(largest, 0)
         right = ()
         for i in gl.static_range(len(WIDTHS)):
             right = right + (_key_operand(keys[i]),)
@@ -778,7 +839,7 @@ def windows_kernel(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
-                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
                 right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
                 staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
@@ -788,7 +849,7 @@ def windows_kernel(
                 following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
-                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
                 right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
                 staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip

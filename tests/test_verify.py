@@ -101,7 +101,7 @@ def test_every_case_spells_out_a_call() -> None:
         by_hand |= dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
         anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, case.kernel)
-        assert {"BLOCK_N", "KEYS"} & set(call.arguments)
+        assert {"BLOCK_N", "KEYS", "SPAN"} & set(call.arguments)
         assert verify.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, case.kernel)
         pointers = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
         assert all(x.device.type == "meta" for x in pointers.values())

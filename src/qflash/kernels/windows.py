@@ -395,10 +395,7 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
 @gluon.jit
 def _largest(k):
     """A bound on the sum of magnitudes of any key: the largest of each of four parts added up."""
-    ROWS: gl.constexpr = k.shape[0]
-    L: gl.constexpr = k.type.layout
-    x = magnitudes_by_four(k)
-    x, y = gl.split(gl.reshape(x, (ROWS, 4, 2)))
+    x, y = gl.split(gl.reshape(magnitudes_by_four(k), (k.shape[0], 4, 2)))
     return gl.max(x + y, 0)
 
 

@@ -18,7 +18,7 @@ S                     ``|S| <= 2**14 d``                              d products
 m - S                 ``< 2**15 d``                                   both ends cannot be -128
 M                     ``<= 57344 / d`` (0.875 * 2**16 / d)            chosen; half with a bias
 S M                   ``<= 0.875 * 2**30``                            product of the two
-t = (m - S) M + t0    ``< 2**31``                                     0.875 * 2**31 + 0.6 * 2**28
+t = (m - S) M + t0    ``< 2**31``                                     0.875 * 2**31 + 0.6 * 2**24
 y = S A (per-token)   ``<= 2**30``                                    A <= 2**16 / d
 z (with a bias)       ``< 2**29 + 2**28``                             S M or y R / 2**32, bias clamped
 row sum l             ``< 2**24`` (8 bits), ``< 2**31`` (15 bits)     N <= 65536
@@ -38,6 +38,7 @@ MAX_KEYS = 65536
 MAX_HEAD_DIM = 256
 MULTIPLIER_BUDGET = 57344
 MAX_FRACTION_BITS = 24
+"""Three bytes: an exponent with as many has its octaves in a byte of their own."""
 BIAS_FRACTION_BITS = 16
 BIAS_LIMIT = 1 << 28
 BIAS_MASKED = -(1 << 31)
@@ -131,7 +132,7 @@ def narrow_multiplier(
     """Turn ``s = R * 2**-E`` into the multiplier and shift of one 32-bit multiply-add per score.
 
     Returns:
-        ``(M, F)`` with ``M = round(s * 2**F) <= most_multiplier(head_dim, biased)`` and ``0 <= F <= 28``, F as large as the
+        ``(M, F)`` with ``M = round(s * 2**F) <= most_multiplier(head_dim, biased)`` and ``0 <= F <= 24``, F as large as the
         bound on M lets it be. For scales so large that F would be negative M is the bound and F is 0:
         two different scores are then already more than 200 octaves apart.
     """
@@ -298,7 +299,7 @@ def probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, 
     Args:
         t: integers in ``[0, 2**31)`` with ``fraction_bits`` fraction bits, offset included
             (:func:`exponent_offset`).
-        fraction_bits: F, broadcastable, 0 to 28.
+        fraction_bits: F, broadcastable, 0 to 24.
         exponential, bits, nearest: see :class:`qflash.Recipe`.
 
     Returns:

@@ -13,8 +13,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
-
-
 # a register that the assembler cannot see through: as an immediate it would cost a move a score
 OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
 # Twice a probability from an exponent that has 24 fraction bits, 9 octaves too many and 1/256 more: with x = f - 512, f the
@@ -53,9 +51,9 @@ def magnitudes(x):
 
 @gluon.jit
 def may_wrap(magnitude, row_max, multiplier, fraction_bits):
-    """Whether a row's exponents could reach 236 octaves, for queries whose magnitudes sum up to ``magnitude``: 0 or 1.
+    """Whether a row's exponents could reach 236 octaves, if its query's magnitudes sum up to ``magnitude``: 0 or 1.
 
-    Of the 256 octaves of :func:`twice_probabilities` ten are taken. No score lies below ``-128 * magnitude``.
+    No score lies below ``-128 * magnitude``. Of the 256 octaves of :func:`twice_probabilities` ten are taken.
     """
     return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= 236).to(gl.int32)
 

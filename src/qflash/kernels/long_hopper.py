@@ -1,8 +1,11 @@
 """Rows of any length on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.long` does, faster.
 
 A program takes one block of queries of one head and walks over the keys twice, for the maximum of its rows and for the
-rest. Keys and values come through rings in shared memory, a tile ahead; queries, scores, probabilities and outputs stay in
-registers, in the orders of :mod:`.hopper`.
+rest. The copy engine brings keys and values to shared memory, a step ahead; queries, scores, probabilities and outputs stay
+in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
+
+On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
+steps of 256 keys where they fit, an exponential of few instructions, and branches around what is seldom needed.
 """
 
 from __future__ import annotations
@@ -64,12 +67,13 @@ def _start_scores(q, smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr):
-    """The scores of a product that only so many others may outlast."""
+    """The scores of a product, once no more than ``ahead`` of those started later are under way."""
     return gl.convert_layout(warpgroup_mma_wait(ahead, [s]), score_layout(TILE, WARPS), assert_trivial=True)
 
 
 @gluon.jit
 def _raised(s, least):
+    """Scores no lower than the least of their row."""
     L: gl.constexpr = s.type.layout
     return gl.maximum(s, beside_rows(least, L))
 
@@ -108,7 +112,11 @@ def long_hopper_kernel(
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one block of queries; see :func:`.attention.launch_attention`."""
+    """Attention of one block of queries; see :func:`.attention.launch_attention`.
+
+    The keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h`` on, in
+    the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``). SPAN is the keys of a step.
+    """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
     kv_head = h // GROUP

@@ -427,6 +427,7 @@ def _all_raised(s, least):
 
 @gluon.jit
 def _raised(s, least):
+    """Scores no lower than the least of their row."""
     L: gl.constexpr = s.type.layout
     return gl.maximum(s, beside_rows(least, L))
 
@@ -634,10 +635,10 @@ def _attend(
             numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
     else:
+        # keys have the part of queries here; twice, for the row's maximum is no higher than 128 times their magnitude, either
+        wrap = may_wrap(largest_key, 0, 2 * multiplier, fraction_bits)
         if query_bits.type.is_block():
-            wrap = gl.max(may_wrap(largest_key, 0, 2 * multiplier, fraction_bits), 0)
-        else:
-            wrap = may_wrap(largest_key, 0, 2 * multiplier, fraction_bits)
+            wrap = gl.max(wrap, 0)
         p = _all_twice(s, _row_max(s), multiplier, fraction_bits, wrap > 0, OFFSET)
         numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, tile * 16, KEYS, QUERIES)

@@ -463,6 +463,59 @@ def test_twin_release_factor_and_exponent_offset() -> None:
         assert_twins(run_twin("offset", every, HEAD_DIM=offset), fp.exponent_offset(offset, every))
 
 
+def twice_probability(t: torch.Tensor, fraction_byte: int) -> torch.Tensor:
+    """What ``by_hand.TWICE_PROBABILITY`` computes, word for word; Gluon does not run here, its arithmetic does."""
+    t = t & 0xFFFFFFFF
+    x = ((t >> 8 * fraction_byte) & 255) - 512
+    return (x * x + (1 << 17)) >> (t >> 8 * fraction_byte + 8).clamp(max=63)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_an_exponential_aligned_to_bytes_has_the_specified_bits(head_dim: int) -> None:
+    mantissa, exponent, _ = combined(head_dim, 20000)
+    multiplier, fraction_bits = (x[:, None] for x in fp.narrow_multiplier(mantissa, exponent, head_dim))
+    generator = torch.Generator().manual_seed(head_dim)
+    lowest, highest = -128 * 127 * head_dim, 128 * 128 * head_dim
+    row_max = torch.randint(lowest, highest + 1, (len(mantissa), 1), generator=generator)
+    below = torch.rand(len(mantissa), 64, generator=generator, dtype=torch.float64) * 23
+    s = torch.maximum(row_max - torch.exp2(below).to(torch.int64) + 1, torch.tensor(lowest))
+    offset, _, _ = fp.probability_constants("quadratic", 8)
+    begin = fp.exponent_offset(offset, fraction_bits)
+    expected = fp.probability((row_max - s) * multiplier + begin, fraction_bits, "quadratic", 8, True)
+
+    up = fp.MAX_FRACTION_BITS - fraction_bits
+    slope = torch.where(multiplier >> fraction_bits >= 64, 1 << 30, multiplier << up)
+    start = (begin << up) + (9 << 24) + (1 << 16) + row_max * slope
+    # every score may be raised to what is nothing anyway ...
+    least = row_max - (1 << (fraction_bits + 7 - fp.bit_length(multiplier)).clamp(0, 24))
+    raised = twice_probability(start - torch.maximum(s, least) * slope, 2)
+    assert int(raised.max()) == 510
+    assert torch.equal((raised + 1) >> 1, expected)
+    # ... and need not be where no exponent comes near 256 octaves
+    magnitude = -(-s.abs().amax(1, keepdim=True) // 128)
+    safe = ((128 * magnitude + row_max) * multiplier >> fraction_bits < 236).expand_as(s)
+    assert 0.1 < safe.double().mean() < 0.9
+    as_it_is = (twice_probability(start - s * slope, 2) + 1) >> 1
+    assert torch.equal(as_it_is[safe], expected[safe])
+    assert not torch.equal(as_it_is, expected)
+
+
+def test_an_exponential_of_16_fraction_bits_has_the_specified_bits() -> None:
+    offset, _, _ = fp.probability_constants("quadratic", 8)
+    below = torch.cat((torch.arange(1 << 21), 1 << torch.arange(31)))
+    begin = (offset << 7) + (9 << 16) + (1 << 8)
+    got = (twice_probability(below.clamp(max=(1 << 31) - 1 - begin) + begin, 1) + 1) >> 1
+    bits = torch.tensor(16)
+    assert torch.equal(got, fp.probability(below + fp.exponent_offset(offset, bits), bits, "quadratic", 8, True))
+
+
+def test_four_probabilities_are_rounded_and_packed() -> None:
+    a, b = torch.arange(511)[:, None], torch.arange(511)[None, :]
+    word = (0x7F7F7F7F - 128 * a - (b << 23)) & 0xFFFFFFFF
+    assert torch.equal((word >> 8) & 255, (127 - ((a + 1) >> 1)).expand_as(word) & 255)
+    assert torch.equal(word >> 24, (127 - ((b + 1) >> 1)).expand_as(word) & 255)
+
+
 def test_twin_usable_scale() -> None:
     scale = torch.tensor([1.0, 2.0**-126, 3e38, 0.0, -1.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
     expected = torch.tensor([True, True, True] + [False] * 7)

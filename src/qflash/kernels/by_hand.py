@@ -66,6 +66,13 @@ def least_score(row_max, multiplier, fraction_bits):
 
 
 @gluon.jit
+def raised(s, least):
+    """A tile's scores, none lower than the least of its row."""
+    L: gl.constexpr = s.type.layout
+    return gl.maximum(s, beside_rows(least, L))
+
+
+@gluon.jit
 def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     """(slope, begin, constant) of a row, for :func:`twice_probabilities`."""
     up = FRACTION_BITS - fraction_bits

@@ -28,6 +28,7 @@ from .by_hand import (
     may_wrap,
     output_factors,
     pack,
+    raised,
     row_exponents,
     twice_probabilities,
 )
@@ -69,13 +70,6 @@ def _start_scores(q, smem, WARPS: gl.constexpr):
 def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr):
     """The scores of a product, once no more than ``ahead`` of those started later are under way."""
     return gl.convert_layout(warpgroup_mma_wait(ahead, [s]), score_layout(TILE, WARPS), assert_trivial=True)
-
-
-@gluon.jit
-def _raised(s, least):
-    """Scores no lower than the least of their row."""
-    L: gl.constexpr = s.type.layout
-    return gl.maximum(s, beside_rows(least, L))
 
 
 @gluon.jit
@@ -209,7 +203,7 @@ def long_hopper_kernel(
                         column = (step + 1) * SPAN + part * TILE
                         _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + part))
             if wrap:
-                s = _raised(s, least)
+                s = raised(s, least)
             if (step + 1) * SPAN > keys:
                 s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
             p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))

@@ -27,6 +27,7 @@ from .by_hand import (
     may_wrap,
     output_factors,
     pack,
+    raised,
     round_to_int8,
     row_exponents,
     twice_probabilities,
@@ -419,17 +420,10 @@ def _twice(s, slope, begin, constant):
 
 @gluon.jit
 def _all_raised(s, least):
-    raised = ()
+    tiles = ()
     for i in gl.static_range(len(s)):
-        raised = raised + (_raised(s[i], least),)
-    return raised
-
-
-@gluon.jit
-def _raised(s, least):
-    """Scores no lower than the least of their row."""
-    L: gl.constexpr = s.type.layout
-    return gl.maximum(s, beside_rows(least, L))
+        tiles = tiles + (raised(s[i], least),)
+    return tiles
 
 
 @gluon.jit

@@ -341,7 +341,7 @@ def _calls(
     sums = value_sums
     calls: list[Call] = []
     key_token = scales is not None and scales.key.shape[2] > 1
-    key_rows = _key_rows(key)
+    key_rows = None if short else _key_rows(key)
     if two_pass and not short and sums is None:
         dealt = (
             _walks_by_hand(tiles, recipe, query, key, value, key_token, is_causal or mask is not None, guard)
@@ -349,6 +349,9 @@ def _calls(
             and all(map(_side_by_side, (query, key, out)))
         )
         value, sums, calls = _pack_value(value, dealt)
+    if dealt:
+        # three programs a processor, or with wider heads two
+        tiles = tiles._replace(block_m=64, warps=4, registers=168 if head_dim <= 64 else 0)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
     by_hand = not guard and not is_causal and not key_token and all(map(_side_by_side, (query, key, value, out)))
     hopper = (
@@ -404,11 +407,6 @@ def _calls(
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}
-        if dealt:
-            # three programs a processor, or with wider heads two
-            tiles = tiles._replace(block_m=64, block_n=_LONG_TILE, warps=4, registers=168 if head_dim <= 64 else 0)
-            fixed |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-            blocks = triton.cdiv(queries, tiles.block_m)
     if scales is None:
         # the kernel finds the scales and reads none; any tensor fills the places
         given = dict.fromkeys(("qs", "ks", "vs", "os"), query)

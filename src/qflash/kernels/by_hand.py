@@ -5,8 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .. import fixed_point as fp
-from .integer import bit_length, exponent_offset, half_of, output_multiplier
+from .integer import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
 
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -30,17 +29,20 @@ prmt.b32 $0, a, b, 0x7531;}""")
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
-FRACTION_BITS = gl.constexpr(fp.MAX_FRACTION_BITS)
+
+
+@gluon.jit
+def first_of_four(x):
+    """The first of every four neighbours of a row: (rows, columns / 4)."""
+    x, _ = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    x, _ = gl.split(x)
+    return x
 
 
 @gluon.jit
 def magnitudes_by_four(x):
     """Sums of the magnitudes of four neighbouring int8 of a row: (rows, columns / 4)."""
-    M: gl.constexpr = x.shape[0]
-    parts = gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4)
-    parts, _ = gl.split(gl.reshape(parts, (M, x.shape[1] // 4, 2, 2)))
-    parts, _ = gl.split(parts)
-    return parts
+    return first_of_four(gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4))
 
 
 @gluon.jit
@@ -75,7 +77,7 @@ def raised(s, least):
 @gluon.jit
 def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     """(slope, begin, constant) of a row, for :func:`twice_probabilities`."""
-    up = FRACTION_BITS - fraction_bits
+    up = MAX_FRACTION_BITS - fraction_bits
     # from 64 octaves a unit on, the next score is nothing already
     slope = gl.where((multiplier >> fraction_bits) >= 64, 1 << 30, multiplier << up)
     begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((9 << 24) + (1 << 16)) + row_max * slope

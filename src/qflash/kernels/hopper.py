@@ -36,7 +36,7 @@ from .integer import (
     usable_scale,
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
-from .tile import MASKED, _high_bytes, held_order, key_order, probability_words, row_multiplier
+from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words, row_multiplier
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -572,7 +572,7 @@ def _last_rows(
         weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]
         result = (numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
     place = gl.arange(0, D, layout=gl.SliceLayout(1, L))
-    channels = (place & 7) * (D // 8) + (place >> 3)
+    channels = channel_of_row(place, D)
     rows = first + gl.arange(0, N, layout=COLUMN)
     inside = (rows[None, :] < queries) & (channels[:, None] >= 0)
     gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)

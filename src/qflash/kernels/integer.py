@@ -8,6 +8,10 @@ the PTX shifts clamp.
 import triton
 import triton.language as tl
 
+from .. import fixed_point as fp
+
+MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
+
 # The complement of a rounded quotient, (~half - product's high half) >> shift. As a sum the assembler would fuse it with the
 # product, whose addend is a pair of registers: two moves an element.
 ROUND_COMPLEMENT = tl.constexpr("{.reg .b32 a; mul.hi.s32 a, $1, $2; sub.s32 a, $3, a; shr.s32 $0, a, $4;}")
@@ -80,9 +84,9 @@ def narrow_multiplier(mantissa, exponent, MOST: tl.constexpr, MOST_BITS: tl.cons
     rounded = ((mantissa >> (SHIFT - 1)) + 1) >> 1
     shift = SHIFT + tl.where(rounded > MOST, 1, 0)
     fraction = exponent - shift
-    shift = tl.minimum(shift + tl.maximum(fraction - 24, 0), 33)
+    shift = tl.minimum(shift + tl.maximum(fraction - MAX_FRACTION_BITS, 0), 33)
     rounded = (shift_right(mantissa, shift - 1, GUARD) + 1) >> 1
-    return tl.where(fraction < 0, MOST, rounded), tl.minimum(tl.maximum(fraction, 0), 24)
+    return tl.where(fraction < 0, MOST, rounded), tl.minimum(tl.maximum(fraction, 0), MAX_FRACTION_BITS)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .by_hand import (
     barrier,
     beside_rows,
+    first_of_four,
     least_score,
     magnitudes,
     may_wrap,
@@ -44,7 +45,7 @@ from .hopper import (
     warp_rows,
 )
 from .integer import split_scale, usable_scale
-from .tile import MASKED, row_multiplier
+from .tile import MASKED, channel_of_row, row_multiplier
 
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -85,9 +86,7 @@ def _sums(p, WARPS: gl.constexpr):
     """Sums of a tile's stored probabilities, four a row."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
-    parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, p * 0 + 1], gl.int32, True, 4)
-    parts, _ = gl.split(gl.reshape(parts, (M, N // 4, 2, 2)))
-    parts, _ = gl.split(parts)
+    parts = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, p * 0 + 1], gl.int32, True, 4))
     return gl.convert_layout(gl.sum(gl.reshape(parts, (M, N // 16, 4)), 1), quarter_layout(WARPS), assert_trivial=True)
 
 
@@ -215,7 +214,7 @@ def long_hopper_kernel(
             accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
             total += _sums(p, WARPS)
     place = gl.arange(0, D, layout=gl.SliceLayout(0, PV))
-    sums = 127 * gl.load(sums_ptr + head * D + (place & 7) * (D // 8) + (place >> 3))
+    sums = 127 * gl.load(sums_ptr + head * D + channel_of_row(place, D))
     factor, shift, half = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
         os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .. import fixed_point as fp
 from .integer import (
+    MAX_FRACTION_BITS,
     column_multiplier,
     combine_scales,
     exponent_offset,
@@ -88,6 +89,12 @@ def held_order(n):
 def dealt_channel(channel, CHANNELS: tl.constexpr):
     """The row of V's channel where channels are dealt to rows so that a thread ends up with neighbouring outputs."""
     return channel % (CHANNELS // 8) * 8 + channel // (CHANNELS // 8)
+
+
+@triton.jit
+def channel_of_row(row, CHANNELS: tl.constexpr):
+    """The channel in such a row: undoes :func:`dealt_channel`."""
+    return (row & 7) * (CHANNELS // 8) + (row >> 3)
 
 
 @triton.jit
@@ -208,7 +215,9 @@ def row_multiplier(
     mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
     drop = 0
     if KEY_TOKEN:
-        multiplier, fraction_bits = wide_multiplier(mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else 24)
+        multiplier, fraction_bits = wide_multiplier(
+            mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else MAX_FRACTION_BITS
+        )
     else:
         multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
         if MASK == "bias":

@@ -362,23 +362,13 @@ def _spread(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
-    """Stored probabilities of a tile of scores."""
-    L: gl.constexpr = s.type.layout
+def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Stored probabilities of a tile of scores with a bias, some of which may be masked."""
+    L: gl.constexpr = z.type.layout
     word = probability_words(
-        s,
-        beside_rows(row_max, L),
-        beside_rows(multiplier, L),
-        beside_rows(fraction_bits, L),
-        MASK,
-        False,
-        True,
-        8,
-        True,
-        OFFSET,
-        CHECK,
-        False,
-    )
+        z, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "bias", False, True, 8, True,
+        OFFSET, True, False,
+    )  # fmt: skip
     return _high_bytes(word, False)
 
 
@@ -427,10 +417,10 @@ def _all_raised(s, least):
 
 
 @gluon.jit
-def _all_stored(s, row_max, multiplier, fraction_bits, MASK: gl.constexpr, OFFSET: gl.constexpr, CHECK: gl.constexpr):
+def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     p = ()
-    for i in gl.static_range(len(s)):
-        p = p + (_stored(s[i], row_max, multiplier, fraction_bits, MASK, OFFSET, CHECK),)
+    for i in gl.static_range(len(z)):
+        p = p + (_stored(z[i], row_max, multiplier, fraction_bits, OFFSET),)
     return p
 
 
@@ -619,7 +609,7 @@ def _attend(
             for i in gl.static_range(len(k)):
                 z = z + (_add_any_bias(s[i], _fixed_with_marks(bias[i]), multiplier, fraction_bits, drop),)
             row_max = _row_max(z)
-            p = _all_stored(z, row_max, multiplier, fraction_bits, MASK, OFFSET, True)
+            p = _all_stored(z, row_max, multiplier, fraction_bits, OFFSET)
             numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
             y = ()

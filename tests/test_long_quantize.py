@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, same_bits
 from qflash import ops
-from qflash.kernels.attention import _pack_value, attention_calls
+from qflash.kernels.attention import _long_steps, _pack_value, attention_calls
 from qflash.kernels.long_quantize import launch_quantize_long, quantizes_long
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
@@ -40,7 +43,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
         expected, expected_scale = ops._quantize(x, granularity, middle, "reference")
         assert same_bits(scale, expected_scale), granularity
         assert same_bits(got, expected), granularity
-    assert torch.equal(found.value_sums, found.value.to(torch.int32).sum(2, dtype=torch.int32))
+    assert torch.equal(found.value_sums.sum(2), found.value.to(torch.int64).sum(2))
     assert found.value.stride(2) == 1
     whole = found.value.mT.as_strided((*value.shape[:2], value_dim, -(-keys // 128) * 128), found.value.mT.stride())
     assert not whole[..., keys:].any()
@@ -90,7 +93,55 @@ def test_values_can_be_left_as_the_hopper_kernel_takes_them() -> None:
     for call in calls:
         call.run()
     assert torch.equal(torch.as_strided(packed, again.shape, again.stride()), again)
-    assert torch.equal(sums, plain.value_sums)
+    assert torch.equal(sums.sum(2), plain.value_sums.sum(2))
+
+
+def test_queries_can_be_left_to_the_attention_kernel() -> None:
+    query, key, value = (x.to(DEVICE) for x in make_inputs(2, 4, 300, head_dim=64, key_heads=2, dtype=torch.float16))
+    whole, rest = launch_quantize_long(query, key, value, True), launch_quantize_long(None, key, value, True)
+    assert rest.query is rest.query_scale is None
+    for name in ("key", "key_scale", "value", "value_scale", "value_sums"):
+        assert same_bits(getattr(rest, name), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize("keys", [257, 384, 385, 1024, 1100, 2100, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
+    span, unroll = _long_steps(head_dim, keys)
+    steps = -(-keys // span)
+    assert steps % unroll == 0
+    # the second walk is under way before the first is over
+    assert steps >= 2
+    assert span * head_dim <= 16384
+
+
+def _compile_from_floats() -> None:
+    """Compile the Hopper kernel that quantises queries; print how many products it has."""
+    from qflash import verify
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def number(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.float32)
+
+    for dtype, d in ((torch.float16, 64), (torch.bfloat16, 128)):
+        query, key = empty(1, 4, 512, d, dtype=dtype), empty(1, 2, 512, d)
+        sums = empty(1, 2, 2, d, dtype=torch.int32)
+        calls = attention_calls(
+            query, None, key, number(1, 2, 1, 1), empty(1, 2, d, 512).mT, number(1, 2, 1, d), None, False, 0.1, None,
+            torch.empty_like(query), DEFAULT, capability=(9, 0), value_sums=sums, dealt=True,
+        )  # fmt: skip
+        assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
+        sass, _ = verify.disassemble(verify.compile_call(calls[0], "sm_90").asm["cubin"])
+        print(sum(map(verify.is_tensor_core, verify.parse_sass(sass))))
+
+
+def test_the_hopper_kernel_compiles_from_floats() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert all(int(products) > 8 for products in done.stdout.split())
 
 
 def test_which_recipes() -> None:
@@ -110,3 +161,7 @@ def test_attention_takes_values_in_order_without_packing_them_again() -> None:
     assert [call.kernel.__name__ for call in calls] == ["long_kernel"]
     again = attention_calls(*arguments, None, out, DEFAULT, guard=guard)
     assert [call.kernel.__name__ for call in again] == ["pack_value_kernel", "long_kernel"]
+
+
+if __name__ == "__main__":
+    _compile_from_floats()

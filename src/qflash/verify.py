@@ -481,7 +481,7 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
     warps = compiled.metadata.num_warps
     block_m, block_n, tiles = (call.arguments.get(name, 0) for name in ("BLOCK_M", "BLOCK_N", "TILES"))
-    block_n = call.arguments.get("SPAN", block_n)
+    block_n = call.arguments.get("SPAN", block_n) * call.arguments.get("UNROLL", 1)
     columns = block_n * max(tiles, 1)
     if call.kernel.__name__ == "hopper_kernel":
         from .kernels.hopper import row_widths

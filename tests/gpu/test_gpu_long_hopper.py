@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
+from qflash.kernels.long_quantize import launch_quantize_long
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -31,7 +33,7 @@ def sizes(chance: random.Random) -> tuple[tuple[int, int, int, int], ...]:
         chance.choice((1, 1, 2)),
         chance.choice((64, 128)),
     )
-    keys = chance.choice((257, 300, 383, 384, 385, 511, 512, 777, 1024, 1500))
+    keys = chance.choice((257, 300, 383, 384, 385, 511, 512, 777, 1024, 1500, 5000))
     few = (batch, heads, keys, head_dim)
     return (batch, heads * group, chance.choice((33, 64, 65, 197, 300)), head_dim), few, few
 
@@ -79,7 +81,11 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         if draw == 2:
             floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf)[geometry % 2]
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
-        got = qflash.attention(q, k, v, enable_gqa=True)
+        with mock.patch("qflash.kernels.attention.launch_quantize_long", wraps=launch_quantize_long) as quantize:
+            got = qflash.attention(q, k, v, enable_gqa=True)
+        # two-byte queries are quantised by the attention kernel itself
+        (arguments, _) = quantize.call_args
+        assert (arguments[0] is None) == (dtype != torch.float32), dtype
         expected = ops.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
         assert same_bits(got, expected), (shapes, dtype, draw)
 

@@ -15,6 +15,7 @@ from ..layout import empty_output
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .long_quantize import launch_quantize_long
+from .quantize import MOST_CHUNKS
 from .short import short_kernel
 from .tiles import (
     GENERAL,
@@ -181,8 +182,8 @@ def _options(tiles: Tiles) -> dict[str, Any]:
 
 _BIAS_PROGRAMS = 12
 """Programs with a bias that a processor has room for: more windows than that share them."""
-_PACKED_KEYS = 512
-"""Keys of V a program packs; a row of twice as many it packs alone, which needs no sums to begin at zero."""
+_PACKED_KEYS = 256
+"""Keys of V that are packed at a time."""
 _LONG_TILE = 128
 """Keys a tile of :mod:`.long_hopper`."""
 
@@ -191,15 +192,16 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
     """Return V with its keys side by side, the sums of its channels, and the launches that fill both.
 
     The view returned has V's shape; its storage is (batch, heads, channels, keys up to a multiple of 128), zero
-    past the end, and if ``dealt`` in another order (:func:`.long.pack_value_kernel`).
+    past the end, and if ``dealt`` in another order (:func:`.long.pack_value_kernel`). The sums are those of chunks of keys,
+    (batch, heads, chunks, channels).
     """
     batch, heads, keys, channels = value.shape
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
-    whole = padded <= 2 * _PACKED_KEYS
-    chunk = padded if whole else _PACKED_KEYS
-    sums = (torch.empty if whole else torch.zeros)((batch, heads, channels), dtype=torch.int32, device=value.device)
-    block = min(32, triton.next_power_of_2(channels))
+    chunk = _PACKED_KEYS * triton.cdiv(padded, MOST_CHUNKS * _PACKED_KEYS)
+    parts = triton.cdiv(padded, chunk)
+    sums = torch.empty((batch, heads, parts, channels), dtype=torch.int32, device=value.device)
+    block = min(64, triton.next_power_of_2(channels))
     calls = []
     for start in range(0, batch, _MOST_BLOCKS):
         arguments = {
@@ -212,11 +214,10 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
             "chunk": chunk,
             "VALUE_DIM": channels,
             "BLOCK_C": block,
-            "BLOCK_N": 128,
+            "BLOCK_N": _PACKED_KEYS,
             "DEALT": dealt,
-            "WHOLE": whole,
         }
-        grid = (triton.cdiv(channels, block) * triton.cdiv(padded, chunk), heads, min(_MOST_BLOCKS, batch - start))
+        grid = (triton.cdiv(channels, block) * parts, heads, min(_MOST_BLOCKS, batch - start))
         calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[..., :keys].mT, sums, calls
 
@@ -241,17 +242,21 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
     return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
 
 
-def _long_span(head_dim: int, keys: int) -> int:
-    """Return how many keys :mod:`.long_hopper` takes at a time: two tiles where they fit and would not often be half empty."""
-    return (
-        2 * _LONG_TILE if head_dim <= 64 and (keys > 16 * _LONG_TILE or triton.cdiv(keys, _LONG_TILE) % 2 == 0) else _LONG_TILE
-    )
+def _long_steps(head_dim: int, keys: int) -> tuple[int, int]:
+    """Return how many keys :mod:`.long_hopper` takes at a time, and how many times a turn of its loops.
+
+    Two tiles at a time where they fit and would not often be half empty; else two steps a turn where their number is even.
+    """
+    tiles = triton.cdiv(keys, _LONG_TILE)
+    if head_dim <= 64:
+        return (2 * _LONG_TILE if tiles > 16 or tiles % 2 == 0 else _LONG_TILE), 1
+    return _LONG_TILE, 2 if tiles % 2 == 0 else 1
 
 
 def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
     """Return what :mod:`.long_hopper` takes in place of pointers to keys and packed values."""
     batch, heads, keys, channels = key.shape
-    span = _long_span(channels, keys)
+    span, unroll = _long_steps(channels, keys)
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
@@ -259,6 +264,7 @@ def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int
         "k_desc": _matrix(key, count, columns, key.stride(2), (span, channels)),
         "v_desc": _matrix(value, batch * heads * channels, padded, padded, (channels, _LONG_TILE)),
         "SPAN": span,
+        "UNROLL": unroll,
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,
@@ -305,9 +311,9 @@ def _share_windows(
 
 
 class _Scales(NamedTuple):
-    """Scales of int8 tensors, as the kernels take them."""
+    """Scales of int8 tensors, as the kernels take them; of query None if it is float."""
 
-    query: torch.Tensor
+    query: torch.Tensor | None
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor | None
@@ -328,7 +334,10 @@ def _calls(
     value_sums: torch.Tensor | None = None,
     dealt: bool = False,
 ) -> list[Call]:
-    """Spell out the launches for int8 tensors with their scales, or (short rows) for float tensors without."""
+    """Spell out the launches for int8 tensors with their scales, or (short rows) for float tensors without.
+
+    Where V is ``dealt`` query may be float: it is quantised on the way, with a scale a token.
+    """
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
@@ -413,9 +422,9 @@ def _calls(
         query_token = recipe.query_granularity == "token"
         value_channel, output_channel = recipe.value_granularity == "channel", False
     else:
-        given = {"qs": scales.query, "ks": scales.key, "vs": scales.value}
+        given = {"qs": query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
         given["os"] = scales.value if scales.output is None else scales.output
-        query_token = scales.query.shape[2] > 1
+        query_token = scales.query is None or scales.query.shape[2] > 1
         value_channel = scales.value.shape[3] > 1
         output_channel = scales.output is not None and scales.output.shape[3] > 1
     fixed |= {
@@ -437,11 +446,11 @@ def _calls(
         for name, x in given.items():
             arguments[f"{name}_ptr"] = part(x)
             axes = ((0, "z"), (1, "h"), (2, "n")) if name in ("qs", "ks") else ((0, "z"), (1, "h"), (3, "d"))
-            strides = (0, 0, 0) if scales is None else _strides(x, tuple(dim for dim, _ in axes))
+            strides = (0, 0, 0) if x is query else _strides(x, tuple(dim for dim, _ in axes))
             arguments.update({f"{name}_stride_{axis}": stride for (_, axis), stride in zip(axes, strides, strict=True)})
         arguments["mask_ptr"] = mask_view if period else part(mask_view)
         if not short:
-            arguments["sums_ptr"] = query if sums is None else part(sums)
+            arguments["sums_ptr"], arguments["parts"] = (query, 0) if sums is None else (part(sums), sums.shape[2])
         strides = (0, 0, 0, 0) if mask is None else _strides(mask_view, (0, 1, 2, 3))
         arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
         part_batch = min(step, batch - start)
@@ -451,6 +460,7 @@ def _calls(
         if dealt:
             assert key_rows is not None
             arguments |= _long_arguments(part(key)[:part_batch], part(value)[:part_batch], key_rows)
+            arguments["QUANTIZE"] = query.dtype != torch.int8
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
             grid, shared, tiles = _share_windows(
@@ -470,7 +480,7 @@ def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fuse
 
 def attention_calls(
     query: torch.Tensor,
-    query_scale: torch.Tensor,
+    query_scale: torch.Tensor | None,
     key: torch.Tensor,
     key_scale: torch.Tensor,
     value: torch.Tensor,
@@ -497,9 +507,10 @@ def attention_calls(
         tiles: :class:`Tiles` or its first fields, for tests and tuning; chosen by shape if None.
         guard: compile for Triton's interpreter, without inline assembly.
         capability: the architecture to choose tiles for; the query's device if None.
-        value_sums: of V's channels (batch, heads, channels), if its tokens lie side by side already, as
-            :func:`.long_quantize.launch_quantize_long` leaves them; for rows that do not fit two tiles.
-        dealt: they lie in the order of :mod:`.long_hopper`, which is then the kernel.
+        value_sums: of the channels of chunks of V (batch, heads, chunks, channels), if its tokens lie side by side already,
+            as :func:`.long_quantize.launch_quantize_long` leaves them; for rows that do not fit two tiles.
+        dealt: they lie in the order of :mod:`.long_hopper`, which is then the kernel. Then query may be float16 or
+            bfloat16, with None for its scale: it is quantised on the way, with a scale a token.
     """
     if tiles:
         chosen = Tiles(*tiles)
@@ -629,7 +640,7 @@ def launch_long(
     softmax_scale: float,
     recipe: Recipe,
 ) -> torch.Tensor:
-    """Quantise float tensors in two launches and attend in a third; the mask is bool or fixed point.
+    """Quantise float tensors in two launches and attend in a third, which may quantise query; the mask is bool or fixed point.
 
     For rows that :func:`fusable` does not take and recipes that :func:`.long_quantize.quantizes_long` does.
     """
@@ -639,10 +650,12 @@ def launch_long(
     guard, masked = query.device.type == "cpu", is_causal or mask is not None
     tiles = _tiles_for(query, key, value, False, masked, recipe)
     dealt = _side_by_side(out) and _walks_by_hand(tiles, recipe, query, key, value, False, masked, guard)
-    found = launch_quantize_long(query, key, value, recipe.smooth_key, dealt)
+    late = dealt and query.element_size() == 2 and _side_by_side(query)
+    found = launch_quantize_long(None if late else query, key, value, recipe.smooth_key, dealt)
     for call in attention_calls(
-        found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, mask, is_causal,
-        softmax_scale, None, out, recipe, tiles=tiles, guard=guard, value_sums=found.value_sums, dealt=dealt,
+        query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
+        found.value_scale, mask, is_causal, softmax_scale, None, out, recipe, tiles=tiles, guard=guard,
+        value_sums=found.value_sums, dealt=dealt,
     ):  # fmt: skip
         call.run()
     return out.to(query.dtype)

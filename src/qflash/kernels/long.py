@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .integer import multiply_high, release_factor, usable_scale
+from .quantize import MOST_CHUNKS
 from .tile import (
     MASKED,
     accumulate,
@@ -27,21 +28,23 @@ from .tile import (
     to_rows,
 )
 
+CHUNKS = tl.constexpr(MOST_CHUNKS)
+
 
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
-    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr, WHOLE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
-    """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each channel.
+    """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each of its channels.
 
     DEALT is the order of :mod:`.long_hopper`: keys by :func:`.tile.held_order`, channels by :func:`.tile.dealt_channel`.
-    Keys from the last up to ``padded`` are zero. The sums, of integers, do not depend on who adds first; with WHOLE nobody
-    else does, for the chunk is the row.
+    Keys from the last up to ``padded`` are zero. Sums are stored chunk by chunk: there is nothing to clear beforehand.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     blocks = (VALUE_DIM + BLOCK_C - 1) // BLOCK_C
-    begin = tl.program_id(0) // blocks * chunk
+    part = tl.program_id(0) // blocks
+    begin = part * chunk
     channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     rows = dealt_channel(channels, VALUE_DIM) if DEALT else channels
     head = z * tl.num_programs(1) + h
@@ -52,11 +55,9 @@ def pack_value_kernel(
         sums += tl.sum(v.to(tl.int32), 0)
         n = start + tl.arange(0, BLOCK_N)
         out = packed_ptr + (head * VALUE_DIM + rows[None, :]) * padded + n[:, None]
-        tl.store(out, v, mask=channels[None, :] < VALUE_DIM)
-    if WHOLE:
-        tl.store(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
-    else:
-        tl.atomic_add(sums_ptr + head * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+        tl.store(out, v, mask=(channels[None, :] < VALUE_DIM) & (n[:, None] < padded))
+    parts = tl.num_programs(0) // blocks
+    tl.store(sums_ptr + (head * parts + part) * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
 
 
 @triton.jit
@@ -105,6 +106,7 @@ def long_kernel(
     mask_stride_n,
     queries,
     keys,
+    parts,
     constant_mantissa,
     constant_exponent,
     GROUP: tl.constexpr,
@@ -234,7 +236,9 @@ def long_kernel(
         count = tl.cdiv(last, BLOCK_N) * BLOCK_N
 
     if BITS != 7 and VALUE_SUMS:
-        sums = tl.load(sums_ptr + (z * tl.num_programs(1) // GROUP + kv_head) * VALUE_DIM + dv, mask=dv < VALUE_DIM, other=0)
+        part = tl.arange(0, CHUNKS)[:, None]
+        at = ((z * tl.num_programs(1) // GROUP + kv_head) * parts + part) * VALUE_DIM + dv[None, :]
+        sums = tl.sum(tl.load(sums_ptr + at, mask=(part < parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
         accumulator += (128 if BITS == 15 else -127) * sums[None, :]
     if ONLINE:
         # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l

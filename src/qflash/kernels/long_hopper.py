@@ -41,10 +41,12 @@ from .hopper import (
     _store,
     output_layout,
     product_layout,
+    row_layout,
     score_layout,
     warp_rows,
 )
 from .integer import split_scale, usable_scale
+from .quantize import MOST_CHUNKS
 from .tile import MASKED, channel_of_row, row_multiplier
 
 # the names differ between releases of Triton
@@ -52,6 +54,7 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # keys of a product
 TILE = gl.constexpr(128)
+CHUNKS = gl.constexpr(MOST_CHUNKS)
 
 
 @gluon.constexpr_function
@@ -91,6 +94,15 @@ def _sums(p, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr):
+    """Sums of V's channels from those of its chunks, in the order in which its channels are dealt."""
+    S: gl.constexpr = row_layout(D, 32, WARPS)
+    part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, S))[:, None]
+    channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, S)), D)[None, :]
+    return gl.convert_layout(gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0), L)
+
+
+@gluon.jit
 def long_hopper_kernel(
     q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, sums_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
@@ -100,15 +112,17 @@ def long_hopper_kernel(
     ks_stride_z, ks_stride_h,
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
-    queries, keys, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    queries, keys, parts, constant_mantissa, constant_exponent,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; see :func:`.attention.launch_attention`.
 
     The keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h`` on, in
-    the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``). SPAN is the keys of a step.
+    the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``), and their sums come in
+    ``parts``. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. With QUANTIZE
+    queries are floats, which get a scale each.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -145,7 +159,9 @@ def long_hopper_kernel(
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
-    q, query_bits = _queries(words, gl.int8, qs_base, qs_stride_n, head_bits, first, queries, False, QUERY_TOKEN, WARPS)
+    q, query_bits = _queries(
+        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
+    )
     q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 4), assert_trivial=True)
     usable = usable_scale(key_bits) & usable_scale(query_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
@@ -154,24 +170,26 @@ def long_hopper_kernel(
     )
 
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for step in range(steps):
-        slot = step % 2
-        mbarrier.wait(ready.index(slot), (step // 2) & 1)
-        scores = ()
-        for half in gl.static_range(HALVES):
-            scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
-        for half in gl.static_range(HALVES):
-            s = _finished(scores[half], HALVES - 1 - half, WARPS)
-            if (step + 1) * SPAN > keys:
-                s = _padded(s, keys - step * SPAN - half * TILE, MASKED)
-            largest = gl.maximum(largest, _fold_columns(s, WARPS))
-        # nobody reads these keys any more
-        barrier()
-        if step + 1 < steps:
-            # behind the last the second walk begins
-            row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
-            mbarrier.expect(ready.index(slot), SIZE)
-            _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
+    for turn in range(steps // UNROLL):
+        for place in gl.static_range(UNROLL):
+            step = UNROLL * turn + place
+            slot = place if UNROLL == 2 else step % 2
+            mbarrier.wait(ready.index(slot), (step // 2) & 1)
+            scores = ()
+            for half in gl.static_range(HALVES):
+                scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
+            for half in gl.static_range(HALVES):
+                s = _finished(scores[half], HALVES - 1 - half, WARPS)
+                if (step + 1) * SPAN > keys:
+                    s = _padded(s, keys - step * SPAN - half * TILE, MASKED)
+                largest = gl.maximum(largest, _fold_columns(s, WARPS))
+            # nobody reads these keys any more
+            barrier()
+            if step + 1 < steps:
+                # behind the last the second walk begins
+                row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
+                mbarrier.expect(ready.index(slot), SIZE)
+                _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
     index = steps + 1
     mbarrier.expect(ready.index(index % 2), 2 * SIZE)
     _load(k_desc, [k_row + SPAN, k_column], ready.index(index % 2), k_smem.index(index % 2))
@@ -187,34 +205,36 @@ def long_hopper_kernel(
     accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
     mbarrier.wait(ready.index(steps % 2), (steps // 2) & 1)
-    for step in range(steps):
-        slot, other = (steps + step) % 2, (steps + step + 1) % 2
-        v_slot = step % 2 * HALVES
-        for half in gl.static_range(HALVES):
-            s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
-            if half == HALVES - 1:
-                # nobody reads these keys any more, nor the values of the step before
-                barrier()
-                if step + 1 < steps:
-                    mbarrier.expect(ready.index(slot), 2 * SIZE)
-                    _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
-                    for part in gl.static_range(HALVES):
-                        column = (step + 1) * SPAN + part * TILE
-                        _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + part))
-            if wrap:
-                s = raised(s, least)
-            if (step + 1) * SPAN > keys:
-                s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
-            p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-            p = gl.permute(gl.reshape(p, (BLOCK_M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-            p = pack(gl.convert_layout(gl.reshape(p, (BLOCK_M, TILE)), OPERAND, assert_trivial=True))
-            if half == 0:
-                # these values, and the keys of the next step
-                mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
-            accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
-            total += _sums(p, WARPS)
-    place = gl.arange(0, D, layout=gl.SliceLayout(0, PV))
-    sums = 127 * gl.load(sums_ptr + head * D + channel_of_row(place, D))
+    for turn in range(steps // UNROLL):
+        for place in gl.static_range(UNROLL):
+            step = UNROLL * turn + place
+            # an even number of steps has left the slots in order
+            slot, other = (place, 1 - place) if UNROLL == 2 else ((steps + step) % 2, (steps + step + 1) % 2)
+            v_slot = (place if UNROLL == 2 else step % 2) * HALVES
+            for half in gl.static_range(HALVES):
+                s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
+                if half == HALVES - 1:
+                    # nobody reads these keys any more, nor the values of the step before
+                    barrier()
+                    if step + 1 < steps:
+                        mbarrier.expect(ready.index(slot), 2 * SIZE)
+                        _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
+                        for tile in gl.static_range(HALVES):
+                            column = (step + 1) * SPAN + tile * TILE
+                            _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
+                if wrap:
+                    s = raised(s, least)
+                if (step + 1) * SPAN > keys:
+                    s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
+                p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+                p = gl.permute(gl.reshape(p, (BLOCK_M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+                p = pack(gl.convert_layout(gl.reshape(p, (BLOCK_M, TILE)), OPERAND, assert_trivial=True))
+                if half == 0:
+                    # these values, and the keys of the next step
+                    mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
+                accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
+                total += _sums(p, WARPS)
+    sums = 127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS, gl.SliceLayout(0, PV))
     factor, shift, half = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
         os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO,

@@ -12,17 +12,21 @@ from ..recipe import Recipe
 from .quantize import (
     MOST_CHUNKS,
     amplitude_to_scale,
+    higher,
     highest,
     inverse_scale,
+    lower,
     lowest,
     magnitude,
-    nan_max,
-    nan_min,
     round_to_int8,
 )
 from .tile import dealt_channel, held_order, interleave
 
 _MOST_BATCH = 65535 // 3
+_PROGRAMS = 256
+"""Programs that look for ranges: fewer would leave processors idle, more would leave more ranges to read."""
+_CHUNK = 256
+"""Tokens a program quantises, or more."""
 
 
 @triton.jit
@@ -33,71 +37,48 @@ def _load(base, stride_n, stride_d, n, last, d, channels):
 
 
 @triton.jit
-def _range(
-    base, stride_n, stride_d, begin, end, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr
-):  # fmt: skip
-    """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN (or infinity) where there is a NaN."""
-    d = tl.arange(0, BLOCK_D)
-    low = _load(base, stride_n, stride_d, begin + tl.arange(0, BLOCK_N), end - 1, d, channels).to(tl.float32)
-    high = low
-    for start in range(begin + BLOCK_N, end, BLOCK_N):
-        x = _load(base, stride_n, stride_d, start + tl.arange(0, BLOCK_N), end - 1, d, channels).to(tl.float32)
-        low, high = nan_min(low, x), nan_max(high, x)
-    return lowest(low, 0, GUARD), highest(high, 0, GUARD)
-
-
-@triton.jit
 def long_range_kernel(
-    k_ptr, v_ptr, low_ptr, high_ptr, sums_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    k_ptr, v_ptr, low_ptr, high_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Ranges of the channels of a chunk of a head's keys or values (program z even or odd); sums to add to begin at zero."""
+    """Lowest and highest value of every channel over a chunk of a head's keys or values (program z even or odd)."""
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
     is_value = tl.program_id(2) % 2
-    d = tl.arange(0, BLOCK_D)
     begin = part * chunk
     end = tl.minimum(begin + chunk, tokens)
-    head = z * tl.num_programs(1) + h
-    if is_value == 0:
-        base = k_ptr + z * k_stride_z + h * k_stride_h
-        low, high = _range(base, k_stride_n, k_stride_d, begin, end, channels, BLOCK_N, BLOCK_D, GUARD)
-    else:
-        base = v_ptr + z * v_stride_z + h * v_stride_h
-        low, high = _range(base, v_stride_n, v_stride_d, begin, end, value_channels, BLOCK_N, BLOCK_D, GUARD)
-        tl.store(
-            sums_ptr + head * value_channels + d,
-            tl.zeros((BLOCK_D,), tl.int32),
-            mask=(d < value_channels) & (d * 0 + part == 0),
-        )
-    out = ((2 * head + is_value) * tl.num_programs(0) + part) * BLOCK_D + d
-    tl.store(low_ptr + out, low)
-    tl.store(high_ptr + out, high)
+    base, stride_n, stride_d = k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d
+    if is_value == 1:
+        base, stride_n, stride_d = v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d
+        channels = value_channels
+    n, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    low = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    if GUARD:
+        low = low.to(tl.float32)
+    high = low
+    for start in range(BLOCK_N, chunk, BLOCK_N):
+        x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
+        low, high = lower(low, x, GUARD), higher(high, x, GUARD)
+    out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + d
+    # NaN, or in the interpreter infinity, where there is a NaN
+    tl.store(low_ptr + out, lowest(low.to(tl.float32), 0, GUARD))
+    tl.store(high_ptr + out, highest(high.to(tl.float32), 0, GUARD))
 
 
 @triton.jit
-def _whole_range(low_ptr, high_ptr, row, chunks, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
+def _whole_range(low_ptr, high_ptr, row, ranges, RANGES: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
     """The range of a head's channels from those of its chunks."""
-    parts = tl.arange(0, CHUNKS)[:, None]
-    at = (row * chunks + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    low = lowest(tl.load(low_ptr + at, mask=parts < chunks, other=float("inf")), 0, GUARD)
-    return low, highest(tl.load(high_ptr + at, mask=parts < chunks, other=float("-inf")), 0, GUARD)
+    parts = tl.arange(0, RANGES)[:, None]
+    at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    low = lowest(tl.load(low_ptr + at, mask=parts < ranges, other=float("inf")), 0, GUARD)
+    return low, highest(tl.load(high_ptr + at, mask=parts < ranges, other=float("-inf")), 0, GUARD)
 
 
 @triton.jit
 def _queries(
-    base,
-    stride_n,
-    stride_d,
-    values,
-    scales,
-    begin,
-    end,
-    channels,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
-):
+    base, stride_n, stride_d, values, scales, begin, end, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
     """Quantise queries ``begin`` to ``end`` of a head, a scale a token."""
     d = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
@@ -112,11 +93,15 @@ def _queries(
 
 @triton.jit
 def _keys(
-    base, stride_n, stride_d, values, scale_ptr, low, high, begin, end, channels,
-    CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    base, stride_n, stride_d, values, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
+    RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise keys ``begin`` to ``end`` of a head, whose channels' ranges are given, with one scale."""
+    """Quantise keys ``begin`` to ``end`` of a head with one scale."""
     d = tl.arange(0, BLOCK_D)
+    n = begin + tl.arange(0, BLOCK_N)
+    # under way while the ranges are put together, and later while the block before is stored
+    x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
     middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
     if CENTER:
         low -= middle
@@ -125,91 +110,98 @@ def _keys(
     scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
     tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
     inverse = inverse_scale(scale, GUARD)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = (n[:, None] < end) & (d[None, :] < channels)
-        x = _load(base, stride_n, stride_d, n, end - 1, d, channels).to(tl.float32)
+    for _ in range(begin, end, BLOCK_N):
+        y = x.to(tl.float32)
+        x = _load(base, stride_n, stride_d, n + BLOCK_N, end - 1, d, channels)
         if CENTER:
-            x = x - middle[None, :]
-        tl.store(values + n[:, None] * channels + d[None, :], round_to_int8(x, inverse, GUARD), mask=inside)
+            y = y - middle[None, :]
+        inside = (n[:, None] < end) & (d[None, :] < channels)
+        tl.store(values + n[:, None] * channels + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
+        n += BLOCK_N
 
 
 @triton.jit
-def _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD: tl.constexpr):
-    inside = (n[:, None] < tokens) & (d[None, :] < channels)
-    x = tl.load(base + n[:, None] * stride_n + d[None, :] * stride_d, mask=inside, other=0.0).to(tl.float32)
-    return round_to_int8(x, inverse, GUARD)
+def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.constexpr):
+    """Four tiles of rows, zero past the last: ``n``, the next, and both ``FAR`` on."""
+    ptrs, inside = base + n[:, None] * stride_n + d[None, :] * stride_d, d[None, :] < channels
+    v0 = tl.load(ptrs, mask=inside & (n[:, None] < tokens), other=0.0)
+    v1 = tl.load(ptrs + stride_n, mask=inside & (n[:, None] + 1 < tokens), other=0.0)
+    v2 = tl.load(ptrs + FAR * stride_n, mask=inside & (n[:, None] + FAR < tokens), other=0.0)
+    v3 = tl.load(ptrs + (FAR + 1) * stride_n, mask=inside & (n[:, None] + FAR + 1 < tokens), other=0.0)
+    return v0, v1, v2, v3
 
 
 @triton.jit
 def _values(
-    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low, high, begin, end, tokens, padded, channels,
-    DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
+    RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise values ``begin`` to ``end`` of a head, a scale a channel, and store them (channels, tokens up to ``padded``)."""
     d = tl.arange(0, BLOCK_D)
+    # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
+    n = begin + 4 * tl.arange(0, BLOCK_N // 4)
+    FAR: tl.constexpr = 8 if DEALT else 2
+    if DEALT:
+        n = held_order(n)
+    v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
+    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
     amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
     scale = amplitude_to_scale(amplitude)[None, :]
     tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
     inverse = inverse_scale(scale, GUARD)
-    sums = tl.zeros((BLOCK_D,), tl.int32)
-    FAR: tl.constexpr = 8 if DEALT else 2
+    sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
+    rows = dealt_channel(d, BLOCK_D) if DEALT else d
     for start in range(begin, end, BLOCK_N):
-        # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
-        n = start + 4 * tl.arange(0, BLOCK_N // 4)
-        if DEALT:
-            n = held_order(n)
-        v0 = _value_rows(base, stride_n, stride_d, n, tokens, d, channels, inverse, GUARD)
-        v1 = _value_rows(base, stride_n, stride_d, n + 1, tokens, d, channels, inverse, GUARD)
-        v2 = _value_rows(base, stride_n, stride_d, n + FAR, tokens, d, channels, inverse, GUARD)
-        v3 = _value_rows(base, stride_n, stride_d, n + FAR + 1, tokens, d, channels, inverse, GUARD)
-        values = interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_D)
-        sums += tl.sum(values.to(tl.int32), 0)
+        i0 = round_to_int8(v0.to(tl.float32), inverse, GUARD)
+        i1 = round_to_int8(v1.to(tl.float32), inverse, GUARD)
+        i2 = round_to_int8(v2.to(tl.float32), inverse, GUARD)
+        i3 = round_to_int8(v3.to(tl.float32), inverse, GUARD)
+        n += BLOCK_N
+        v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
+        sums += (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
         column = start + tl.arange(0, BLOCK_N)
         inside = (d[None, :] < channels) & (column[:, None] < padded)
-        row = d
-        if DEALT:
-            row = dealt_channel(d, BLOCK_D)
-        tl.store(packed + row[None, :] * padded + column[:, None], values, mask=inside)
-    tl.atomic_add(sums_ptr + d, sums, mask=d < channels)
+        tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < channels)
 
 
 @triton.jit
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
-    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, value_channels, key_heads, chunk,
-    CHUNKS: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, value_channels, key_heads, ranges, parts,
+    chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a chunk of a head's queries (a scale a token), keys (a scale a head) or values (a scale a channel).
+    """Quantise a chunk of a head's keys (a scale a head), values (a scale a channel) or queries (a scale a token).
 
-    Program z modulo 3 tells which. The values come out as the tensor core reads them, (channels, tokens up to
-    ``padded``, zero past the end), and their channels are added up: see :func:`.long.pack_value_kernel`.
+    Program z modulo KINDS, 2 or 3, tells which. The values come out as the tensor core reads them, (channels, tokens up
+    to ``padded``, zero past the end), with the sums of the channels of each chunk: see :func:`.long.pack_value_kernel`.
     """
-    h, z = tl.program_id(1), (tl.program_id(2) // 3).to(tl.int64)
-    kind = tl.program_id(2) % 3
-    begin = tl.program_id(0) * chunk
-    if kind == 0:
+    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // KINDS).to(tl.int64)
+    kind = tl.program_id(2) % KINDS
+    begin = part * chunk
+    if kind == 2:
         head = z * tl.num_programs(1) + h
         _queries(
             q_ptr + z * q_stride_z + h * q_stride_h, q_stride_n, q_stride_d, query_ptr + head * queries * channels,
             query_scale_ptr + head * queries, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
         )  # fmt: skip
-    elif h < key_heads and begin < tokens:
+    elif h < key_heads and part < parts:
         head = z * key_heads + h
-        low, high = _whole_range(low_ptr, high_ptr, 2 * head + kind - 1, tl.cdiv(tokens, chunk), CHUNKS, BLOCK_D, GUARD)
-        if kind == 1:
+        row = (2 * z + kind) * key_heads + h
+        if kind == 0:
             _keys(
                 k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d, key_ptr + head * tokens * channels,
-                key_scale_ptr + head, low, high, begin, tl.minimum(tokens, begin + chunk), channels, CENTER, BLOCK_N, BLOCK_D,
-                GUARD,
+                key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk), channels,
+                RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
         else:
             _values(
                 v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d, packed_ptr + head * value_channels * padded,
-                value_scale_ptr + head * value_channels, sums_ptr + head * value_channels, low, high, begin,
-                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, DEALT, BLOCK_N, BLOCK_D, GUARD,
+                value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * value_channels, low_ptr, high_ptr,
+                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, RANGES, DEALT, BLOCK_N,
+                BLOCK_D, GUARD,
             )  # fmt: skip
 
 
@@ -226,10 +218,13 @@ def quantizes_long(recipe: Recipe, batch: int) -> bool:
 
 
 class LongQuantized(NamedTuple):
-    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums."""
+    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums.
 
-    query: torch.Tensor
-    query_scale: torch.Tensor
+    The sums are those of chunks of tokens, (batch, heads, chunks, channels). Query is None if none was given.
+    """
+
+    query: torch.Tensor | None
+    query_scale: torch.Tensor | None
     key: torch.Tensor
     key_scale: torch.Tensor
     value: torch.Tensor
@@ -237,48 +232,66 @@ class LongQuantized(NamedTuple):
     value_sums: torch.Tensor
 
 
+def _range_chunk(tokens: int, heads: int) -> int:
+    """Return how many tokens a program looks through for ranges."""
+    chunk = 1024
+    while chunk > 128 and 2 * heads * triton.cdiv(tokens, chunk) < _PROGRAMS:
+        chunk //= 2
+    return max(chunk, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
+
+
 def launch_quantize_long(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
 ) -> LongQuantized:
-    """Quantise everything a call with long rows needs, in two launches: ranges, then values.
+    """Quantise what a call with long rows needs, in two launches: ranges, then values.
 
     Scales are one a token for query, one a head for key, one a channel for value.
 
     Args:
-        query, key, value: float (batch, heads, tokens, channels), on one device, not empty.
-        dealt: leave V as :mod:`.long_hopper` takes it; see :func:`.long.pack_value_kernel`.
+        query: float (batch, heads, tokens, channels), not empty; None to leave it as it is.
+        key, value: the same, on the same device.
         center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
+        dealt: leave V as :mod:`.long_hopper` takes it; see :func:`.long.pack_value_kernel`.
     """
-    batch, heads, queries, channels = query.shape
-    key_heads, tokens, value_channels = key.shape[1], key.shape[2], value.shape[3]
+    batch, key_heads, tokens, channels = key.shape
+    value_channels = value.shape[3]
+    like = key if query is None else query
+    heads, queries = like.shape[1:3]
     padded = triton.cdiv(tokens, 128) * 128
     width = triton.next_power_of_2(max(channels, value_channels))
-    chunk = max(128, triton.next_power_of_2(triton.cdiv(max(tokens, queries), MOST_CHUNKS)))
-    chunks = triton.cdiv(tokens, chunk)
+    block, guard = max(16, 8192 // width), key.device.type == "cpu"
+    range_chunk = _range_chunk(tokens, batch * key_heads)
+    ranges = triton.cdiv(tokens, range_chunk)
+    chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(max(tokens, queries), MOST_CHUNKS)))
+    parts = triton.cdiv(padded, chunk)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=query.device)
+        return torch.empty(shape, dtype=dtype, device=key.device)
 
-    low, high = new(batch, key_heads, 2, chunks, width), new(batch, key_heads, 2, chunks, width)
+    low, high = new(batch, 2, key_heads, ranges, width), new(batch, 2, key_heads, ranges, width)
     packed = new(batch, key_heads, value_channels, padded, dtype=torch.int8)
     found = LongQuantized(
-        new(*query.shape, dtype=torch.int8),
-        new(batch, heads, queries, 1),
+        None if query is None else new(*query.shape, dtype=torch.int8),
+        None if query is None else new(batch, heads, queries, 1),
         new(*key.shape, dtype=torch.int8),
         new(batch, key_heads, 1, 1),
         packed[..., :tokens].mT,
         new(batch, key_heads, 1, value_channels),
-        new(batch, key_heads, value_channels, dtype=torch.int32),
+        new(batch, key_heads, parts, value_channels, dtype=torch.int32),
     )
-    block, guard = min(chunk, max(16, 8192 // width)), query.device.type == "cpu"
-    long_range_kernel[(chunks, key_heads, 2 * batch)](
-        key, value, low, high, found.value_sums, *key.stride(), *value.stride(), tokens, channels, value_channels, chunk,
-        BLOCK_N=max(16, block // 2), BLOCK_D=width, GUARD=guard,
+    long_range_kernel[(ranges, key_heads, 2 * batch)](
+        key, value, low, high, *key.stride(), *value.stride(), tokens, channels, value_channels, range_chunk,
+        BLOCK_N=min(range_chunk, block), BLOCK_D=width, GUARD=guard,
     )  # fmt: skip
-    long_quantize_kernel[(triton.cdiv(max(padded, queries), chunk), heads, 3 * batch)](
-        query, key, value, low, high, found.query, found.query_scale, found.key, found.key_scale, packed, found.value_scale,
-        found.value_sums, *query.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels,
-        key_heads, chunk, CHUNKS=triton.next_power_of_2(chunks), CENTER=center, DEALT=dealt, BLOCK_N=block, BLOCK_D=width,
-        GUARD=guard, enable_fp_fusion=False,
+    kinds = 2 if query is None else 3
+    chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
+    # without queries their places are filled by anything
+    query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
+    # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
+    long_quantize_kernel[(chunks, heads, kinds * batch)](
+        like, key, value, low, high, *query_out, found.key, found.key_scale, packed, found.value_scale, found.value_sums,
+        *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels, key_heads, ranges,
+        parts, chunk, KINDS=kinds, RANGES=triton.next_power_of_2(ranges), CENTER=center, DEALT=dealt, BLOCK_N=min(chunk, block),
+        BLOCK_D=width, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

@@ -269,7 +269,7 @@ def range_kernel(
 
 
 MOST_CHUNKS = 16
-"""Chunks of a long head: few enough that every program can look at the ranges of all."""
+"""Chunks of a long head: few enough that every program can look at the ranges, or the sums, of all."""
 
 
 def _tokens_per_block(channels: int) -> int:

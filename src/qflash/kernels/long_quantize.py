@@ -175,11 +175,14 @@ def long_quantize_kernel(
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale a head), values (a scale a channel) or queries (a scale a token).
 
-    Program z modulo KINDS, 2 or 3, tells which. The values come out as the tensor core reads them, (channels, tokens up
-    to ``padded``, zero past the end), with the sums of the channels of each chunk: see :func:`.long.pack_value_kernel`.
+    Program z modulo KINDS, 2 or 3, tells which, counted from the last. The values come out as the tensor core reads them,
+    (channels, tokens up to ``padded``, zero past the end), with the sums of the channels of each chunk: see
+    :func:`.long.pack_value_kernel`.
     """
-    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // KINDS).to(tl.int64)
-    kind = tl.program_id(2) % KINDS
+    # the last first: they are what the search for ranges has left in the cache
+    part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    last = tl.num_programs(2) - 1 - tl.program_id(2)
+    z, kind = (last // KINDS).to(tl.int64), last % KINDS
     begin = part * chunk
     if kind == 2:
         head = z * tl.num_programs(1) + h

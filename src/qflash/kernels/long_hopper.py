@@ -5,7 +5,8 @@ rest. The copy engine brings keys and values to shared memory, a step ahead; que
 in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
 
 On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
-steps of 256 keys where they fit, an exponential of few instructions, and branches around what is seldom needed.
+steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and branches around what is
+seldom needed.
 """
 
 from __future__ import annotations

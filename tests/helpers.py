@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
+import subprocess
+import sys
 
 import torch
 
@@ -18,6 +21,13 @@ from qflash.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
+
+
+def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, in which Triton compiles kernels instead of interpreting them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
+
 
 LAYOUTS = ("contiguous", "tokens_first", "packed", "channels_first", "every_second", "expanded")
 

@@ -7,10 +7,7 @@ of its own with that variable removed. Run as a script, this file prints the pla
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import types
 
 import pytest
@@ -18,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from helpers import run_compiling
 from qflash import verify
 
 
@@ -52,14 +50,9 @@ def _print_planted() -> None:
     print(json.dumps(reports))
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
-
-
 def test_planted_floats_are_found() -> None:
     """A float multiplication and an integer division, which ptxas writes with a float reciprocal, both show."""
-    done = _run(__file__)
+    done = run_compiling(__file__)
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)
     assert reports["clean_kernel"]["passed"]
@@ -77,7 +70,7 @@ def test_planted_floats_are_found() -> None:
 @pytest.mark.slow
 def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
     targets = ("sm_80", "sm_90", "sm_120")
-    done = _run(
+    done = run_compiling(
         "-m", "qflash", "verify", "--case", "swin", "--format", "json", "--dump", str(tmp_path),
         *(part for target in targets for part in ("--target", target)),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..layout import empty_output
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .long_quantize import launch_quantize_long
-from .quantize import MOST_CHUNKS
+from .quantize import chunk_tokens
 from .short import short_kernel
 from .tiles import (
     GENERAL,
@@ -198,7 +198,7 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
     batch, heads, keys, channels = value.shape
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
-    chunk = _PACKED_KEYS * triton.cdiv(padded, MOST_CHUNKS * _PACKED_KEYS)
+    chunk = chunk_tokens(padded, _PACKED_KEYS)
     parts = triton.cdiv(padded, chunk)
     sums = torch.empty((batch, heads, parts, channels), dtype=torch.int32, device=value.device)
     block = min(64, triton.next_power_of_2(channels))

@@ -47,7 +47,7 @@ from .hopper import (
     warp_rows,
 )
 from .integer import split_scale, usable_scale
-from .quantize import MOST_CHUNKS
+from .long import CHUNKS
 from .tile import MASKED, channel_of_row, row_multiplier
 
 # the names differ between releases of Triton
@@ -55,7 +55,6 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # keys of a product
 TILE = gl.constexpr(128)
-CHUNKS = gl.constexpr(MOST_CHUNKS)
 
 
 @gluon.constexpr_function

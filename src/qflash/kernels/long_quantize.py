@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ..recipe import Recipe
 from .quantize import (
-    MOST_CHUNKS,
     amplitude_to_scale,
+    chunk_tokens,
     higher,
     highest,
     inverse_scale,
@@ -240,7 +240,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
     chunk = 1024
     while chunk > 128 and 2 * heads * triton.cdiv(tokens, chunk) < _PROGRAMS:
         chunk //= 2
-    return max(chunk, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
+    return chunk_tokens(tokens, chunk)
 
 
 def launch_quantize_long(
@@ -265,7 +265,7 @@ def launch_quantize_long(
     block, guard = max(16, 8192 // width), key.device.type == "cpu"
     range_chunk = _range_chunk(tokens, batch * key_heads)
     ranges = triton.cdiv(tokens, range_chunk)
-    chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(max(tokens, queries), MOST_CHUNKS)))
+    chunk = chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

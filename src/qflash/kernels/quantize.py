@@ -272,6 +272,11 @@ MOST_CHUNKS = 16
 """Chunks of a long head: few enough that every program can look at the ranges, or the sums, of all."""
 
 
+def chunk_tokens(tokens: int, least: int) -> int:
+    """Return how many tokens a chunk of a head takes: ``least``, or the power of two that makes no more than MOST_CHUNKS."""
+    return max(least, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
+
+
 def _tokens_per_block(channels: int) -> int:
     return max(1, 4096 // triton.next_power_of_2(channels))
 
@@ -324,7 +329,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                 # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
                 # into chunks few enough that every program can look at the ranges of all.
                 whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
-                chunk = max(whole, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
+                chunk = chunk_tokens(tokens, whole)
                 chunks = triton.cdiv(tokens, chunk)
                 low = high = values
                 if chunks > 1:

@@ -46,14 +46,18 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 
 @gluon.constexpr_function
-def row_widths(keys):
-    """The tiles of a row of scores, a power of two each, as few as can be and not much wider than the row together."""
+def row_widths(keys, across=1):
+    """The tiles of a row of scores, a power of two each, as few as can be and not much wider than the row together.
+
+    Where ``across`` warps share a row, each has at least sixteen neighbouring columns of a tile.
+    """
     widths = []
     for width in (128, 128, 64, 32):
         if sum(widths) + width <= keys:
             widths.append(width)
     left = keys - sum(widths)
-    return tuple(widths) + ((8 if left <= 8 else 16 if left <= 16 else 32,) if left else ())
+    least = 8 if across == 1 else 16 * across
+    return tuple(widths) + ((max(least, 8 if left <= 8 else 16 if left <= 16 else 32),) if left else ())
 
 
 @gluon.constexpr_function
@@ -70,9 +74,9 @@ def depth(width):
 
 
 @gluon.constexpr_function
-def product_layout(width, warps):
-    """A product with ``width`` columns; sixteen rows a warp."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 32])
+def product_layout(width, warps, across=1):
+    """A product with ``width`` columns; sixteen rows a warp, or ``across`` that share the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, across], [16, width // across, 32])
 
 
 @gluon.constexpr_function
@@ -89,48 +93,78 @@ def row_layout(channels, bits, warps):
 
 
 @gluon.constexpr_function
-def quad_layout(channels, warps):
-    """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word; 32 keys in all."""
-    each = min(4, channels // (4 * warps))
+def quad_layout(channels, warps, keys=32):
+    """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word; 32 or 64 keys in all."""
+    each = min(4, channels * keys // (128 * warps))
     across = channels // (8 * each)
     return gl.BlockedLayout([4, each], [4, 8], [warps // across, across], [1, 0])
 
 
 @gluon.constexpr_function
-def warp_rows(warps):
-    """Sixteen rows to each warp."""
-    return [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
+def warp_rows(warps, across=1, columns=0):
+    """Sixteen rows to each warp, or to ``across`` that have so many columns each; all the same ones if that is 0."""
+    rows = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return rows + [[0, columns << bit] for bit in range(across.bit_length() - 1)]
 
 
 @gluon.constexpr_function
-def score_layout(columns, warps):
+def score_layout(columns, warps, across=1):
     """A product's layout, in words of its own."""
-    wide = [[0, bit] for bit in (8, 16, 32, 64) if bit < columns]
+    wide = [[0, bit] for bit in (8, 16, 32, 64) if bit * across < columns]
+    rows = warp_rows(warps, across, columns // across)
     return gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warp_rows(warps), [], [16 * warps, columns]
+        [[0, 1], [8, 0], *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, columns]
     )
 
 
 @gluon.constexpr_function
-def query_layout(channels, each, warps):
+def eight_layout(warps, across=1):
+    """Eight columns of a product, which all warps of a row have."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warp_rows(warps, across), [], [16 * warps, 8]
+    )
+
+
+@gluon.constexpr_function
+def stored_layout(columns, warps, across):
+    """Stored probabilities, four neighbours in a word."""
+    wide = [[0, bit] for bit in (16, 32, 64) if bit * across < columns]
+    rows = warp_rows(warps, across, columns // across)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *wide], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, columns]
+    )
+
+
+@gluon.constexpr_function
+def pair_layout(warps, across):
+    """A number of each warp of a row, all of them in all of its threads."""
+    own = [[0, 1 << bit] for bit in range(across.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [*own, [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warp_rows(warps, across), [], [16 * warps, across]
+    )
+
+
+@gluon.constexpr_function
+def query_layout(channels, each, warps, across=1):
     """Words of ``each`` numbers of queries, in the order of a left operand's registers."""
     near, far = [bit for bit in (1, 2) if bit * each < 4], [bit // each for bit in (16, 32, 64) if bit < channels]
     return gl.DistributedLinearLayout(
         [*([0, bit] for bit in near), [8, 0], *([0, bit] for bit in far)],
         [[0, 4 // each], [0, 8 // each], [1, 0], [2, 0], [4, 0]],
-        warp_rows(warps),
+        warp_rows(warps, across),
         [],
         [16 * warps, channels // each],
     )
 
 
 @gluon.constexpr_function
-def output_layout(channels, warps):
-    """Outputs: a quarter of a row's channels a thread."""
-    each = channels // 4
+def output_layout(channels, warps, across=1):
+    """Outputs: a quarter of a warp's part of a row's channels a thread."""
+    each = channels // (4 * across)
     own = [[0, bit] for bit in (1, 2, 4, 8, 16) if bit < each]
+    rows = warp_rows(warps, across, 4 * each)
     return gl.DistributedLinearLayout(
-        [*own, [8, 0]], [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], warp_rows(warps), [], [16 * warps, channels]
+        [*own, [8, 0]], [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, channels]
     )
 
 
@@ -144,26 +178,27 @@ def _join_rows(a, b):
 @gluon.jit
 def _load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
-    KEY: gl.constexpr, WARPS: gl.constexpr,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr = 32,
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
     A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the values by :func:`held_order`.
     """
-    if WIDTH > 32:
+    if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
-        a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, D, KEY, WARPS)
-        b = _load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, D, KEY, WARPS)
-        x = gl.convert_layout(_join_rows(a, b), quad_layout(D, WARPS), assert_trivial=True)
+        a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
+        b = _load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
+        x = gl.convert_layout(_join_rows(a, b), quad_layout(D, WARPS, PIECE), assert_trivial=True)
     else:
-        L: gl.constexpr = quad_layout(D, WARPS)
-        n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
+        L: gl.constexpr = quad_layout(D, WARPS, PIECE)
+        ROWS: gl.constexpr = depth(WIDTH)
+        n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-        if KEY and WIDTH == 32:
+        if KEY and WIDTH >= 32:
             n = key_order(n)
         elif not KEY and WIDTH < 32:
             n = held_order(n)
-        if START + 32 <= KEYS:
+        if START + ROWS <= KEYS:
             x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
         elif KEY:
             x = gl.load(base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]))
@@ -225,32 +260,37 @@ def _copy_keys(
 
 
 @gluon.jit
-def _deal(x):
-    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs."""
+def _deal(x, ACROSS: gl.constexpr):
+    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs.
+
+    The same in each part of the channels that warps of a row share.
+    """
     N: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, (N, 8, D // 8)), (0, 2, 1)), (N, D))
+    return gl.reshape(gl.permute(gl.reshape(x, (N, ACROSS, 8, D // (8 * ACROSS))), (0, 1, 3, 2)), (N, D))
 
 
 @gluon.jit
-def _undeal(x):
+def _undeal(x, ACROSS: gl.constexpr):
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, (M, D // 8, 8)), (0, 2, 1)), (M, D))
+    return gl.reshape(gl.permute(gl.reshape(x, (M, ACROSS, D // (8 * ACROSS), 8)), (0, 1, 3, 2)), (M, D))
 
 
 @gluon.jit
-def _load_queries(base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr):
+def _load_queries(
+    base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+):
     """Queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
-    L: gl.constexpr = query_layout(D, EACH, WARPS)
+    L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
     n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
     return gl.load(base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :])
 
 
 @gluon.jit
-def _row_amplitude(x, WARPS: gl.constexpr):
+def _row_amplitude(x, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Largest magnitude of each row, as float32; two numbers an instruction while a thread is by itself."""
     ROWS: gl.constexpr = x.shape[0]
     x = gl.abs(x)
@@ -264,56 +304,72 @@ def _row_amplitude(x, WARPS: gl.constexpr):
     x = higher(a, b, False)
     a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
     x = gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
-    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, score_layout(8, WARPS)), assert_trivial=True)
+    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, eight_layout(WARPS, ACROSS)), assert_trivial=True)
 
 
 @gluon.jit
 def _queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
-    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
+    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """A block of queries as int8, and the bits of its scale or of its rows'."""
-    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS)
+    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
     q = unpack(words, DTYPE, L)
     bits = head_bits
     if QUANTIZE:
         y = q.to(gl.float32)
         if QUERY_TOKEN:
-            scale = amplitude_to_scale(_row_amplitude(q, WARPS))
+            scale = amplitude_to_scale(_row_amplitude(q, WARPS, ACROSS))
             q = round_to_int8(y, beside_rows(inverse_scale(scale, False), L))
             bits = scale.to(gl.int32, bitcast=True)
         else:
             q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
     elif QUERY_TOKEN:
-        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, score_layout(8, WARPS)))
+        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, eight_layout(WARPS, ACROSS)))
         bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
     return q, bits
 
 
 @gluon.jit
-def _channel_sums(smem, WARPS: gl.constexpr):
+def _channel_sums(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Sums of the channels of a tile of V in shared memory."""
     D: gl.constexpr = smem.shape[0]
-    v = smem.load(row_layout(smem.shape[1], 8, WARPS))
+    v = smem.load(row_layout(smem.shape[1], 8, WARPS * ACROSS))
     parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4)
-    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D, WARPS)))
+    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D, WARPS, ACROSS)))
 
 
 @gluon.jit
-def _scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def _less_sums(accumulator, smem, M: gl.constexpr, PV: gl.constexpr):
+    """Start the product of -127 with a tile of V: in every row -127 times its channels' sums."""
+    KEYS: gl.constexpr = smem.shape[1]
+    number = gl.full((M, KEYS), -127, gl.int8, gl.DotOperandLayout(0, PV, 4))
+    return warpgroup_mma(number, smem.permute((1, 0)), accumulator, is_async=True)
+
+
+@gluon.jit
+def _taken(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """What all warps of a row gave: (rows, ACROSS)."""
+    return smem.load(pair_layout(WARPS, ACROSS))
+
+
+@gluon.jit
+def _scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Start the product of a block of queries with a tile of keys."""
-    L: gl.constexpr = product_layout(WIDTH, WARPS)
+    L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
     zeros = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
     k = k_smem.slice(0, WIDTH, 0)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _fold_columns(s, WARPS: gl.constexpr):
+def _fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
     """Maxima of columns eight apart, which a thread holds."""
-    if s.shape[1] > 8:
-        s = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
-    return gl.convert_layout(s, score_layout(8, WARPS), assert_trivial=True)
+    M: gl.constexpr = s.shape[0]
+    if s.shape[1] > 8 * ACROSS:
+        s = gl.max(gl.reshape(s, (M, ACROSS, s.shape[1] // (8 * ACROSS), 8)), 2)
+        s = gl.reshape(s, (M, 8 * ACROSS))
+    return gl.convert_layout(s, score_layout(8 * ACROSS, WARPS, ACROSS), assert_trivial=True)
 
 
 @gluon.jit
@@ -342,8 +398,8 @@ def _twice(p):
 
 
 @gluon.jit
-def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
-    """Sums of stored probabilities over places 32 apart, those past the last key left out."""
+def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
+    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
@@ -354,13 +410,13 @@ def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
     else:
         weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
     parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
-    return gl.sum(gl.reshape(parts, (M, N // 32, 32)), 1)
+    return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
 
 
 @gluon.jit
 def _one_row(x, WARPS: gl.constexpr):
     """Of numbers of rows, which four neighbours have, one for each thread: of its two rows they take one each."""
-    L: gl.constexpr = score_layout(8, WARPS)
+    L: gl.constexpr = eight_layout(WARPS)
     x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None] + gl.zeros((16 * WARPS, 8), gl.int32, L)
     x, _ = gl.split(gl.reshape(x, (16 * WARPS, 4, 2)))
     x, y = gl.split(gl.permute(gl.reshape(x, (WARPS, 2, 8, 4)), (0, 2, 3, 1)))
@@ -394,9 +450,18 @@ def _spread(x, D: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Numbers of rows, as :func:`_store` has them, beside outputs."""
+    if ACROSS == 1:
+        return _spread(_all_rows(x, WARPS), D, L)
+    else:
+        return beside_rows(x, L)
+
+
+@gluon.jit
 def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries, count,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`.
 
@@ -404,24 +469,31 @@ def _store(
     """
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
-    L: gl.constexpr = output_layout(D, WARPS)
-    x = gl.convert_layout(_undeal(numerator), L, assert_trivial=True)
+    L: gl.constexpr = output_layout(D, WARPS, ACROSS)
+    x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
-    bits, inverse = row_inverse(127 * count - _one_row(total, WARPS), False)
+    if ACROSS == 1:
+        total = _one_row(total, WARPS)
+    bits, inverse = row_inverse(127 * count - total, False)
     if o_base.dtype.element_ty == gl.int8:
-        scaled = x * _spread(_all_rows(1 << (24 - bits), WARPS), D, L)
+        scaled = x * _beside_outputs(1 << (24 - bits), D, L, WARPS, ACROSS)
         if factor.type.is_block():
-            row_factor = multiply_high(_spread(_all_rows(inverse, WARPS), D, L), factor, False)
+            row_factor = multiply_high(_beside_outputs(inverse, D, L, WARPS, ACROSS), factor, False)
         else:
-            row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), WARPS), D, L)
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), D, L, WARPS, ACROSS)
         result = requantize(scaled, row_factor, shift, half, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
-        weight = _all_rows(row_weight(inverse, bits).to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
-        W: gl.constexpr = weight.type.layout
-        # NaN in a factor a row is cheaper than a choice an element
-        weight = gl.where(beside_rows(usable, W), weight, float("nan"))
-        result = (x.to(gl.float32) * _spread(weight, D, L) * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+        weight = row_weight(inverse, bits)
+        if ACROSS == 1:
+            weight = _all_rows(weight.to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
+            W: gl.constexpr = weight.type.layout
+            # NaN in a factor a row is cheaper than a choice an element
+            weight = gl.where(beside_rows(usable, W), weight, float("nan"))
+            weight = _spread(weight, D, L)
+        else:
+            weight = beside_rows(gl.where(usable, weight, float("nan")), L)
+        result = (x.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     inside = (rows[:, None] < queries) & (channels[None, :] >= 0)
@@ -581,22 +653,30 @@ def _last_rows(
 @gluon.jit
 def _block(
     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
-    KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    k_smem, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries."""
     M: gl.constexpr = q.shape[0]
     D: gl.constexpr = q.shape[1]
-    WIDTHS: gl.constexpr = row_widths(KEYS)
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    PV: gl.constexpr = product_layout(D, WARPS)
-    RL: gl.constexpr = gl.SliceLayout(1, score_layout(8, WARPS))
+    PV: gl.constexpr = product_layout(D, WARPS, ACROSS)
+    RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
     scores = ()
     for t in gl.static_range(TILES):
         # the layout of the queries is that of any product
-        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS), 4), assert_trivial=True)
-        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS),)
+        operand = gl.convert_layout(
+            q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True
+        )
+        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+    accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
+    BEHIND: gl.constexpr = TILES if FOLD else 0
+    if FOLD:
+        for t in gl.static_range(TILES):
+            accumulator = _less_sums(accumulator, v_smem[t], M, PV)
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
         row = row_multiplier(
@@ -604,26 +684,46 @@ def _block(
             False,
         )  # fmt: skip
     multiplier, fraction_bits, _ = row
-    s = warpgroup_mma_wait(TILES - 1, [scores[0]])
-    ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS), assert_trivial=True),)
-    largest = _fold_columns(ready[0], WARPS)
+    s = warpgroup_mma_wait(TILES - 1 + BEHIND, [scores[0]])
+    ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS, ACROSS), assert_trivial=True),)
+    largest = _fold_columns(ready[0], WARPS, ACROSS)
     for t in gl.static_range(1, TILES):
-        s = warpgroup_mma_wait(TILES - 1 - t, [scores[t]])
-        ready = ready + (gl.convert_layout(s, score_layout(WIDTHS[t], WARPS), assert_trivial=True),)
-        largest = gl.maximum(largest, _fold_columns(ready[t], WARPS))
-    row_max = gl.max(largest, 1)
-    accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
+        s = warpgroup_mma_wait(TILES - 1 - t + BEHIND, [scores[t]])
+        ready = ready + (gl.convert_layout(s, score_layout(WIDTHS[t], WARPS, ACROSS), assert_trivial=True),)
+        largest = gl.maximum(largest, _fold_columns(ready[t], WARPS, ACROSS))
+    if ACROSS == 1:
+        row_max = gl.max(largest, 1)
+    else:
+        most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
+        row_max = gl.convert_layout(gl.max(_taken(most_smem, WARPS, ACROSS), 1), RL, assert_trivial=True)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     for t in gl.static_range(TILES):
-        p = gl.convert_layout(_stored(ready[t], row_max, multiplier, fraction_bits, OFFSET), OPERAND, assert_trivial=True)
-        accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
-        if t == 0:
-            parts = _part_sums(p, STARTS[t], WIDTHS[t], KEYS)
+        p = _stored(ready[t], row_max, multiplier, fraction_bits, OFFSET)
+        if ACROSS == 1:
+            p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+            accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
         else:
-            parts += gl.convert_layout(_part_sums(p, STARTS[t], WIDTHS[t], KEYS), parts.type.layout, assert_trivial=True)
-    total = gl.convert_layout(gl.sum(parts, 1), RL, assert_trivial=True)
-    numerator = sums[None, :] - warpgroup_mma_wait(0, [accumulator])
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS)
+            p = gl.convert_layout(p, stored_layout(WIDTHS[t], WARPS, ACROSS), assert_trivial=True)
+            p_smem[t].store(p)
+        if t == 0:
+            parts = _part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+        else:
+            more = _part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+            parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
+    if ACROSS == 1:
+        total = gl.sum(parts, 1)
+    else:
+        total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
+        fence_async_shared()
+        barrier()
+        for t in gl.static_range(TILES):
+            accumulator = warpgroup_mma(p_smem[t], v_smem[t].permute((1, 0)), accumulator, is_async=True)
+        total = gl.sum(_taken(total_smem, WARPS, ACROSS), 1)
+    total = gl.convert_layout(total, RL, assert_trivial=True)
+    numerator = 0 - warpgroup_mma_wait(0, [accumulator])
+    if not FOLD:
+        numerator += sums[None, :]
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS, ACROSS)
 
 
 @gluon.jit
@@ -641,13 +741,14 @@ def hopper_kernel(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
-    matter of their own. A warp has 16 of the BLOCK_M queries.
+    matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
+    its scores and the channels of its outputs; probabilities then pass through shared memory.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -664,19 +765,30 @@ def hopper_kernel(
     D: gl.constexpr = HEAD_DIM
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WARPS: gl.constexpr = BLOCK_M // 16
-    WIDTHS: gl.constexpr = row_widths(KEYS)
+    ALL: gl.constexpr = WARPS * ACROSS
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
+    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS, ACROSS))
 
     # queries are on their way while keys and values, or the block before, are worked on
-    following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS)
+    following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
     k_smem = ()
     v_smem = ()
+    p_smem = ()
     for i in gl.static_range(TILES):
         # the last queries take keys as rows of a product, of which there are at least 64
         k_smem = k_smem + (_allocate(max(WIDTHS[i], 64 if TAIL else 32), D),)
         v_smem = v_smem + (_allocate(D, depth(WIDTHS[i])),)
+        if ACROSS > 1:
+            p_smem = p_smem + (_allocate(BLOCK_M, WIDTHS[i]),)
+
+    most_smem = 0
+    total_smem = 0
+    if ACROSS > 1:
+        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        most_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
+        total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
 
     head_bits = 0
     if QUANTIZE:
@@ -684,12 +796,12 @@ def hopper_kernel(
         k = ()
         v = ()
         for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, WARPS),)
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
-        low, high, most = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS), _highest_rows(gl.abs(v[0]), WARPS)
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL),)
+        low, high, most = _lowest_rows(k[0], ALL), _highest_rows(k[0], ALL), _highest_rows(gl.abs(v[0]), ALL)
         for i in gl.static_range(1, TILES):
-            low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
-            most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
+            low, high = lower(low, _lowest_rows(k[i], ALL), False), higher(high, _highest_rows(k[i], ALL), False)
+            most = higher(most, _highest_rows(gl.abs(v[i]), ALL), False)
         low, high, most = gl.reduce((low.to(gl.float32), high.to(gl.float32), most.to(gl.float32)), 0, _combine)
         middle = (low + high) * 0.5
         if CENTER:
@@ -701,32 +813,32 @@ def hopper_kernel(
         key_inverse, value_inverse = inverse_scale(key_scale, False), inverse_scale(value_scale, False)
         for i in gl.static_range(TILES):
             k_smem[i].slice(0, depth(WIDTHS[i]), 0).store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
-            v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False)))
+            v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False), ACROSS))
         key_bits = key_scale.to(gl.int32, bitcast=True)
         factor, shift, half = gl.convert_layout(value_scale, CO), 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
-            words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS)
-            largest = _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS)), WARPS)
+            words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS, ACROSS)
+            largest = _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS, ACROSS)), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
-                words = _load_queries(q_base, q_stride_n, start, queries, D, WARPS)
-                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS)), WARPS))
+                words = _load_queries(q_base, q_stride_n, start, queries, D, WARPS, ACROSS)
+                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS, ACROSS)), WARPS, ACROSS))
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, WARPS)
+            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, ALL)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, WARPS),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, 8 * ALL),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         if not QUERY_TOKEN:
             head_bits = gl.load(qs_base)
         factor, shift, half = output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, CO
         )
         for i in gl.static_range(TILES):
-            v_smem[i].permute((1, 0)).store(_deal(v[i]))
+            v_smem[i].permute((1, 0)).store(_deal(v[i], ACROSS))
         async_copy.wait_group(0)
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
@@ -744,32 +856,37 @@ def hopper_kernel(
         )  # fmt: skip
     fence_async_shared()
     barrier()
-    sums = _channel_sums(v_smem[0], WARPS)
-    for i in gl.static_range(1, TILES):
-        sums += _channel_sums(v_smem[i], WARPS)
-    sums = 127 * sums
+    sums = 0
+    if not FOLD:
+        sums = _channel_sums(v_smem[0], WARPS, ACROSS)
+        for i in gl.static_range(1, TILES):
+            sums += _channel_sums(v_smem[i], WARPS, ACROSS)
+        sums = 127 * sums
 
     while block < blocks:
         first = block * BLOCK_M
         words = following
         block += gl.num_programs(0)
         if WALK:
-            following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS)
-        q, query_bits = _queries(words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS)
+            following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
+        q, query_bits = _queries(
+            words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
+        )
         _block(
             q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-            k_smem, v_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+            k_smem, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS,
+            WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
 
     if TAIL:
         if gl.program_id(0) + 1 == gl.num_programs(0):
             L: gl.constexpr = product_layout(TAIL, WARPS)
-            p_smem = ()
+            last_p_smem = ()
             for i in gl.static_range(TILES):
-                p_smem = p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
+                last_p_smem = last_p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
             _last_rows(
                 last_smem, last_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-                k_smem, v_smem, p_smem, gl.convert_layout(sums, gl.SliceLayout(1, L)), _across(factor, D, L),
+                k_smem, v_smem, last_p_smem, gl.convert_layout(sums, gl.SliceLayout(1, L)), _across(factor, D, L),
                 _across(shift, D, L), _across(half, D, L), o_base, o_stride_n, blocks * BLOCK_M, queries, KEYS, WARPS, OFFSET,
                 MOST, MOST_BITS,
             )  # fmt: skip

@@ -93,20 +93,20 @@ def test_hopper_has_kernels_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "fused", "grid", "warps"),
+    ("heads", "fused", "grid", "block", "warps"),
     [
-        (6, False, 4, 4),
-        (24, True, 4, 4),
-        (48, False, 2, 4),
-        (48, True, 2, 8),
-        (96, False, 4, 4),
-        (96, True, 1, 8),
-        (192, True, 2, 4),
-        (384, False, 1, 4),
-        (384, True, 1, 4),
+        (6, False, 4, 64, 4),
+        (24, True, 4, 64, 8),
+        (48, False, 2, 64, 4),
+        (48, True, 2, 128, 8),
+        (96, False, 4, 64, 4),
+        (96, True, 1, 128, 8),
+        (192, True, 2, 64, 4),
+        (384, False, 1, 64, 4),
+        (384, True, 1, 64, 4),
     ],
 )
-def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps: int) -> None:
+def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
     from qflash.kernels.attention import attention_calls, fused_calls
 
     x = torch.zeros(heads, 1, 197, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
@@ -118,7 +118,9 @@ def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, warps:
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
     assert call.arguments["TAIL"] == (8 if not fused and grid == 1 else 0)  # five queries past three blocks
-    assert call.arguments["BLOCK_M"] == 16 * warps and call.arguments["WALK"] == (grid < -(-197 // (16 * warps)))
+    assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-197 // block))
+    assert call.arguments["ACROSS"] == 16 * warps // block
+    assert call.arguments["FOLD"] == (grid * heads <= 132)
 
 
 def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):

@@ -33,8 +33,8 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     if keys <= SHORT_ROW:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
-            rule._replace(block_m=m, warps=m // 16, registers=registers, splits=splits)
-            for m, registers in ((64, 0), (64, 168), (128, 0))
+            rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
+            for m, warps, registers in ((64, 4, 0), (64, 4, 168), (64, 8, 0), (128, 8, 0))
             for splits in range(1, 1 + -(-queries // m))
             if rule.kernel == HOPPER and m in blocks_m
         )

@@ -35,9 +35,16 @@ SCALES = ("tensor", "head", "token", "channel")
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
     from qflash.kernels.tiles import Tiles
 
-    warps = chance.choice((4, 4, 8)) if shape.head_dim <= 64 else 4
-    hand = HAND | {"block_m": 16 * warps, "warps": warps}
-    return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // (16 * warps))))
+    block_m, warps = chance.choice(((64, 4), (64, 8), (128, 8)) if shape.head_dim <= 64 else ((64, 4), (64, 8)))
+    hand = HAND | {"block_m": block_m, "warps": warps}
+    return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // block_m)))
+
+
+def either_way(chance: random.Random, call: Any) -> None:
+    """Find the sums of V's channels by products or by instructions; by the rules few heads take products."""
+    assert call.kernel.__name__ == "hopper_kernel"
+    assert call.arguments["FOLD"] == (call.arguments["TAIL"] == 0)
+    call.arguments["FOLD"] &= chance.random() < 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +119,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         factor = shape.head_dim**-0.5
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, factor, out_scale)
         (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
-        assert call.kernel.__name__ == "hopper_kernel"
+        either_way(chance, call)
         call.run()
         assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shape, chosen, draw, dtype)
 
@@ -172,7 +179,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
         out = torch.empty_like(floats[0])
         (call,) = fused_calls(q, k, v, None, False, shape.head_dim**-0.5, out, recipe, tiles=chosen)
-        assert call.kernel.__name__ == "hopper_kernel"
+        either_way(chance, call)
         call.run()
         expected = ops.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)

@@ -107,8 +107,8 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
         return tiles._replace(
             splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=registers
         )
-    if tiles.kernel == HOPPER and fused and not tiles.splits and splits * heads <= processors and tiles.warps == 4:
-        # Two warps for every sixteen queries: a block takes as long as its slowest chain of instructions.
+    if tiles.kernel == HOPPER and narrow and fused and not tiles.splits and splits * heads <= processors:
+        # with processors to spare a call takes as long as one warp's chain of instructions: two share it
         return tiles._replace(warps=8, splits=splits)
     if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
         # A program a processor fetches the keys fewer times than several; where it has to quantise them, too, with eight warps.
@@ -369,9 +369,7 @@ def _calls(
     hopper = (
         by_hand
         and tiles.kernel == HOPPER
-        and tiles.block_m in (64, 128)
-        and 16 * tiles.warps in (tiles.block_m, 2 * tiles.block_m)
-        and tiles.warps <= 8
+        and (tiles.block_m, tiles.warps) in ((64, 4), (64, 8), (128, 8))
         and fits_hopper(recipe, head_dim, value_dim, queries, keys)
         and mask is None
         and query.element_size() <= 2
@@ -416,7 +414,7 @@ def _calls(
             alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim >= 64 and queries > tiles.block_m
             left = queries % tiles.block_m
             tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
-            # idle tensor cores find the sums of V's channels faster than instructions do, even once a block
+            # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
             fold = not tail and blocks * batch * heads <= _processors_of(query.device)
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": 16 * tiles.warps // tiles.block_m, "FOLD": fold}
     else:

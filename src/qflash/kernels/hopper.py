@@ -11,7 +11,11 @@ for another. Three orders make that possible; they leave every product as it is:
 
 The products of a block are issued one behind the other and waited for tile by tile: those of a tile of probabilities
 with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
-channel's sum of V, is formed once a program.
+channel's sum of V, is formed once a program; where tensor cores would idle it is a product with -127 in every block.
+
+Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats two
+warps then share sixteen queries: each has half of the scores and half of the outputs, and probabilities pass through
+shared memory.
 """
 
 from __future__ import annotations
@@ -278,9 +282,7 @@ def _undeal(x, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(
-    base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
-):
+def _load_queries(base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
     """Queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
@@ -453,9 +455,10 @@ def _spread(x, D: gl.constexpr, L: gl.constexpr):
 def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Numbers of rows, as :func:`_store` has them, beside outputs."""
     if ACROSS == 1:
-        return _spread(_all_rows(x, WARPS), D, L)
+        x = _spread(_all_rows(x, WARPS), D, L)
     else:
-        return beside_rows(x, L)
+        x = beside_rows(x, L)
+    return x
 
 
 @gluon.jit
@@ -668,9 +671,7 @@ def _block(
     scores = ()
     for t in gl.static_range(TILES):
         # the layout of the queries is that of any product
-        operand = gl.convert_layout(
-            q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True
-        )
+        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True)
         scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
     accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
     BEHIND: gl.constexpr = TILES if FOLD else 0
@@ -748,7 +749,7 @@ def hopper_kernel(
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs; probabilities then pass through shared memory.
+    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -791,6 +792,7 @@ def hopper_kernel(
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
 
     head_bits = 0
+    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK
     if QUANTIZE:
         # every load is under way before the first use, and one reduction finds all ranges
         k = ()
@@ -798,6 +800,11 @@ def hopper_kernel(
         for i in gl.static_range(TILES):
             k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL),)
             v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL),)
+        if EARLY:
+            # queries came first, and nobody has anything else to do until keys and values are there
+            q, query_bits = _queries(
+                following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
+            )
         low, high, most = _lowest_rows(k[0], ALL), _highest_rows(k[0], ALL), _highest_rows(gl.abs(v[0]), ALL)
         for i in gl.static_range(1, TILES):
             low, high = lower(low, _lowest_rows(k[i], ALL), False), higher(high, _highest_rows(k[i], ALL), False)
@@ -806,7 +813,9 @@ def hopper_kernel(
         middle = (low + high) * 0.5
         if CENTER:
             low, high = low - middle, high - middle
-        key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+        # every warp for itself: a reduction by all of them would pass through shared memory twice
+        amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [ALL], [0]))
+        key_scale = amplitude_to_scale(gl.reduce(amplitude, 0, nan_max))
         if not VALUE_CHANNEL:
             most = most * 0.0 + gl.reduce(most, 0, nan_max)
         value_scale = amplitude_to_scale(most)
@@ -815,14 +824,18 @@ def hopper_kernel(
             k_smem[i].slice(0, depth(WIDTHS[i]), 0).store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
             v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False), ACROSS))
         key_bits = key_scale.to(gl.int32, bitcast=True)
-        factor, shift, half = gl.convert_layout(value_scale, CO), 0, 0
+        # in outputs' order they are read later, once everybody has to wait anyway
+        scale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        scale_smem.store(value_scale)
+        factor, shift, half = 0.0, 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
             words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS, ACROSS)
-            largest = _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS, ACROSS)), WARPS, ACROSS)
+            Q: gl.constexpr = query_layout(D, 1, WARPS, ACROSS)
+            largest = _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
                 words = _load_queries(q_base, q_stride_n, start, queries, D, WARPS, ACROSS)
-                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, query_layout(D, 1, WARPS, ACROSS)), WARPS, ACROSS))
+                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS))
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
@@ -830,6 +843,7 @@ def hopper_kernel(
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
+            # as many keys at a time as give a thread four channels of each
             v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, 8 * ALL),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         if not QUERY_TOKEN:
@@ -856,6 +870,8 @@ def hopper_kernel(
         )  # fmt: skip
     fence_async_shared()
     barrier()
+    if QUANTIZE:
+        factor = scale_smem.load(CO)
     sums = 0
     if not FOLD:
         sums = _channel_sums(v_smem[0], WARPS, ACROSS)
@@ -869,9 +885,10 @@ def hopper_kernel(
         block += gl.num_programs(0)
         if WALK:
             following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
-        q, query_bits = _queries(
-            words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
-        )
+        if not EARLY:
+            q, query_bits = _queries(
+                words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
+            )
         _block(
             q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
             k_smem, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS,

@@ -171,25 +171,28 @@ def long_hopper_kernel(
 
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
     for turn in range(steps // UNROLL):
+        # all products of a turn are under way before the first maximum
+        scores = ()
         for place in gl.static_range(UNROLL):
-            step = UNROLL * turn + place
-            slot = place if UNROLL == 2 else step % 2
-            mbarrier.wait(ready.index(slot), (step // 2) & 1)
-            scores = ()
+            slot = place if UNROLL == 2 else turn % 2
+            mbarrier.wait(ready.index(slot), ((UNROLL * turn + place) // 2) & 1)
             for half in gl.static_range(HALVES):
                 scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
-            for half in gl.static_range(HALVES):
-                s = _finished(scores[half], HALVES - 1 - half, WARPS)
-                if (step + 1) * SPAN > keys:
-                    s = _padded(s, keys - step * SPAN - half * TILE, MASKED)
-                largest = gl.maximum(largest, _fold_columns(s, WARPS))
-            # nobody reads these keys any more
-            barrier()
-            if step + 1 < steps:
-                # behind the last the second walk begins
-                row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
-                mbarrier.expect(ready.index(slot), SIZE)
-                _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
+        for tile in gl.static_range(UNROLL * HALVES):
+            step = UNROLL * turn + tile // HALVES
+            slot = tile // HALVES if UNROLL == 2 else turn % 2
+            s = _finished(scores[tile], UNROLL * HALVES - 1 - tile, WARPS)
+            if (step + 1) * SPAN > keys:
+                s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+            largest = gl.maximum(largest, _fold_columns(s, WARPS))
+            if tile % HALVES == HALVES - 1:
+                # nobody reads these keys any more
+                barrier()
+                if step + 1 < steps:
+                    # behind the last the second walk begins
+                    row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
+                    mbarrier.expect(ready.index(slot), SIZE)
+                    _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
     index = steps + 1
     mbarrier.expect(ready.index(index % 2), 2 * SIZE)
     _load(k_desc, [k_row + SPAN, k_column], ready.index(index % 2), k_smem.index(index % 2))

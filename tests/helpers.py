@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -27,6 +28,21 @@ def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, in which Triton compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
+
+
+def print_products(call: Any) -> None:
+    """Compile a launch for compute capability 9.0 and print how many tensor-core instructions it has."""
+    from qflash import verify
+
+    sass, _ = verify.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
+    print(sum(map(verify.is_tensor_core, verify.parse_sass(sass))))
+
+
+def products_printed_by(file: str) -> list[int]:
+    """Return what :func:`print_products` printed in a run of ``file`` in a process of its own, which has to succeed."""
+    done = run_compiling(file)
+    assert done.returncode == 0, done.stderr
+    return [int(count) for count in done.stdout.split()]
 
 
 LAYOUTS = ("contiguous", "tokens_first", "packed", "channels_first", "every_second", "expanded")

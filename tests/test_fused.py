@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, draw_fused_case, make_inputs, run_compiling, same_bits
+from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import ops
 from qflash.kernels.attention import fusable, fused_calls, launch_fused
 from qflash.kernels.tiles import HOPPER, Tiles
@@ -66,8 +66,6 @@ def test_attention_takes_the_fused_launch(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _compile_for_hopper() -> None:
     """Compile the Hopper kernel from floats; print how many products each of its forms has."""
-    from qflash import verify
-
     for (keys, head_dim), (block_m, warps), dtype in (
         ((197, 64), (64, 4), torch.float16),
         ((197, 64), (64, 8), torch.bfloat16),
@@ -79,14 +77,11 @@ def _compile_for_hopper() -> None:
         tiles = Tiles(block_m, 128, warps, 1, splits=1 if keys == 65 else 2, kernel=HOPPER)
         (call,) = fused_calls(x, x, x, None, False, 0.1, torch.empty_like(x), DEFAULT, tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
-        sass, _ = verify.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
-        print(sum(map(verify.is_tensor_core, verify.parse_sass(sass))))
+        print_products(call)
 
 
 def test_the_hopper_kernel_compiles_from_floats() -> None:
-    done = run_compiling(__file__)
-    assert done.returncode == 0, done.stderr
-    products = [int(count) for count in done.stdout.split()]
+    products = products_printed_by(__file__)
     assert len(products) == 5
     assert min(products) > 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, lay_out, make_inputs, run_compiling, same_bits
+from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
 from qflash import ops
 from qflash.kernels.attention import _long_steps, _pack_value, attention_calls
 from qflash.kernels.long_quantize import launch_quantize_long, quantizes_long
@@ -114,7 +114,6 @@ def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
 
 def _compile_from_floats() -> None:
     """Compile the Hopper kernel that quantises queries; print how many products it has."""
-    from qflash import verify
 
     def empty(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -130,14 +129,11 @@ def _compile_from_floats() -> None:
             torch.empty_like(query), DEFAULT, capability=(9, 0), value_sums=sums, dealt=True,
         )  # fmt: skip
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
-        sass, _ = verify.disassemble(verify.compile_call(calls[0], "sm_90").asm["cubin"])
-        print(sum(map(verify.is_tensor_core, verify.parse_sass(sass))))
+        print_products(calls[0])
 
 
 def test_the_hopper_kernel_compiles_from_floats() -> None:
-    done = run_compiling(__file__)
-    assert done.returncode == 0, done.stderr
-    products = [int(count) for count in done.stdout.split()]
+    products = products_printed_by(__file__)
     assert len(products) == 2
     assert min(products) > 8
 

@@ -105,60 +105,53 @@ def quad_layout(channels, warps, keys=32):
 
 
 @gluon.constexpr_function
-def warp_rows(warps, across=1, columns=0):
-    """Sixteen rows to each warp, or to ``across`` that have so many columns each; all the same ones if that is 0."""
+def rows_layout(columns, own, near, warps, across=1, apart=0):
+    """Rows as a product has them, sixteen a warp: a lane and its three neighbours have one and perhaps that eight below.
+
+    Args:
+        own: bits of what a thread has.
+        near: columns from the first of four neighbours to the second, and to the third.
+        across: warps that share a row, their columns so many ``apart``; all the same ones if that is 0.
+    """
+    lanes = [*([0, column] for column in near), [1, 0], [2, 0], [4, 0]]
     rows = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
-    return rows + [[0, columns << bit] for bit in range(across.bit_length() - 1)]
+    parts = [[0, apart << bit] for bit in range(across.bit_length() - 1)]
+    return gl.DistributedLinearLayout(own, lanes, rows + parts, [], [16 * warps, columns])
 
 
 @gluon.constexpr_function
 def score_layout(columns, warps, across=1):
     """A product's layout, in words of its own."""
     wide = [[0, bit] for bit in (8, 16, 32, 64) if bit * across < columns]
-    rows = warp_rows(warps, across, columns // across)
-    return gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, columns]
-    )
+    return rows_layout(columns, [[0, 1], [8, 0], *wide], (2, 4), warps, across, columns // across)
 
 
 @gluon.constexpr_function
 def eight_layout(warps, across=1):
     """Eight columns of a product, which all warps of a row have."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], warp_rows(warps, across), [], [16 * warps, 8]
-    )
+    return rows_layout(8, [[0, 1], [8, 0]], (2, 4), warps, across)
 
 
 @gluon.constexpr_function
 def stored_layout(columns, warps, across):
     """Stored probabilities, four neighbours in a word."""
     wide = [[0, bit] for bit in (16, 32, 64) if bit * across < columns]
-    rows = warp_rows(warps, across, columns // across)
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], *wide], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, columns]
-    )
+    return rows_layout(columns, [[0, 1], [0, 2], [8, 0], *wide], (4, 8), warps, across, columns // across)
 
 
 @gluon.constexpr_function
-def pair_layout(warps, across):
+def part_layout(warps, across):
     """A number of each warp of a row, all of them in all of its threads."""
     own = [[0, 1 << bit] for bit in range(across.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [*own, [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warp_rows(warps, across), [], [16 * warps, across]
-    )
+    return rows_layout(across, [*own, [8, 0]], (0, 0), warps, across)
 
 
 @gluon.constexpr_function
 def query_layout(channels, each, warps, across=1):
     """Words of ``each`` numbers of queries, in the order of a left operand's registers."""
     near, far = [bit for bit in (1, 2) if bit * each < 4], [bit // each for bit in (16, 32, 64) if bit < channels]
-    return gl.DistributedLinearLayout(
-        [*([0, bit] for bit in near), [8, 0], *([0, bit] for bit in far)],
-        [[0, 4 // each], [0, 8 // each], [1, 0], [2, 0], [4, 0]],
-        warp_rows(warps, across),
-        [],
-        [16 * warps, channels // each],
-    )
+    own = [*([0, bit] for bit in near), [8, 0], *([0, bit] for bit in far)]
+    return rows_layout(channels // each, own, (4 // each, 8 // each), warps, across)
 
 
 @gluon.constexpr_function
@@ -166,10 +159,7 @@ def output_layout(channels, warps, across=1):
     """Outputs: a quarter of a warp's part of a row's channels a thread."""
     each = channels // (4 * across)
     own = [[0, bit] for bit in (1, 2, 4, 8, 16) if bit < each]
-    rows = warp_rows(warps, across, 4 * each)
-    return gl.DistributedLinearLayout(
-        [*own, [8, 0]], [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], rows, [], [16 * warps, channels]
-    )
+    return rows_layout(channels, [*own, [8, 0]], (each, 2 * each), warps, across, 4 * each)
 
 
 @gluon.jit
@@ -347,12 +337,6 @@ def _less_sums(accumulator, smem, M: gl.constexpr, PV: gl.constexpr):
     KEYS: gl.constexpr = smem.shape[1]
     number = gl.full((M, KEYS), -127, gl.int8, gl.DotOperandLayout(0, PV, 4))
     return warpgroup_mma(number, smem.permute((1, 0)), accumulator, is_async=True)
-
-
-@gluon.jit
-def _taken(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """What all warps of a row gave: (rows, ACROSS)."""
-    return smem.load(pair_layout(WARPS, ACROSS))
 
 
 @gluon.jit
@@ -696,7 +680,7 @@ def _block(
         row_max = gl.max(largest, 1)
     else:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
-        row_max = gl.convert_layout(gl.max(_taken(most_smem, WARPS, ACROSS), 1), RL, assert_trivial=True)
+        row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     for t in gl.static_range(TILES):
         p = _stored(ready[t], row_max, multiplier, fraction_bits, OFFSET)
@@ -719,7 +703,7 @@ def _block(
         barrier()
         for t in gl.static_range(TILES):
             accumulator = warpgroup_mma(p_smem[t], v_smem[t].permute((1, 0)), accumulator, is_async=True)
-        total = gl.sum(_taken(total_smem, WARPS, ACROSS), 1)
+        total = gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1)
     total = gl.convert_layout(total, RL, assert_trivial=True)
     numerator = 0 - warpgroup_mma_wait(0, [accumulator])
     if not FOLD:
@@ -827,7 +811,7 @@ def hopper_kernel(
         # in outputs' order they are read later, once everybody has to wait anyway
         scale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         scale_smem.store(value_scale)
-        factor, shift, half = 0.0, 0, 0
+        shift, half = 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
             words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS, ACROSS)

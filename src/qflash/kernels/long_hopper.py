@@ -43,8 +43,8 @@ from .hopper import (
     output_layout,
     product_layout,
     row_layout,
+    rows_layout,
     score_layout,
-    warp_rows,
 )
 from .integer import split_scale, usable_scale
 from .long import CHUNKS
@@ -60,7 +60,7 @@ TILE = gl.constexpr(128)
 @gluon.constexpr_function
 def quarter_layout(warps):
     """Four numbers a row, one for each thread that has a part of it."""
-    return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_rows(warps), [], [16 * warps, 4])
+    return rows_layout(4, [[8, 0]], (1, 2), warps)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .integer import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
+from .tile import MASKED
 
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -29,6 +30,10 @@ prmt.b32 $0, a, b, 0x7531;}""")
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
+# Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
+# least number there is.
+LEAST_IF_NEEDED = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
+vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7, {MASKED.value}, p;}}""")
 
 
 @gluon.jit
@@ -72,6 +77,93 @@ def raised(s, least):
     """A tile's scores, none lower than the least of its row."""
     L: gl.constexpr = s.type.layout
     return gl.maximum(s, beside_rows(least, L))
+
+
+@gluon.constexpr_function
+def _raised_in_place(pieces):
+    """Assembly for so many pieces of four scores: maxima with four others, unless these are the least there is."""
+    count = 4 * pieces
+    maxima = " ".join(f"max.s32 ${i}, ${i}, ${2 * count + i % 4};" for i in range(count))
+    return f"{{.reg .pred p; setp.eq.s32 p, ${2 * count}, {MASKED.value}; @p bra.uni DONE; {maxima} DONE: }}"
+
+
+@gluon.constexpr_function
+def _in_place(pieces):
+    """Constraints of :func:`_raised_in_place`: the scores are read from the registers that are written."""
+    count = 4 * pieces
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * 4)
+
+
+@gluon.constexpr_function
+def _integers(count):
+    return (gl.int32,) * count
+
+
+@gluon.constexpr_function
+def _pieces_before(tiles, index, width):
+    return sum(tile.shape[1] // width for tile in tiles[:index])
+
+
+@gluon.jit
+def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
+    """A tile's columns, eight of each warp at a time."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1] // ACROSS
+    if N == 8:
+        pieces = (gl.convert_layout(s, L, assert_trivial=True),)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(s, (M, ACROSS, 2, N // 2)), (0, 1, 3, 2)))
+        a, b = gl.reshape(a, (M, ACROSS * N // 2)), gl.reshape(b, (M, ACROSS * N // 2))
+        pieces = _apart(a, L, ACROSS) + _apart(b, L, ACROSS)
+    return pieces
+
+
+@gluon.jit
+def _together(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr, ACROSS: gl.constexpr):
+    """Undoes :func:`_apart` for COUNT of the pieces."""
+    if COUNT == 1:
+        s = pieces[FIRST]
+    else:
+        a = _together(pieces, FIRST, COUNT // 2, ACROSS)
+        b = _together(pieces, FIRST + COUNT // 2, COUNT // 2, ACROSS)
+        M: gl.constexpr = a.shape[0]
+        N: gl.constexpr = a.shape[1] // ACROSS
+        s = gl.join(gl.reshape(a, (M, ACROSS, N)), gl.reshape(b, (M, ACROSS, N)))
+        s = gl.reshape(gl.permute(s, (0, 1, 3, 2)), (M, 2 * ACROSS * N))
+    return s
+
+
+@gluon.jit
+def least_if_needed(row_max, most, multiplier, fraction_bits):
+    """:func:`least_score` in a warp of which a row's exponents could reach 236 octaves, elsewhere the least there is.
+
+    No score lies below ``-most``. A thread has two of the rows.
+    """
+    reach = (row_max + most) * multiplier
+    least = least_score(row_max, multiplier, fraction_bits)
+    limit = row_max * 0 + (236 << fraction_bits)
+    return gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
+
+
+@gluon.jit
+def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
+    """Tiles of scores, none lower than what :func:`least_if_needed` returned, behind one branch of every warp.
+
+    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: four scores a thread.
+    """
+    pieces = ()
+    for i in gl.static_range(len(tiles)):
+        pieces = pieces + _apart(tiles[i], L, ACROSS)
+    COUNT: gl.constexpr = len(pieces)
+    least = beside_rows(least, L) + gl.zeros_like(pieces[0])
+    pieces = gl.inline_asm_elementwise(
+        _raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), _integers(COUNT), True, 4
+    )
+    raised_tiles = ()
+    for i in gl.static_range(len(tiles)):
+        s = _together(pieces, _pieces_before(tiles, i, 8 * ACROSS), tiles[i].shape[1] // (8 * ACROSS), ACROSS)
+        raised_tiles = raised_tiles + (gl.convert_layout(s, tiles[i].type.layout, assert_trivial=True),)
+    return raised_tiles
 
 
 @gluon.jit

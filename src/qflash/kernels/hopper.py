@@ -30,7 +30,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .by_hand import barrier, beside_channels, beside_rows, halves, output_factors, round_to_int8, unpack
+from .by_hand import (
+    barrier,
+    beside_channels,
+    beside_rows,
+    halves,
+    least_if_needed,
+    output_factors,
+    pack,
+    raised_if_needed,
+    round_to_int8,
+    row_exponents,
+    twice_probabilities,
+    unpack,
+)
 from .integer import (
     multiply_high,
     requantize,
@@ -359,22 +372,19 @@ def _fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
-def _stored(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """Stored probabilities of a tile of scores, as a product with V takes them but for the layout."""
+def _stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Stored probabilities of a tile of scores, as a product with V takes them: an operand, or on its way to memory."""
     M: gl.constexpr = s.shape[0]
     L: gl.constexpr = s.type.layout
-    word = probability_words(
-        s, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "none", False, True, 8, True,
-        OFFSET, False, False,
-    )  # fmt: skip
-    p = _high_bytes(word, False)
+    STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
+    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
     if s.shape[1] == 8:
         p = _twice(p)
     if s.shape[1] <= 16:
         p = _twice(p)
     N: gl.constexpr = p.shape[1]
-    p = gl.reshape(p, (M, N // 16, 2, 4, 2))
-    return gl.reshape(gl.permute(p, (0, 1, 3, 2, 4)), (M, N))
+    p = gl.permute(gl.reshape(p, (M, N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return pack(gl.convert_layout(gl.reshape(p, (M, N)), STORED, assert_trivial=True))
 
 
 @gluon.jit
@@ -682,13 +692,20 @@ def _block(
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    least = least_if_needed(row_max, D << 14, multiplier, fraction_bits)
+    EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
+    if not FOLD:
+        ready = raised_if_needed(ready, least, EIGHT, ACROSS)
     for t in gl.static_range(TILES):
-        p = _stored(ready[t], row_max, multiplier, fraction_bits, OFFSET)
+        s = ready[t]
+        if FOLD:
+            # with a processor to itself a program starts on the first tile rather than saves a branch
+            s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
+        p = _stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:
-            p = gl.convert_layout(p, OPERAND, assert_trivial=True)
             accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
         else:
-            p = gl.convert_layout(p, stored_layout(WIDTHS[t], WARPS, ACROSS), assert_trivial=True)
             p_smem[t].store(p)
         if t == 0:
             parts = _part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)

@@ -491,13 +491,17 @@ def test_an_exponential_aligned_to_bytes_has_the_specified_bits(head_dim: int) -
     raised = twice_probability(start - torch.maximum(s, least) * slope, 2)
     assert int(raised.max()) == 510
     assert torch.equal((raised + 1) >> 1, expected)
-    # ... and need not be where no exponent comes near 256 octaves
-    magnitude = -(-s.abs().amax(1, keepdim=True) // 128)
-    safe = ((128 * magnitude + row_max) * multiplier >> fraction_bits < 236).expand_as(s)
-    assert 0.1 < safe.double().mean() < 0.9
+    # ... and need not be where no exponent comes near 256 octaves: by the sum of a query's magnitudes, or any query's
     as_it_is = (twice_probability(start - s * slope, 2) + 1) >> 1
-    assert torch.equal(as_it_is[safe], expected[safe])
     assert not torch.equal(as_it_is, expected)
+    for most in (-(-s.abs().amax(1, keepdim=True) // 128) * 128, head_dim << 14):
+        reach = (most + row_max) * multiplier
+        safe = (reach >> fraction_bits < 236).expand_as(s)
+        assert 0.1 < safe.double().mean() < 0.9
+        assert torch.equal(as_it_is[safe], expected[safe])
+        # the same decision without a shift, in 32 bits without a sign
+        assert int(reach.min()) >= 0 and int(reach.max()) < 1 << 31 and int((236 << fraction_bits).max()) < 1 << 32
+        assert torch.equal((reach < 236 << fraction_bits).expand_as(s), safe)
 
 
 def test_an_exponential_of_16_fraction_bits_has_the_specified_bits() -> None:

@@ -156,9 +156,7 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
         pieces = pieces + _apart(tiles[i], L, ACROSS)
     COUNT: gl.constexpr = len(pieces)
     least = beside_rows(least, L) + gl.zeros_like(pieces[0])
-    pieces = gl.inline_asm_elementwise(
-        _raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), _integers(COUNT), True, 4
-    )
+    pieces = gl.inline_asm_elementwise(_raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), _integers(COUNT), True, 4)
     raised_tiles = ()
     for i in gl.static_range(len(tiles)):
         s = _together(pieces, _pieces_before(tiles, i, 8 * ACROSS), tiles[i].shape[1] // (8 * ACROSS), ACROSS)

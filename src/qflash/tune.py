@@ -17,7 +17,7 @@ import torch
 from . import bench
 from .api import quantize
 from .kernels.attention import attention_calls, fusable, fused_calls
-from .kernels.tiles import HOPPER, SHORT_ROW, WINDOWS, Tiles, choose_tiles, most_queries, save_table, table_key
+from .kernels.tiles import HOPPER, HOPPER_BLOCKS, SHORT_ROW, WINDOWS, Tiles, choose_tiles, most_queries, save_table, table_key
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT
 
@@ -34,7 +34,9 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
             rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
-            for m, warps, registers in ((64, 4, 0), (64, 4, 168), (64, 8, 0), (128, 8, 0))
+            for m, warps in HOPPER_BLOCKS
+            # three programs a processor, if they have four warps each
+            for registers in ((0, 168) if warps == 4 else (0,))
             for splits in range(1, 1 + -(-queries // m))
             if rule.kernel == HOPPER and m in blocks_m
         )

@@ -16,7 +16,7 @@ import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
-from qflash.kernels.tiles import HOPPER
+from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, most_queries
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -35,7 +35,7 @@ SCALES = ("tensor", "head", "token", "channel")
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
     from qflash.kernels.tiles import Tiles
 
-    block_m, warps = chance.choice(((64, 4), (64, 8), (128, 8)) if shape.head_dim <= 64 else ((64, 4), (64, 8)))
+    block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if block[0] <= most_queries(shape.head_dim)])
     hand = HAND | {"block_m": block_m, "warps": warps}
     return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // block_m)))
 

@@ -20,6 +20,7 @@ from .short import short_kernel
 from .tiles import (
     GENERAL,
     HOPPER,
+    HOPPER_BLOCKS,
     SHORT_ROW,
     WINDOWS,
     Tiles,
@@ -369,7 +370,7 @@ def _calls(
     hopper = (
         by_hand
         and tiles.kernel == HOPPER
-        and (tiles.block_m, tiles.warps) in ((64, 4), (64, 8), (128, 8))
+        and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
         and fits_hopper(recipe, head_dim, value_dim, queries, keys)
         and mask is None
         and query.element_size() <= 2

@@ -95,11 +95,6 @@ def _in_place(pieces):
 
 
 @gluon.constexpr_function
-def _integers(count):
-    return (gl.int32,) * count
-
-
-@gluon.constexpr_function
 def _pieces_before(tiles, index, width):
     return sum(tile.shape[1] // width for tile in tiles[:index])
 
@@ -156,7 +151,9 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
         pieces = pieces + _apart(tiles[i], L, ACROSS)
     COUNT: gl.constexpr = len(pieces)
     least = beside_rows(least, L) + gl.zeros_like(pieces[0])
-    pieces = gl.inline_asm_elementwise(_raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), _integers(COUNT), True, 4)
+    pieces = gl.inline_asm_elementwise(
+        _raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), (gl.int32,) * COUNT, True, 4
+    )
     raised_tiles = ()
     for i in gl.static_range(len(tiles)):
         s = _together(pieces, _pieces_before(tiles, i, 8 * ACROSS), tiles[i].shape[1] // (8 * ACROSS), ACROSS)

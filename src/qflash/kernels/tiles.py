@@ -23,6 +23,9 @@ GENERAL, HOPPER, WINDOWS = range(3)
 """Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.long_hopper` and :mod:`.windows` what they
 are written for."""
 
+HOPPER_BLOCKS = ((64, 4), (64, 8), (128, 8))
+"""(queries a block, warps) of :mod:`.hopper`: a warp for every sixteen queries, or two."""
+
 
 class Tiles(NamedTuple):
     """One division of the work.

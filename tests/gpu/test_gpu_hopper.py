@@ -16,7 +16,7 @@ import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
-from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, most_queries
+from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, most_queries
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -33,8 +33,6 @@ SCALES = ("tensor", "head", "token", "channel")
 
 
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
-    from qflash.kernels.tiles import Tiles
-
     block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if block[0] <= most_queries(shape.head_dim)])
     hand = HAND | {"block_m": block_m, "warps": warps}
     return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // block_m)))
@@ -130,7 +128,6 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head: up to 16 queries past whole blocks go a way of their own."""
     from qflash.kernels.attention import attention_calls
-    from qflash.kernels.tiles import Tiles
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     shape = Shape(2, 2, 1, queries, keys, head_dim)

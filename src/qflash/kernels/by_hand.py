@@ -30,6 +30,8 @@ prmt.b32 $0, a, b, 0x7531;}""")
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
+# octaves that exponents may reach as they are: of the 256 of TWICE_PROBABILITY ten are taken
+OCTAVES = gl.constexpr(236)
 # Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
 # least number there is.
 LEAST_IF_NEEDED = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
@@ -58,11 +60,11 @@ def magnitudes(x):
 
 @gluon.jit
 def may_wrap(magnitude, row_max, multiplier, fraction_bits):
-    """Whether a row's exponents could reach 236 octaves, if its query's magnitudes sum up to ``magnitude``: 0 or 1.
+    """Whether a row's exponents could reach OCTAVES, if its query's magnitudes sum up to ``magnitude``: 0 or 1.
 
-    No score lies below ``-128 * magnitude``. Of the 256 octaves of :func:`twice_probabilities` ten are taken.
+    No score lies below ``-128 * magnitude``.
     """
-    return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= 236).to(gl.int32)
+    return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= OCTAVES).to(gl.int32)
 
 
 @gluon.jit
@@ -94,11 +96,6 @@ def _in_place(pieces):
     return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * 4)
 
 
-@gluon.constexpr_function
-def _pieces_before(tiles, index, width):
-    return sum(tile.shape[1] // width for tile in tiles[:index])
-
-
 @gluon.jit
 def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
     """A tile's columns, eight of each warp at a time."""
@@ -114,13 +111,13 @@ def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _together(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr, ACROSS: gl.constexpr):
-    """Undoes :func:`_apart` for COUNT of the pieces."""
-    if COUNT == 1:
-        s = pieces[FIRST]
+def _together(pieces, ACROSS: gl.constexpr):
+    """Undoes :func:`_apart`."""
+    HALF: gl.constexpr = len(pieces) // 2
+    if HALF == 0:
+        s = pieces[0]
     else:
-        a = _together(pieces, FIRST, COUNT // 2, ACROSS)
-        b = _together(pieces, FIRST + COUNT // 2, COUNT // 2, ACROSS)
+        a, b = _together(pieces[:HALF], ACROSS), _together(pieces[HALF:], ACROSS)
         M: gl.constexpr = a.shape[0]
         N: gl.constexpr = a.shape[1] // ACROSS
         s = gl.join(gl.reshape(a, (M, ACROSS, N)), gl.reshape(b, (M, ACROSS, N)))
@@ -130,13 +127,13 @@ def _together(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr, ACROSS: gl.const
 
 @gluon.jit
 def least_if_needed(row_max, most, multiplier, fraction_bits):
-    """:func:`least_score` in a warp of which a row's exponents could reach 236 octaves, elsewhere the least there is.
+    """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
 
     No score lies below ``-most``. A thread has two of the rows.
     """
     reach = (row_max + most) * multiplier
     least = least_score(row_max, multiplier, fraction_bits)
-    limit = row_max * 0 + (236 << fraction_bits)
+    limit = row_max * 0 + (OCTAVES << fraction_bits)
     return gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
 
 
@@ -156,7 +153,8 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
     )
     raised_tiles = ()
     for i in gl.static_range(len(tiles)):
-        s = _together(pieces, _pieces_before(tiles, i, 8 * ACROSS), tiles[i].shape[1] // (8 * ACROSS), ACROSS)
+        s = _together(pieces[: tiles[i].shape[1] // (8 * ACROSS)], ACROSS)
+        pieces = pieces[tiles[i].shape[1] // (8 * ACROSS) :]
         raised_tiles = raised_tiles + (gl.convert_layout(s, tiles[i].type.layout, assert_trivial=True),)
     return raised_tiles
 

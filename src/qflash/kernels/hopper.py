@@ -241,16 +241,48 @@ def _highest_rows(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _combine(low_a, high_a, most_a, low_b, high_b, most_b):
-    return nan_min(low_a, low_b), nan_max(high_a, high_b), nan_max(most_a, most_b)
+def _combine(low_a, high_a, low_b, high_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b)
 
 
 @gluon.jit
-def _quantized(x, middle, inverse, CENTER: gl.constexpr):
-    y = x.to(gl.float32)
+def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """Quantise the tiles of keys into shared memory; return the bits of their scale."""
+    D: gl.constexpr = k_smem[0].shape[1]
+    low, high = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS)
+    for i in gl.static_range(1, len(k)):
+        low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
+    low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
+    middle = (low + high) * 0.5
     if CENTER:
-        y = y - middle
-    return round_to_int8(y, inverse)
+        low, high = low - middle, high - middle
+    # every warp for itself: a reduction by all of them would pass through shared memory twice
+    amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [WARPS], [0]))
+    scale = amplitude_to_scale(gl.reduce(amplitude, 0, nan_max))
+    inverse = inverse_scale(scale, False)
+    for i in gl.static_range(len(k)):
+        y = k[i].to(gl.float32)
+        if CENTER:
+            y = y - middle[None, :]
+        # a tile of 16 columns or fewer has 32 rows here, the last key repeated
+        k_smem[i].slice(0, k[i].shape[0], 0).store(round_to_int8(y, inverse))
+    return scale.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Quantise the tiles of values into shared memory, transposed; return the channels' scales."""
+    most = _highest_rows(gl.abs(v[0]), WARPS)
+    for i in gl.static_range(1, len(v)):
+        most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
+    most = gl.reduce(most.to(gl.float32), 0, nan_max)
+    if not VALUE_CHANNEL:
+        most = most * 0.0 + gl.reduce(most, 0, nan_max)
+    scale = amplitude_to_scale(most)
+    inverse = inverse_scale(scale, False)
+    for i in gl.static_range(len(v)):
+        v_smem[i].permute((1, 0)).store(_deal(round_to_int8(v[i].to(gl.float32), inverse[None, :]), ACROSS))
+    return scale
 
 
 @gluon.jit
@@ -648,25 +680,31 @@ def _last_rows(
 
 
 @gluon.jit
+def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the products of a block of queries with all keys."""
+    scores = ()
+    for t in gl.static_range(len(WIDTHS)):
+        # the layout of the queries is that of any product
+        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True)
+        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+    return scores
+
+
+@gluon.jit
 def _block(
-    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    k_smem, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    scores, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+    v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
     KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries."""
-    M: gl.constexpr = q.shape[0]
-    D: gl.constexpr = q.shape[1]
+    """Attention of a block of queries, whose products with the keys are under way."""
+    M: gl.constexpr = 16 * WARPS
+    D: gl.constexpr = v_smem[0].shape[0]
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
     PV: gl.constexpr = product_layout(D, WARPS, ACROSS)
     RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
-    scores = ()
-    for t in gl.static_range(TILES):
-        # the layout of the queries is that of any product
-        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True)
-        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
     accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
     BEHIND: gl.constexpr = TILES if FOLD else 0
     if FOLD:
@@ -795,39 +833,19 @@ def hopper_kernel(
     head_bits = 0
     EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK
     if QUANTIZE:
-        # every load is under way before the first use, and one reduction finds all ranges
+        # every load is under way before the first use
         k = ()
         v = ()
         for i in gl.static_range(TILES):
             k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL),)
+        for i in gl.static_range(TILES):
             v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL),)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = _queries(
                 following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
-        low, high, most = _lowest_rows(k[0], ALL), _highest_rows(k[0], ALL), _highest_rows(gl.abs(v[0]), ALL)
-        for i in gl.static_range(1, TILES):
-            low, high = lower(low, _lowest_rows(k[i], ALL), False), higher(high, _highest_rows(k[i], ALL), False)
-            most = higher(most, _highest_rows(gl.abs(v[i]), ALL), False)
-        low, high, most = gl.reduce((low.to(gl.float32), high.to(gl.float32), most.to(gl.float32)), 0, _combine)
-        middle = (low + high) * 0.5
-        if CENTER:
-            low, high = low - middle, high - middle
-        # every warp for itself: a reduction by all of them would pass through shared memory twice
-        amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [ALL], [0]))
-        key_scale = amplitude_to_scale(gl.reduce(amplitude, 0, nan_max))
-        if not VALUE_CHANNEL:
-            most = most * 0.0 + gl.reduce(most, 0, nan_max)
-        value_scale = amplitude_to_scale(most)
-        key_inverse, value_inverse = inverse_scale(key_scale, False), inverse_scale(value_scale, False)
-        for i in gl.static_range(TILES):
-            k_smem[i].slice(0, depth(WIDTHS[i]), 0).store(_quantized(k[i], middle[None, :], key_inverse, CENTER))
-            v_smem[i].permute((1, 0)).store(_deal(_quantized(v[i], middle[None, :], value_inverse[None, :], False), ACROSS))
-        key_bits = key_scale.to(gl.int32, bitcast=True)
-        # in outputs' order they are read later, once everybody has to wait anyway
-        scale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        scale_smem.store(value_scale)
+        key_bits = _quantize_keys(k, k_smem, CENTER, ALL)
         shift, half = 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
@@ -869,6 +887,16 @@ def hopper_kernel(
             q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries,
             QUERY_TOKEN, WARPS,
         )  # fmt: skip
+    if EARLY:
+        # scores are on their way while the values are quantised
+        fence_async_shared()
+        barrier()
+        scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+    if QUANTIZE:
+        value_scale = _quantize_values(v, v_smem, VALUE_CHANNEL, ALL, ACROSS)
+        # in outputs' order they are read later, once everybody has to wait anyway
+        scale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        scale_smem.store(value_scale)
     fence_async_shared()
     barrier()
     if QUANTIZE:
@@ -880,21 +908,30 @@ def hopper_kernel(
             sums += _channel_sums(v_smem[i], WARPS, ACROSS)
         sums = 127 * sums
 
-    while block < blocks:
-        first = block * BLOCK_M
-        words = following
-        block += gl.num_programs(0)
-        if WALK:
-            following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
-        if not EARLY:
+    if EARLY:
+        _block(
+            scores, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+            v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n, block * BLOCK_M, queries,
+            KEYS, WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+        )  # fmt: skip
+        for i in gl.static_range(TILES):
+            # Triton sees the last use of the keys where products start that still read them
+            k_smem[i]._keep_alive()
+    else:
+        while block < blocks:
+            first = block * BLOCK_M
+            words = following
+            block += gl.num_programs(0)
+            if WALK:
+                following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
             q, query_bits = _queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
-        _block(
-            q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-            k_smem, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n, first, queries, KEYS,
-            WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
-        )  # fmt: skip
+            _block(
+                _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS), query_bits, row, keys_usable, key_mantissa, key_exponent,
+                constant_mantissa, constant_exponent, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base,
+                o_stride_n, first, queries, KEYS, WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+            )  # fmt: skip
 
     if TAIL:
         if gl.program_id(0) + 1 == gl.num_programs(0):

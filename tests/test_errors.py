@@ -223,6 +223,13 @@ def test_quantize_bias_refuses(bad: object) -> None:
         qflash.quantize_bias(bad)  # type: ignore[arg-type]
 
 
+def test_align_bias_refuses() -> None:
+    with pytest.raises(TypeError, match="bias must be"):
+        qflash.align_bias(torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="bias must have at least 2 dimensions"):
+        qflash.align_bias(torch.ones(4))
+
+
 BAD_RECIPES: dict[str, dict[str, Any]] = {
     "query_granularity": {"query_granularity": "channel"},
     "key_granularity": {"key_granularity": "block"},

@@ -215,6 +215,25 @@ def test_swin_mask_is_never_expanded_over_the_batch(monkeypatch: pytest.MonkeyPa
     assert shapes == {(1, 2, 49, 49), (4, 2, 49, 49), (1, 4, 49, 49)}
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_swin_bias_of_shifted_windows_has_aligned_rows(monkeypatch: pytest.MonkeyPatch, gradients: bool) -> None:
+    steps: set[int] = set()
+
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: object) -> torch.Tensor:
+        if mask.shape[0] > 1:
+            steps.add(mask.stride(-2))
+        return qflash.attention(query, key, value, mask, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(patching, "attention", spy)
+    model, x = qflash.patch(build_swin()), torch.randn(2, 3, 28, 28)
+    with torch.set_grad_enabled(gradients):
+        out = model(x)
+    # where a gradient is wanted the sum is PyTorch's own
+    assert steps == {49 if gradients else 56}
+    with torch.no_grad():
+        assert torch.equal(model(x), out)
+
+
 @torch.no_grad()
 def test_any_attention_function(case: tuple[nn.Module, torch.Tensor]) -> None:
     model, x = case

@@ -214,3 +214,21 @@ def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite() -> None:
     assert bool(((fixed - exact).abs() <= 0.5 + exact.abs() * 2.0**-22).all())
     marks = qflash.quantize_bias(torch.tensor([-math.inf, math.inf, math.nan])).tolist()
     assert marks == [-(2**31), 2**31 - 1, 2**31 - 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(49, 49), (4, 3, 49, 49), (2, 1, 1, 9), (1, 3, 5, 1)])
+def test_aligned_bias_is_the_same_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    bias = (torch.randn(shape) * 100).to(dtype)
+    aligned = qflash.align_bias(bias)
+    assert same_bits(aligned, bias)
+    assert aligned.stride(-1) == 1 and all(stride % 8 == 0 for stride in aligned.stride()[:-1])
+    assert qflash.align_bias(aligned) is aligned
+
+
+def test_aligned_bias_gives_the_same_attention() -> None:
+    query, key, value = (torch.randn(2, 4, 3, 49, 32) for _ in range(3))
+    bias = torch.randn(4, 3, 49, 49)
+    for backend in ("cpu", "reference"):
+        plain, aligned = (qflash.attention(query, key, value, x, backend=backend) for x in (bias, qflash.align_bias(bias)))
+        assert same_bits(plain, aligned)

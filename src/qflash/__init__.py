@@ -1,6 +1,6 @@
 """QFlash: fused attention whose matrix products and softmax run in integers."""
 
-from .api import attention, int8_attention, quantize, quantize_bias
+from .api import align_bias, attention, int8_attention, quantize, quantize_bias
 from .patching import patch, unpatch
 from .quantization import QuantizedTensor
 from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -12,6 +12,7 @@ __all__ = [
     "PAPER",
     "QuantizedTensor",
     "Recipe",
+    "align_bias",
     "attention",
     "int8_attention",
     "patch",

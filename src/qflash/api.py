@@ -12,6 +12,7 @@ import torch
 
 from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
 from .backends import resolve_backend
+from .layout import empty_bias
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
@@ -327,3 +328,25 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     """
     check_tensor("bias", bias, FLOAT_DTYPES, 0)
     return torch.ops.qflash.quantize_bias(bias)
+
+
+def align_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Lay an additive mask out so that its rows begin at multiples of eight elements.
+
+    Values, shape and results stay. Where rows have an odd length (Swin's 49 keys) a kernel then loads several elements at
+    once; worth it for a bias that is used many times. ``scaled_dot_product_attention`` takes such a bias as well.
+
+    Args:
+        bias: float16, bfloat16, float32, or int32 as :func:`quantize_bias` returns it; (..., queries, keys).
+
+    Returns:
+        The same numbers; ``bias`` itself if its rows begin so already.
+
+    Raises:
+        TypeError: ``bias`` is not a tensor of one of these types.
+        ValueError: ``bias`` has fewer than two dimensions.
+    """
+    check_tensor("bias", bias, (torch.int32, *FLOAT_DTYPES), 2)
+    if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
+        return bias
+    return empty_bias(bias, bias.shape, bias.dtype).copy_(bias)

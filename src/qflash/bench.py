@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import nvml
-from .api import attention, int8_attention, quantize, quantize_bias
+from .api import align_bias, attention, int8_attention, quantize, quantize_bias
 from .backends import resolve_backend
 from .baselines import METHODS
 from .baselines import Method as Baseline
@@ -184,7 +184,10 @@ def make_problems(
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A problem's query, key and value ``(batch, heads, tokens, head_dim)`` and bias ``(windows, heads, queries, keys)``."""
+    """A problem's query, key and value ``(batch, heads, tokens, head_dim)`` and bias ``(windows, heads, queries, keys)``.
+
+    The bias has aligned rows (:func:`qflash.align_bias`), which every method gets.
+    """
 
     problem: Problem
     query: torch.Tensor
@@ -196,15 +199,13 @@ class Inputs:
         """Return query, key, value and mask in four dimensions, as SDPA takes them.
 
         With a bias the windows of an image become heads (a view), so that the mask repeats over images by
-        broadcasting; its rows are aligned to eight elements, or the memory-efficient back end would copy it
-        in every call. Both favour SDPA.
+        broadcasting. That favours SDPA, and so do its aligned rows, which spare the memory-efficient back end a copy in
+        every call.
         """
         if self.bias is None:
             return self.query, self.key, self.value, None
         windows, heads, queries, keys = self.bias.shape
-        rows = self.bias.new_zeros(1, windows * heads, queries, -(-keys // 8) * 8)
-        mask = rows[..., :keys]
-        mask.copy_(self.bias.reshape(1, windows * heads, queries, keys))
+        mask = self.bias.reshape(1, windows * heads, queries, keys)
         query, key, value = (x.reshape(-1, windows * heads, *x.shape[2:]) for x in (self.query, self.key, self.value))
         return query, key, value, mask
 
@@ -279,7 +280,7 @@ def make_inputs(problem: Problem, kind: str, dtype: torch.dtype, device: torch.d
     query, key, value = draw(queries), draw(problem.keys), draw(problem.keys)
     bias = None
     if problem.bias:
-        bias = swin_bias(problem.windows, heads, queries, problem.keys, generator).to(device, dtype)
+        bias = align_bias(swin_bias(problem.windows, heads, queries, problem.keys, generator).to(device, dtype))
     return Inputs(problem, query, key, value, bias)
 
 
@@ -386,7 +387,7 @@ def _prepare_qflash(inputs: Inputs, *, recipe: Recipe, backend: str) -> Call:
 def _prepare_qflash_int8(inputs: Inputs, *, recipe: Recipe, backend: str) -> Call:
     """int8 to int8 with one scale a tensor (the paper's setting) and an output scale fitted beforehand."""
     query, key, value = (quantize(x, backend=backend) for x in inputs.nested())
-    bias = None if inputs.bias is None else quantize_bias(inputs.bias)
+    bias = None if inputs.bias is None else align_bias(quantize_bias(inputs.bias))
     run = functools.partial(
         int8_attention, query, key, value, bias, is_causal=inputs.problem.causal, recipe=recipe, backend=backend
     )

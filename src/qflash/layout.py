@@ -1,6 +1,8 @@
-"""How an output lies in memory: as PyTorch's attention would leave it."""
+"""How outputs and biases lie in memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -20,3 +22,16 @@ def empty_output(like: torch.Tensor, channels: int, dtype: torch.dtype) -> torch
     if heads > 1 and tokens > 1 and like.stride(1) < like.stride(2):
         return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
     return like.new_empty((batch, heads, tokens, channels), dtype=dtype)
+
+
+def empty_bias(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty bias whose rows begin at multiples of eight elements, whatever their length.
+
+    A kernel then loads four neighbours at once, and every other use sees a view as usual.
+
+    Args:
+        like: a tensor on the device.
+        shape: of the bias, of one dimension or more.
+        dtype: of the bias.
+    """
+    return like.new_empty((*shape[:-1], -(-shape[-1] // 8) * 8), dtype=dtype)[..., : shape[-1]]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .api import attention
+from .layout import empty_bias
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend
 
@@ -163,6 +164,14 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     return self.proj_drop(self.proj(out))
 
 
+def _sum(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Add two parts of a bias; where neither a gradient nor compilation forbids it, into rows that kernels load faster."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return bias + mask
+    shape = torch.broadcast_shapes(bias.shape, mask.shape)
+    return torch.add(bias, mask, out=empty_bias(bias, shape, torch.result_type(bias, mask)))
+
+
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Stand in for the forward of timm's Swin ``WindowAttention``.
 
@@ -188,7 +197,7 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
         # depend on the batch.
         windows = mask.shape[0]
         query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
-        out = _attend(self, query, key, value, bias + mask.unsqueeze(1)).flatten(0, 1)
+        out = _attend(self, query, key, value, _sum(bias, mask.unsqueeze(1))).flatten(0, 1)
     return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 

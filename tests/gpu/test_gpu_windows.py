@@ -67,6 +67,19 @@ def draw_bias(chance: random.Random, geometry: Geometry, batch: int, generator: 
     return bias
 
 
+def lay_out_bias(chance: random.Random, bias: torch.Tensor) -> torch.Tensor:
+    """The same bias as it is, with aligned rows, or with rows that are aligned to one another but not to memory."""
+    kind = chance.choice(("dense", "aligned", "aligned", "shifted"))
+    if kind == "dense":
+        return bias
+    if kind == "aligned":
+        return qflash.align_bias(bias)
+    keys = bias.shape[-1]
+    shift = chance.randint(1, 7)
+    rows = torch.full((*bias.shape[:-1], -(-keys // 8) * 8 + 8), 77, dtype=bias.dtype, device=bias.device)
+    return rows[..., shift : shift + keys].copy_(bias)
+
+
 def tiles(chance: random.Random) -> Tiles:
     return Tiles(64, 64, 4, 1, splits=chance.choice((0, 1, 2, 4)), kernel=WINDOWS)
 
@@ -115,7 +128,7 @@ def test_int8_attention_has_the_reference_bits(case: int) -> None:
         out_scale = None if output_scale is None else draw_scale(sizes[0], output_scale, generator) * amplitude / 2
         dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
         bias = draw_bias(chance, geometry, batch, generator)
-        mask = None if bias is None else qflash.quantize_bias(bias)
+        mask = None if bias is None else lay_out_bias(chance, qflash.quantize_bias(bias))
         chosen = tiles(chance)
         out = torch.empty(sizes[0], dtype=dtype, device=CUDA)
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], mask, False, 32**-0.5, out_scale)
@@ -152,7 +165,7 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
             floats[1][0, 0] = 0  # a head of zeros
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
         bias = draw_bias(chance, geometry, batch, generator)
-        mask = None if bias is None else bias.to(chance.choice((dtype, torch.float32)))
+        mask = None if bias is None else lay_out_bias(chance, bias.to(chance.choice((dtype, torch.float32))))
         chosen = tiles(chance)
         out = torch.empty_like(floats[0])
         (call,) = fused_calls(q, k, v, mask, False, 32**-0.5, out, recipe, tiles=chosen)
@@ -167,7 +180,7 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
 def test_the_rules_take_it_at_every_load(windows: int, biased: bool) -> None:
     images = 20 if windows > 20 else 1
     q, k, v = (torch.randn(images, windows // images, 3, 49, 32, device=CUDA, dtype=torch.float16) for _ in range(3))
-    bias = torch.randn(windows // images, 3, 49, 49, device=CUDA) if biased else None
+    bias = qflash.align_bias(torch.randn(windows // images, 3, 49, 49, device=CUDA)) if biased else None
     assert same_bits(qflash.attention(q, k, v, bias), qflash.attention(q, k, v, bias, backend="reference"))
     int8 = [qflash.quantize(x) for x in (q, k, v)]
     got, expected = (qflash.int8_attention(*int8, bias, backend=backend) for backend in ("auto", "reference"))

@@ -134,6 +134,12 @@ def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
 
 
+def _in_fours(mask: torch.Tensor) -> bool:
+    """Tell whether every row of a mask begins a multiple of four elements behind the first, its keys beside one another."""
+    *rows, step = _strides(mask, (0, 1, 2, 3))
+    return step == 1 and all(stride % 4 == 0 for stride in rows)
+
+
 class Call(NamedTuple):
     """One kernel launch, spelt out: what :func:`launch_attention` runs and ``qflash verify`` compiles."""
 
@@ -294,14 +300,13 @@ def _walks_by_hand(
 
 
 def _share_windows(
-    tiles: Tiles, windows: int, heads: int, periods: int, biased: bool, one_scale: bool, device: torch.device
+    tiles: Tiles, windows: int, heads: int, periods: int, biased: bool, device: torch.device
 ) -> tuple[tuple[int, int, int], dict[str, Any], Tiles]:
     """Share windows out among programs of :mod:`.windows`: grid, arguments and registers.
 
     Args:
         periods: windows after which the bias repeats. Programs that take several windows with the same bias bring it to
             the chip once.
-        one_scale: whether int8 tensors have one scale each.
     """
     programs = windows * heads * tiles.splits
     each = triton.cdiv(programs, _BIAS_PROGRAMS * _processors_of(device)) if biased else 1
@@ -309,7 +314,7 @@ def _share_windows(
     staged = groups * periods < windows
     if biased:
         # what a bias adds to the registers would leave room for too few programs
-        tiles = tiles._replace(registers=168 if not one_scale else 0 if staged else 144)
+        tiles = tiles._replace(registers=168)
     arguments = {"windows": windows, "STAGED": staged, "SPLITS": tiles.splits}
     return (groups * tiles.splits, heads, periods), arguments, tiles
 
@@ -408,7 +413,7 @@ def _calls(
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if windows:
             one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
-            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale}
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": mask is not None and _in_fours(mask)}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: it pays where one program walks over int8 queries
@@ -468,9 +473,7 @@ def _calls(
             arguments["QUANTIZE"] = query.dtype != torch.int8
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            grid, shared, tiles = _share_windows(
-                tiles, part_batch, heads, periods, kind == "bias", fixed["ONE_SCALE"], query.device
-            )
+            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, kind == "bias", query.device)
             arguments |= shared
         if named:
             arguments = {name: arguments[name] for name in kernel.arg_names}

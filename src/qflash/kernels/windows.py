@@ -42,7 +42,7 @@ from .integer import (
     split_scale,
     usable_scale,
 )
-from .quantize import amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max, nan_min
+from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max, nan_min
 from .tile import (
     BIAS_LIMIT,
     BIAS_MASKED,
@@ -50,6 +50,7 @@ from .tile import (
     MASKED,
     POISON,
     _high_bytes,
+    key_order,
     probability_words,
     row_multiplier,
 )
@@ -111,6 +112,26 @@ def stage_layout(eights):
 
 
 @gluon.constexpr_function
+def bias_layout(rows, columns):
+    """A tile of the bias as it lies in memory: of sixteen keys a thread has four neighbours, of eight two."""
+    near = (1, 2) if columns >= 16 else (1,)
+    own = [*([0, bit] for bit in near), *([[8, 0]] if rows == 16 else []), *([0, bit] for bit in (16,) if bit < columns)]
+    lanes = [[0, bit << len(near)] for bit in (1, 2)]
+    return gl.DistributedLinearLayout(own, [*lanes, [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
+
+
+@gluon.jit
+def _key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
+    """Which key, and which value, column ``n`` of scores is for: with DEAL :func:`.tile.key_order`, but in tiles of eight."""
+    if DEAL:
+        if KEYS % 16 > 0 and KEYS % 16 <= 8:
+            n = gl.where(n < KEYS - KEYS % 16, key_order(n), n)
+        else:
+            n = key_order(n)
+    return n
+
+
+@gluon.constexpr_function
 def value_layout():
     """32 keys of 32 channels, four channels a thread: two neighbouring keys of each of four tiles of eight."""
     return gl.DistributedLinearLayout(
@@ -139,28 +160,31 @@ def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERI
 
 
 @gluon.jit
-def _load_key(base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
+def _load_key(
+    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr
+):  # fmt: skip
+    """The keys of a tile of scores; past the last the last again."""
+    L: gl.constexpr = rows_layout(ROWS)
+    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + ROWS <= KEYS:
-        L: gl.constexpr = rows_layout(ROWS)
-        n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-        d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-        x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
+        x = gl.load(base + (_key_of(n, ROWS, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
     else:
-        x = _load_rows(base, stride_n, START, KEYS, ROWS)
+        x = gl.load(base + gl.minimum(_key_of(START + n, KEYS, DEAL), KEYS - 1)[:, None] * stride_n + d[None, :])
     return x
 
 
 @gluon.jit
-def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr):
-    """32 keys from START on, zero past the end."""
+def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+    """The values of 32 columns of scores from START on, zero past the last key."""
     L: gl.constexpr = value_layout()
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
     if START + 32 <= KEYS:
-        x = gl.load(ptrs)
+        x = gl.load(base + (_key_of(n, 32, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
     else:
-        x = gl.load(ptrs, mask=(START + n[:, None] < KEYS) & (d[None, :] >= 0), other=0)
+        n = _key_of(START + n, KEYS, DEAL)[:, None]
+        x = gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
     return x
 
 
@@ -280,6 +304,13 @@ def _row_amplitude(x):
 def _fold_columns(s):
     """Maxima of columns eight apart, which a thread holds."""
     x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
+    return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
+
+
+@gluon.jit
+def _lowest_columns(s):
+    """Minima of columns eight apart."""
+    x = gl.min(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
     return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
 
 
@@ -444,24 +475,49 @@ def _load_bias(
     base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias as it is (float: as float32); beyond the edges the last row and key again."""
-    L: gl.constexpr = score_layout(ROWS, WIDTH)
-    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)[:, None] * stride_m
+    """A tile of the bias as it is; beyond the edges the last row and key again."""
+    L: gl.constexpr = bias_layout(ROWS, WIDTH)
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1) * stride_m
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
     if START + WIDTH <= KEYS:
-        bias = gl.load(base + (row + column * stride_n) + START * stride_n)
+        bias = gl.load(base + (row[:, None] + column * stride_n) + START * stride_n)
+    elif START + 1 == KEYS:
+        bias, _ = gl.broadcast(gl.load(base + row + START * stride_n)[:, None], row[:, None] + column)
     else:
-        bias = gl.load(base + (row + gl.minimum(START + column, KEYS - 1) * stride_n))
-    if bias.dtype.is_floating():
-        bias = bias.to(gl.float32)
+        bias = gl.load(base + (row[:, None] + gl.minimum(START + column, KEYS - 1) * stride_n))
     return bias
 
 
 @gluon.jit
-def _fixed(bias):
-    """A bias without marks in fixed point."""
+def _load_row_bias(
+    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr
+):  # fmt: skip
+    """The bias of all keys for ROWS queries, tile by tile."""
+    WIDTHS: gl.constexpr = widths(KEYS)
+    STARTS: gl.constexpr = starts(KEYS)
+    bias = ()
+    for i in gl.static_range(len(WIDTHS)):
+        bias = bias + (_load_bias(base, stride_m, stride_n, first, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),)
+    return bias
+
+
+@gluon.jit
+def _beside_scores(bias):
+    """A tile of the bias (float: as float32) as the scores of dealt keys lie."""
+    ROWS: gl.constexpr = bias.shape[0]
+    WIDTH: gl.constexpr = bias.shape[1]
     if bias.dtype.is_floating():
-        bias = bias_to_fixed(bias, False)
+        bias = bias.to(gl.float32)
+    if WIDTH >= 16:
+        bias = gl.reshape(gl.permute(gl.reshape(bias, (ROWS, WIDTH // 16, 4, 2, 2)), (0, 1, 3, 2, 4)), (ROWS, WIDTH))
+    return gl.convert_layout(bias, score_layout(ROWS, WIDTH), assert_trivial=True)
+
+
+@gluon.jit
+def _fixed(bias):
+    """A bias without marks in fixed point: a float that :func:`_beyond` let through needs no limit."""
+    if bias.dtype.is_floating():
+        bias = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [bias * BIAS_UNIT], gl.int32, True, 1)
     return bias
 
 
@@ -475,39 +531,54 @@ def _fixed_with_marks(bias):
 
 
 @gluon.jit
-def _marks(bias):
-    """A tile of eight columns in which every mark of a bias shows as more than any honest number, or NaN."""
+def _range(bias):
+    """Least and largest of the tiles of a bias, eight columns each; of floats the largest magnitude, or NaN, twice."""
+    low, high = _tile_range(bias[0])
+    for i in gl.static_range(1, len(bias)):
+        x, y = _tile_range(bias[i])
+        low, high = _wider(low, high, x, y)
+    return low, high
+
+
+@gluon.jit
+def _tile_range(bias):
     if bias.dtype.is_floating():
         x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
-        x = gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
+        high = gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
+        low = high
     else:
-        x = _fold_columns(bias ^ (bias >> 31))
-    return x
+        low, high = _lowest_columns(bias), _fold_columns(bias)
+    return low, high
 
 
 @gluon.jit
-def _both(a, b):
-    if a.dtype.is_floating():
-        a = nan_max(a, b)
+def _wider(low, high, x, y):
+    """The range that covers two."""
+    if high.dtype.is_floating():
+        high = nan_max(high, y)
+        low = high
     else:
-        a = gl.maximum(a, b)
-    return a
+        low, high = gl.minimum(low, x), gl.maximum(high, y)
+    return low, high
 
 
 @gluon.jit
-def _any(marks):
-    if marks.dtype.is_floating():
-        found = not (gl.reduce(gl.reduce(marks, 1, nan_max), 0, nan_max) < float("inf"))
+def _beyond(low, high):
+    """1 where a range of :func:`_range` holds a mark, or a float that :func:`qflash.quantize_bias` limits, else 0."""
+    if high.dtype.is_floating():
+        within = high * BIAS_UNIT <= 1.0 * BIAS_LIMIT
     else:
-        found = gl.max(gl.max(marks, 1), 0) > BIAS_LIMIT
-    return found
+        within = (high <= BIAS_LIMIT) & (low >= -BIAS_LIMIT)
+    return gl.where(within, 0, 1)
 
 
 @gluon.jit
-def _fewer_than_16(fraction_bits):
-    if fraction_bits.type.is_block():
-        fraction_bits = gl.min(fraction_bits, 0)
-    return fraction_bits < 16
+def _any(flags):
+    if flags.type.is_block():
+        if len(flags.shape) == 2:
+            flags = gl.max(flags, 1)
+        flags = gl.max(flags, 0)
+    return flags > 0
 
 
 @gluon.jit
@@ -570,10 +641,10 @@ def _queries(
 def _attend(
     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
     k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
-    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, staged, staged_marks, tile,
+    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, loaded, staged, staged_marks, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
-    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them."""
     if query_bits.type.is_block():
@@ -591,20 +662,16 @@ def _attend(
             bias = (_staged(staged[0].index(tile), ROWS),)
             for i in gl.static_range(1, len(k)):
                 bias = bias + (_staged(staged[i].index(tile), ROWS),)
-            marked = staged_marks
+            careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
         else:
-            WIDTHS: gl.constexpr = widths(KEYS)
-            STARTS: gl.constexpr = starts(KEYS)
+            if not AHEAD:
+                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, QUERIES, KEYS)
             bias = ()
             for i in gl.static_range(len(k)):
-                bias = bias + (
-                    _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),
-                )
-            marks = _marks(bias[0])
-            for i in gl.static_range(1, len(k)):
-                marks = _both(marks, _marks(bias[i]))
-            marked = _any(marks)
-        if marked | _fewer_than_16(fraction_bits):
+                bias = bias + (_beside_scores(loaded[i]),)
+            low, high = _range(bias)
+            careful = _any(_beyond(low, high) | beside_rows((fraction_bits < 16).to(gl.int32), score_layout(ROWS, 8)))
+        if careful:
             z = ()
             for i in gl.static_range(len(k)):
                 z = z + (_add_any_bias(s[i], _fixed_with_marks(bias[i]), multiplier, fraction_bits, drop),)
@@ -711,7 +778,7 @@ def windows_kernel(
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    STAGED: gl.constexpr, SPLITS: gl.constexpr,
+    STAGED: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
@@ -726,9 +793,13 @@ def windows_kernel(
     groups = gl.num_programs(0) // SPLITS
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
-    # what is left of the queries behind whole tiles, if at most eight, is done as half a tile
-    TILES: gl.constexpr = (QUERIES + 7) // 16
+    # What is left of the queries behind whole tiles, if at most eight, is done as half a tile; where every program has one
+    # tile nobody would be sooner done, and the half would be more code to fetch.
+    ALONE: gl.constexpr = 16 * SPLITS >= QUERIES
+    TILES: gl.constexpr = (QUERIES + (15 if ALONE else 7)) // 16
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # with the keys dealt a thread takes four neighbours of the bias in one load
+    DEAL: gl.constexpr = MASK == "bias"
 
     scales = 0, 0, (0, 0, 0), 0, 0, 0
     if ONE_SCALE:
@@ -741,9 +812,12 @@ def windows_kernel(
     ones = gl.full((32, 8), 1, gl.int8, RIGHT)
     at = gl.arange(0, 32, layout=gl.SliceLayout(1, RIGHT))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
-    weight = gl.where((column < KEYS)[:, None], ones, ones * 0)
+    weight = gl.where((_key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
 
-    mask_base = mask_ptr + place.to(gl.int64) * mask_stride_z + h * mask_stride_h
+    mask_offset = place.to(gl.int64) * mask_stride_z + h * mask_stride_h
+    if ALIGNED:
+        mask_offset = gl.multiple_of(mask_offset, 4)
+    mask_base = mask_ptr + mask_offset
     staged = ()
     marked = False
     if MASK == "bias" and STAGED:
@@ -753,19 +827,23 @@ def windows_kernel(
                     gl.int32, [(QUERIES + 15) // 16, WIDTHS[i] // 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
                 ),
             )
-        marks = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
+        low = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
+        high = low
         for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
             for i in gl.static_range(len(WIDTHS)):
-                bias = _fixed_with_marks(
-                    _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
-                )
-                marks = gl.maximum(marks, _marks(bias))
+                bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                bias = _fixed_with_marks(_beside_scores(bias))
+                x, y = _tile_range(bias)
+                low, high = _wider(low, high, x, y)
                 staged[i].index(tile).store(_stage(bias))
-        marked = _any(marks)
+        marked = _any(_beyond(low, high))
         barrier()
 
-    for window in range(place + group * gl.num_programs(2), windows, groups * gl.num_programs(2)):
-        z = window.to(gl.int64)
+    first, step = place + group * gl.num_programs(2), groups * gl.num_programs(2)
+    # a count that is known keeps a loop that runs once from being compiled as two
+    count = gl.cdiv(windows - first, step) if STAGED else 1
+    for turn in range(count):
+        z = (first + turn * step).to(gl.int64)
         q_base = q_ptr + z * q_stride_z + h * q_stride_h
         k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
         v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
@@ -773,10 +851,14 @@ def windows_kernel(
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
         k = ()
         for i in gl.static_range(len(WIDTHS)):
-            k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS),)
-        v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS), _load_value(v_base, v_stride_n, 32, KEYS)
+            k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
+        v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
+        AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
+        loaded = ()
+        if AHEAD:
+            loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, QUERIES, KEYS)
         if QUANTIZE:
             keys, w0, w1, head_bits, key_bits, factor = _quantize_window(
                 k, v0, v1, q_base, q_stride_n, CENTER, QUERY_TOKEN, VALUE_CHANNEL, QUERIES
@@ -816,22 +898,25 @@ def windows_kernel(
         begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], gl.zeros((16, 32), gl.int32, PRODUCT)))
         while tile < TILES:
             here = following
-            following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * 16, 16, QUERIES)
+            if not ALONE:
+                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * 16, 16, QUERIES)
             q, query_bits = _queries(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
                 q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
                 right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
-                staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
+                loaded, staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
-        if tile * 16 < QUERIES:
-            q, query_bits = _queries(
-                following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
-            )
-            _attend(
-                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
-                right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
-                staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, OFFSET, MOST, MOST_BITS,
-            )  # fmt: skip
+        if not ALONE:
+            if tile * 16 < QUERIES:
+                q, query_bits = _queries(
+                    following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
+                )
+                _attend(
+                    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
+                    largest_key, right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base,
+                    mask_stride_m, mask_stride_n, (), staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST,
+                    MOST_BITS,
+                )  # fmt: skip

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .integer import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
+from .quantize import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
 from .tile import MASKED
 
 # the name differs between releases of Triton
@@ -30,6 +31,11 @@ prmt.b32 $0, a, b, 0x7531;}""")
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
+# the numbers in a word of two, as float32
+FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}")
+SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
+FIRST_BF16 = gl.constexpr("shl.b32 $0, $1, 16;")
+SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
 # octaves that exponents may reach as they are: of the 256 of TWICE_PROBABILITY ten are taken
 OCTAVES = gl.constexpr(236)
 # Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
@@ -192,6 +198,76 @@ def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
 def pack(twice):
     """What :func:`twice_probabilities` returned, four neighbours a thread, as stored probabilities."""
     return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [twice], gl.int8, True, 4)
+
+
+@gluon.jit
+def _pairs(x):
+    """Neighbouring numbers of 16 bits of a row in a word."""
+    a, b = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """The numbers in words of :func:`_pairs`, one row of them, as float32; the instructions that unpack them."""
+    a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
+    b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
+    return gl.reshape(gl.join(a, b), (2 * x.shape[0],))
+
+
+@gluon.jit
+def _higher_float16(a, b):
+    return gl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _higher_bfloat16(a, b):
+    return gl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _wider_float16(low_a, high_a, low_b, high_b):
+    low = gl.inline_asm_elementwise(MIN_F16, "=r,r,r", [low_a, low_b], gl.int32, True, 1)
+    return low, _higher_float16(high_a, high_b)
+
+
+@gluon.jit
+def _wider_bfloat16(low_a, high_a, low_b, high_b):
+    low = gl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [low_a, low_b], gl.int32, True, 1)
+    return low, _higher_bfloat16(high_a, high_b)
+
+
+@gluon.jit
+def _wider(low_a, high_a, low_b, high_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b)
+
+
+@gluon.jit
+def channel_maxima(x):
+    """Maxima of all rows, as float32 in the rows' layout: of 16-bit numbers two travel from lane to lane in a word."""
+    L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    if x.dtype == gl.float16:
+        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_float16), FIRST_F16, SECOND_F16)
+    elif x.dtype == gl.bfloat16:
+        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_bfloat16), FIRST_BF16, SECOND_BF16)
+    else:
+        x = gl.reduce(x, 0, nan_max)
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
+def channel_ranges(low, high):
+    """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
+    L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
+    if low.dtype == gl.float16:
+        low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_float16)
+        low, high = _unpaired(low, FIRST_F16, SECOND_F16), _unpaired(high, FIRST_F16, SECOND_F16)
+    elif low.dtype == gl.bfloat16:
+        low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_bfloat16)
+        low, high = _unpaired(low, FIRST_BF16, SECOND_BF16), _unpaired(high, FIRST_BF16, SECOND_BF16)
+    else:
+        low, high = gl.reduce((low, high), 0, _wider)
+    return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
 
 
 @gluon.jit

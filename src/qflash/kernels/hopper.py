@@ -34,6 +34,8 @@ from .by_hand import (
     barrier,
     beside_channels,
     beside_rows,
+    channel_maxima,
+    channel_ranges,
     halves,
     least_if_needed,
     output_factors,
@@ -52,7 +54,7 @@ from .integer import (
     split_scale,
     usable_scale,
 )
-from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max, nan_min
+from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
 from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words, row_multiplier
 
 # the names differ between releases of Triton
@@ -241,18 +243,13 @@ def _highest_rows(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _combine(low_a, high_a, low_b, high_b):
-    return nan_min(low_a, low_b), nan_max(high_a, high_b)
-
-
-@gluon.jit
 def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     """Quantise the tiles of keys into shared memory; return the bits of their scale."""
     D: gl.constexpr = k_smem[0].shape[1]
     low, high = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS)
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
-    low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
+    low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
@@ -275,7 +272,7 @@ def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr
     most = _highest_rows(gl.abs(v[0]), WARPS)
     for i in gl.static_range(1, len(v)):
         most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
-    most = gl.reduce(most.to(gl.float32), 0, nan_max)
+    most = channel_maxima(most)
     if not VALUE_CHANNEL:
         most = most * 0.0 + gl.reduce(most, 0, nan_max)
     scale = amplitude_to_scale(most)

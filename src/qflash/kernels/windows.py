@@ -21,6 +21,8 @@ from .by_hand import (
     barrier,
     beside_channels,
     beside_rows,
+    channel_maxima,
+    channel_ranges,
     halves,
     least_score,
     magnitudes_by_four,
@@ -42,7 +44,7 @@ from .integer import (
     split_scale,
     usable_scale,
 )
-from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max, nan_min
+from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max
 from .tile import (
     BIAS_LIMIT,
     BIAS_MASKED,
@@ -282,11 +284,6 @@ def _highest(x):
         a, b = halves(x)
         x = _highest(higher(a, b, False))
     return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
-
-
-@gluon.jit
-def _combine(low_a, high_a, low_b, high_b):
-    return nan_min(low_a, low_b), nan_max(high_a, high_b)
 
 
 @gluon.jit
@@ -730,14 +727,14 @@ def _quantize_window(
     low, high = _lowest(k[0]), _highest(k[0])
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
-    low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _combine)
+    low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
     key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
     a, b = halves(higher(gl.abs(v0), gl.abs(v1), False))
     a, b = halves(higher(a, b, False))
-    most = gl.reduce(higher(a, b, False).to(gl.float32), 0, nan_max)
+    most = channel_maxima(higher(a, b, False))
     if not VALUE_CHANNEL:
         most = gl.reduce(most, 0, nan_max)
     value_scale = amplitude_to_scale(most)

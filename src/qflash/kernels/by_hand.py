@@ -243,30 +243,33 @@ def _wider(low_a, high_a, low_b, high_b):
 
 
 @gluon.jit
-def channel_maxima(x):
-    """Maxima of all rows, as float32 in the rows' layout: of 16-bit numbers two travel from lane to lane in a word."""
+def channel_maxima(x, PAIRS: gl.constexpr):
+    """Maxima of all rows, as float32 in the rows' layout.
+
+    With PAIRS, where a thread has two neighbours of a row, 16-bit numbers travel from lane to lane two in a word.
+    """
     L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    if x.dtype == gl.float16:
+    if not PAIRS or x.dtype == gl.float32:
+        x = gl.reduce(x.to(gl.float32), 0, nan_max)
+    elif x.dtype == gl.float16:
         x = _unpaired(gl.reduce(_pairs(x), 0, _higher_float16), FIRST_F16, SECOND_F16)
-    elif x.dtype == gl.bfloat16:
-        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_bfloat16), FIRST_BF16, SECOND_BF16)
     else:
-        x = gl.reduce(x, 0, nan_max)
+        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_bfloat16), FIRST_BF16, SECOND_BF16)
     return gl.convert_layout(x, L, assert_trivial=True)
 
 
 @gluon.jit
-def channel_ranges(low, high):
+def channel_ranges(low, high, PAIRS: gl.constexpr):
     """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
     L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    if low.dtype == gl.float16:
+    if not PAIRS or low.dtype == gl.float32:
+        low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _wider)
+    elif low.dtype == gl.float16:
         low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_float16)
         low, high = _unpaired(low, FIRST_F16, SECOND_F16), _unpaired(high, FIRST_F16, SECOND_F16)
-    elif low.dtype == gl.bfloat16:
+    else:
         low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_bfloat16)
         low, high = _unpaired(low, FIRST_BF16, SECOND_BF16), _unpaired(high, FIRST_BF16, SECOND_BF16)
-    else:
-        low, high = gl.reduce((low, high), 0, _wider)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
 
 

@@ -120,6 +120,12 @@ def quad_layout(channels, warps, keys=32):
 
 
 @gluon.constexpr_function
+def in_pairs(channels, warps):
+    """Whether a thread has two neighbouring channels of :func:`quad_layout`; many warps and few channels leave it one."""
+    return quad_layout(channels, warps).size_per_thread[1] > 1
+
+
+@gluon.constexpr_function
 def rows_layout(columns, own, near, warps, across=1, apart=0):
     """Rows as a product has them, sixteen a warp: a lane and its three neighbours have one and perhaps that eight below.
 
@@ -249,7 +255,7 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     low, high = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS)
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
-    low, high = channel_ranges(low, high)
+    low, high = channel_ranges(low, high, in_pairs(D, WARPS))
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
@@ -272,7 +278,7 @@ def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr
     most = _highest_rows(gl.abs(v[0]), WARPS)
     for i in gl.static_range(1, len(v)):
         most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
-    most = channel_maxima(most)
+    most = channel_maxima(most, in_pairs(v_smem[0].shape[0], WARPS))
     if not VALUE_CHANNEL:
         most = most * 0.0 + gl.reduce(most, 0, nan_max)
     scale = amplitude_to_scale(most)

@@ -727,14 +727,14 @@ def _quantize_window(
     low, high = _lowest(k[0]), _highest(k[0])
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
-    low, high = channel_ranges(low, high)
+    low, high = channel_ranges(low, high, True)
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
     key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
     a, b = halves(higher(gl.abs(v0), gl.abs(v1), False))
     a, b = halves(higher(a, b, False))
-    most = channel_maxima(higher(a, b, False))
+    most = channel_maxima(higher(a, b, False), True)
     if not VALUE_CHANNEL:
         most = gl.reduce(most, 0, nan_max)
     value_scale = amplitude_to_scale(most)
@@ -837,10 +837,9 @@ def windows_kernel(
         barrier()
 
     first, step = place + group * gl.num_programs(2), groups * gl.num_programs(2)
-    # a count that is known keeps a loop that runs once from being compiled as two
-    count = gl.cdiv(windows - first, step) if STAGED else 1
-    for turn in range(count):
-        z = (first + turn * step).to(gl.int64)
+    # a loop that is known to run once is not compiled as two
+    for turn in range(first if STAGED else 0, windows if STAGED else 1, step if STAGED else 1):
+        z = (turn if STAGED else first).to(gl.int64)
         q_base = q_ptr + z * q_stride_z + h * q_stride_h
         k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
         v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h

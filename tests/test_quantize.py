@@ -224,6 +224,8 @@ def test_aligned_bias_is_the_same_bias(shape: tuple[int, ...], dtype: torch.dtyp
     assert same_bits(aligned, bias)
     assert aligned.stride(-1) == 1 and all(stride % 8 == 0 for stride in aligned.stride()[:-1])
     assert qflash.align_bias(aligned) is aligned
+    expanded = qflash.align_bias(bias.expand(5, *shape))
+    assert expanded.shape == (5, *shape) and expanded.stride(0) == 0 and same_bits(expanded[4], bias)
 
 
 def test_aligned_bias_gives_the_same_attention() -> None:

@@ -340,7 +340,7 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
         bias: float16, bfloat16, float32, or int32 as :func:`quantize_bias` returns it; (..., queries, keys).
 
     Returns:
-        The same numbers; ``bias`` itself if its rows begin so already.
+        The same numbers; ``bias`` itself if its rows begin so already. What is expanded stays so, without a copy for each.
 
     Raises:
         TypeError: ``bias`` is not a tensor of one of these types.
@@ -349,4 +349,5 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
     check_tensor("bias", bias, (torch.int32, *FLOAT_DTYPES), 2)
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
         return bias
-    return empty_bias(bias, bias.shape, bias.dtype).copy_(bias)
+    once = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride()[:-1])]
+    return empty_bias(bias, once.shape, bias.dtype).copy_(once).expand(bias.shape)

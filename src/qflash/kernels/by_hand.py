@@ -209,7 +209,7 @@ def _pairs(x):
 
 @gluon.jit
 def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
-    """The numbers in words of :func:`_pairs`, one row of them, as float32; the instructions that unpack them."""
+    """A row of numbers, as float32, out of words of :func:`_pairs` by an instruction for the first and one for the second."""
     a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
     b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
     return gl.reshape(gl.join(a, b), (2 * x.shape[0],))

@@ -51,7 +51,7 @@ class Case:
         head_dim: channels of query, key and value.
         recipe: a preset's name; it also sets the granularity of the scales.
         mask: ``"none"``, ``"bool"`` (batch, 1, N, N), ``"bias"`` (1, heads, N, N) or ``"windows"``: a bias of
-            (windows, heads, N, N) that repeats over the batch, as Swin's.
+            (windows, heads, N, N) that repeats over the batch, as Swin's, with aligned rows.
         causal: whether query i sees only keys 0 to i.
         granularity: one granularity for all scales instead of the recipe's.
         key_heads: heads of key and value, fewer than query's 4 for grouped queries.
@@ -97,6 +97,7 @@ def kernel_call(case: Case, target: str) -> Any:
     import torch
 
     from .kernels.attention import attention_calls
+    from .layout import empty_bias
     from .quantization import scale_shape
     from .recipe import resolve_recipe
 
@@ -116,7 +117,7 @@ def kernel_call(case: Case, target: str) -> Any:
         "none": None,
         "bool": values(batch, 1, tokens, tokens, dtype=torch.bool),
         "bias": values(1, heads, tokens, tokens, dtype=torch.int32),
-        "windows": values(batch // 2, heads, tokens, tokens, dtype=torch.int32),
+        "windows": empty_bias(query, (batch // 2, heads, tokens, tokens), torch.int32),
     }[case.mask]
     number = int(target.removeprefix("sm_"))
     calls = attention_calls(

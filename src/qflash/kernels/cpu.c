@@ -1,8 +1,8 @@
 /* Integer attention and quantisation on the CPU: the bits of reference.py and quantization.py, fused.
  *
- * Names follow fixed_point.py, which has the bounds. The matrix products run in float32, whose fused multiply-adds every
- * CPU has in vectors: all partial sums are integers below 2^24, so nothing is rounded. Everything between them is integer
- * arithmetic, a few rows of scores at a time, so that scores stay in the cache.
+ * Names follow fixed_point.py, which has the bounds. The matrix products take pairs of 16-bit integers and add up in 32 bits,
+ * for which CPUs have vectors and in which no sum overflows. A few rows of scores are worked on at a time, so that they stay
+ * in the cache.
  *
  * Compiled on first use by cpu.py; plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
  */
@@ -14,10 +14,14 @@
 #include <omp.h>
 #endif
 
-#if defined(__AVX512F__)
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512BW__)
 #define LANES 16
 #define ROWS 12
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 #define LANES 8
 #define ROWS 6
 #else
@@ -26,16 +30,15 @@
 #endif
 #define WIDTH (2 * LANES) /* columns of one tile of a product */
 #define BLOCK (2 * ROWS)  /* queries worked on together: each panel of keys is fetched once for them */
-#define CHUNK 512         /* keys whose products 255 * 128 * 512 < 2^24 add up exactly in float32 */
+#define CHUNK 512         /* keys whose values a block multiplies before others take their place in the cache */
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
 #define BIAS_MASKED INT32_MIN
 #define BIAS_POISON INT32_MAX
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-/* A row of scores turns from floats into integers and back into floats, in place. */
-typedef float real __attribute__((may_alias));
+typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t pair_of_halves __attribute__((aligned(2), may_alias));
 
 /* --- fixed point, one to one with fixed_point.py ------------------------------------------------------------ */
 
@@ -47,12 +50,6 @@ INLINE int32_t bits_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, 4);
     return bits;
-}
-
-INLINE float float_of(int32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
 }
 
 INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
@@ -110,18 +107,32 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
 
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
-/* c[r][0:WIDTH] = sum over k of a[r][k] * b[k][0:WIDTH]; every partial sum is an exact integer. */
-INLINE void tile_rows(const int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
+/* sum + a0 * b0 + a1 * b1 in every lane, of whose 16-bit halves these are */
+INLINE vector add_products(vector sum, vector a, vector b) {
+#if defined(__AVX512BW__)
+    return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+/* c[r][0:WIDTH] = sum over k of a[r][k] * b[k][0:WIDTH]. Of b two values of k stand beside one another, b[k / 2][0:WIDTH][2];
+ * an odd depth has a zero behind it. */
+INLINE void tile_rows(const int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
     vector low[ROWS], high[ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
-    for (int64_t k = 0; k < depth; k++) {
-        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + LANES);
+    for (int64_t k = 0; k < depth; k += 2) {
+        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + 2 * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            float x = a[r * a_stride + k];
-            low[r] += x * b_low;
-            high[r] += x * b_high;
+            vector x = (vector){0} + *(const pair_of_halves *)(a + r * a_stride + k);
+            low[r] = add_products(low[r], x, b_low);
+            high[r] = add_products(high[r], x, b_high);
         }
     }
 #pragma GCC unroll 12
@@ -131,7 +142,7 @@ INLINE void tile_rows(const int rows, const real *a, int64_t a_stride, const flo
     }
 }
 
-static void tile_few(int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
+static void tile_few(int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
     switch (rows) {
 #define CASE(n) \
     case n: \
@@ -145,7 +156,7 @@ static void tile_few(int rows, const real *a, int64_t a_stride, const float *b, 
     }
 }
 
-static void tile(int rows, const real *a, int64_t a_stride, const float *b, int64_t depth, real *c, int64_t c_stride) {
+static void tile(int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
     for (int r = 0; r < rows; r += ROWS)
         tile_few(rows - r < ROWS ? rows - r : ROWS, a + r * a_stride, a_stride, b, depth, c + r * c_stride, c_stride);
 }
@@ -164,11 +175,10 @@ INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplie
     return (int32_t)((uint32_t)base - (uint32_t)s);
 }
 
-/* Turns scores [0, n) into probabilities, floats in their place; for 15 bits the high part goes to `upper`. Returns their
- * sum. */
+/* Turns scores [0, n) into probabilities `p`; of 15 bits the high part goes to `upper`. Returns their sum. */
 INLINE int64_t probabilities(
     const int kind, const int quadratic, const int wide, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
-    int32_t multiplier, int fraction_bits, float *restrict upper
+    int32_t multiplier, int fraction_bits, int16_t *restrict p, int16_t *restrict upper
 ) {
     const uint32_t begin = (uint32_t)((((int64_t)by->offset << fraction_bits) + 511) >> 9);
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
@@ -186,20 +196,21 @@ INLINE int64_t probabilities(
         value = s[j] == MASKED ? 0 : value;
         total += value;
         if (wide) {
-            upper[j] = (float)(int32_t)(value >> 8);
+            upper[j] = (int16_t)(value >> 8);
             value &= 255;
         }
-        s[j] = bits_of((float)(int32_t)value);
+        p[j] = (int16_t)value;
     }
     return total;
 }
 
 static int64_t row_probabilities(
-    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, float *upper
+    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, int16_t *p,
+    int16_t *upper
 ) {
 #define CASE(k, q, w) \
     if (kind == k && by->quadratic == q && (by->bits == 15) == w) \
-        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, upper);
+        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, p, upper);
     CASE(NARROW, 1, 0) CASE(NARROW, 0, 0) CASE(NARROW, 1, 1) CASE(NARROW, 0, 1)
     CASE(TOKEN, 1, 0) CASE(TOKEN, 0, 0) CASE(TOKEN, 1, 1) CASE(TOKEN, 0, 1)
     CASE(BIAS, 1, 0) CASE(BIAS, 0, 0) CASE(BIAS, 1, 1) CASE(BIAS, 0, 1)
@@ -228,8 +239,8 @@ typedef struct {
 } problem;
 
 typedef struct {
-    float *key, *value, *query, *upper, *product;
-    int32_t *s, *column;
+    int16_t *key, *value, *query, *p, *upper;
+    int32_t *s, *column, *product;
     int64_t *numerator;
     int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
     float *scale;                /* float output: value scale, NaN where it is not usable */
@@ -239,6 +250,7 @@ typedef struct {
     int usable_key;
 } workspace;
 
+INLINE int64_t even(int64_t n) { return (n + 1) & -2; }
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 /* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
@@ -247,9 +259,9 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     const int64_t d = x->head_dim, n = x->keys;
     const int8_t *key = x->key + z * x->k[0] + head * x->k[1], *value = x->value + z * x->v[0] + head * x->v[1];
     for (int64_t start = 0; start < n; start += WIDTH) {
-        float *panel = w->key + start * d;
+        int16_t *panel = w->key + start * even(d);
         int64_t inside = at_most(WIDTH, n - start);
-        float rows[WIDTH * 256];
+        int16_t rows[WIDTH * 256];
         for (int64_t j = 0; j < WIDTH; j++) {
             const int8_t *from = key + (start + j) * x->k[2];
             if (j >= inside)
@@ -259,17 +271,23 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
             else
                 for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k * x->k[3]];
         }
-        for (int64_t k = 0; k < d; k++)
-            for (int64_t j = 0; j < WIDTH; j++) panel[k * WIDTH + j] = rows[j * d + k];
+        for (int64_t k = 0; k < even(d); k += 2)
+            for (int64_t j = 0; j < WIDTH; j++) {
+                panel[k * WIDTH + 2 * j] = rows[j * d + k];
+                panel[k * WIDTH + 2 * j + 1] = k + 1 < d ? rows[j * d + k + 1] : 0;
+            }
     }
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
-        float *panel = w->value + start * n;
+        int16_t *panel = w->value + start * even(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
         for (int64_t j = 0; j < n; j++) {
             const int8_t *from = value + j * x->v[2] + start * x->v[3];
-            for (int64_t c = 0; c < inside; c++) panel[j * WIDTH + c] = from[c * x->v[3]];
-            for (int64_t c = inside; c < WIDTH; c++) panel[j * WIDTH + c] = 0;
+            int16_t *to = panel + (j & -2) * WIDTH + (j & 1);
+            for (int64_t c = 0; c < inside; c++) to[2 * c] = from[c * x->v[3]];
+            for (int64_t c = inside; c < WIDTH; c++) to[2 * c] = 0;
         }
+        if (n & 1)
+            for (int64_t c = 0; c < WIDTH; c++) panel[(n - 1) * WIDTH + 2 * c + 1] = 0;
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
     w->reference = split_scale(*scale);
@@ -289,7 +307,7 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     }
 }
 
-/* Turns a row of the product, floats, into scores in the unit reference._Scores.tile gives them; keys that take no part are
+/* Turns a row of the product into scores in the unit reference._Scores.tile gives them; keys that take no part are
  * MASKED. */
 static void row_scores(
     const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by,
@@ -299,9 +317,7 @@ static void row_scores(
     const int64_t m_stride = x->m[3];
     const int64_t mask_at = x->masked ? (z % x->period) * x->m[0] + h * x->m[1] + i * x->m[2] : 0;
     if (x->key_token)
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]) * column[j];
-    else
-        for (int64_t j = 0; j < n; j++) s[j] = (int32_t)float_of(s[j]);
+        for (int64_t j = 0; j < n; j++) s[j] = s[j] * column[j];
     if (x->masked == 2) {
         const int32_t *mask = (const int32_t *)x->mask + mask_at;
         const int shift = 16 - (int)by.exponent;
@@ -395,9 +411,10 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
-        for (int64_t k = 0; k < d; k++) w->query[r * d + k] = from[k * x->q[3]];
+        for (int64_t k = 0; k < d; k++) w->query[r * even(d) + k] = from[k * x->q[3]];
+        if (d & 1) w->query[r * even(d) + d] = 0;
     }
-    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, d, w->key + start * d, d, (real *)w->s + start, line);
+    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, even(d), w->key + start * even(d), d, w->s + start, line);
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
@@ -418,7 +435,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         if (!by.online)
             total[r] = row_probabilities(
                 kind, &by, s, width, most == MASKED ? 0 : most, (int32_t)multiplier[r].mantissa, (int)multiplier[r].exponent,
-                w->upper + r * line
+                w->p + r * line, w->upper + r * line
             );
         else
             row_max[r] = MASKED;
@@ -439,20 +456,23 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                     total[r] = total[r] * release >> 24;
                 }
                 row_max[r] = most;
+                w->p[r * line + start + depth] = 0; /* an odd number of keys */
+                if (by.bits == 15) w->upper[r * line + start + depth] = 0;
                 total[r] += row_probabilities(
-                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->upper + r * line + start
+                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
+                    w->upper + r * line + start
                 );
             }
         }
         for (int64_t c = 0; c < channels; c += WIDTH) {
             for (int high = by.bits == 15; high >= 0; high--) {
-                const real *p = high ? w->upper : (const real *)w->s;
-                const float *restrict product = w->product;
+                const int16_t *p = high ? w->upper : w->p;
+                const int32_t *restrict product = w->product;
                 const int32_t weight = high ? 256 : 1;
-                tile(rows, p + start, line, w->value + c * x->keys + start * WIDTH, depth, w->product, WIDTH);
+                tile(rows, p + start, line, w->value + c * even(x->keys) + start * WIDTH, depth, w->product, WIDTH);
                 for (int r = 0; r < rows; r++) {
                     int64_t *restrict sum = w->numerator + r * channels + c;
-                    for (int j = 0; j < WIDTH; j++) sum[j] += (int64_t)(int32_t)product[r * WIDTH + j] * weight;
+                    for (int j = 0; j < WIDTH; j++) sum[j] += (int64_t)product[r * WIDTH + j] * weight;
                 }
             }
         }
@@ -467,22 +487,23 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
-    const size_t floats = line * d + channels * x->keys + BLOCK * (d + (x->bits == 15 ? line : 0) + WIDTH) + channels;
-    const size_t integers = BLOCK * line + line + 2 * channels;
+    const size_t halves = line * even(d) + channels * even(x->keys) + BLOCK * (even(d) + line + (x->bits == 15 ? line : 0));
+    const size_t integers = BLOCK * line + line + 2 * channels + BLOCK * WIDTH + channels;
     const size_t longs = BLOCK * channels;
-    *memory = malloc(8 * longs + 4 * (floats + integers));
+    *memory = malloc(8 * longs + 4 * integers + 2 * halves);
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
-    w->key = (float *)(w->numerator + longs);
-    w->value = w->key + line * d;
-    w->query = w->value + channels * x->keys;
-    w->upper = w->query + BLOCK * d;
-    w->product = w->upper + (x->bits == 15 ? BLOCK * line : 0);
-    w->scale = w->product + BLOCK * WIDTH;
-    w->s = (int32_t *)(w->scale + channels);
+    w->s = (int32_t *)(w->numerator + longs);
     w->column = w->s + BLOCK * line;
     w->multiplier = w->column + line;
     w->shift = w->multiplier + channels;
+    w->product = w->shift + channels;
+    w->scale = (float *)(w->product + BLOCK * WIDTH);
+    w->key = (int16_t *)(w->scale + channels);
+    w->value = w->key + line * even(d);
+    w->query = w->value + channels * even(x->keys);
+    w->p = w->query + BLOCK * even(d);
+    w->upper = w->p + BLOCK * line;
     w->head = w->out_head = -1;
     return 1;
 }

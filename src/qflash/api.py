@@ -12,7 +12,7 @@ import torch
 
 from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
 from .backends import resolve_backend
-from .layout import empty_bias
+from .layout import empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import FLOAT_DTYPES, check_attention_shapes, check_backend, check_mask, check_tensor, resolve_softmax_scale
@@ -347,7 +347,7 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
         ValueError: ``bias`` has fewer than two dimensions.
     """
     check_tensor("bias", bias, (torch.int32, *FLOAT_DTYPES), 2)
-    if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
+    if has_aligned_rows(bias.stride(), 8):
         return bias
     once = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride()[:-1])]
     return empty_bias(bias, once.shape, bias.dtype).copy_(once).expand(bias.shape)

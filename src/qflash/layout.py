@@ -24,6 +24,12 @@ def empty_output(like: torch.Tensor, channels: int, dtype: torch.dtype) -> torch
     return like.new_empty((batch, heads, tokens, channels), dtype=dtype)
 
 
+def has_aligned_rows(strides: Sequence[int], elements: int) -> bool:
+    """Tell whether every row begins a multiple of so many elements behind the first, its elements beside one another."""
+    *rows, step = strides
+    return step == 1 and all(stride % elements == 0 for stride in rows)
+
+
 def empty_bias(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an empty bias whose rows begin at multiples of eight elements, whatever their length.
 

@@ -165,11 +165,14 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
 
 
 def _sum(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Add two parts of a bias; where neither a gradient nor compilation forbids it, into rows that kernels load faster."""
+    """Add a bias (heads, tokens, tokens) and the mask of each window: (windows, heads, tokens, tokens).
+
+    Where neither a gradient nor compilation forbids it, into rows that kernels load faster.
+    """
+    mask = mask.unsqueeze(1)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return bias + mask
-    shape = torch.broadcast_shapes(bias.shape, mask.shape)
-    return torch.add(bias, mask, out=empty_bias(bias, shape, torch.result_type(bias, mask)))
+    return torch.add(bias, mask, out=empty_bias(bias, (len(mask), *bias.shape), torch.result_type(bias, mask)))
 
 
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,7 +200,7 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
         # depend on the batch.
         windows = mask.shape[0]
         query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
-        out = _attend(self, query, key, value, _sum(bias, mask.unsqueeze(1))).flatten(0, 1)
+        out = _attend(self, query, key, value, _sum(bias, mask)).flatten(0, 1)
     return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from .. import fixed_point as fp
-from ..layout import empty_output
+from ..layout import empty_output, has_aligned_rows
 from ..recipe import Recipe
 from .long import long_kernel, pack_value_kernel
 from .long_quantize import launch_quantize_long
@@ -132,12 +132,6 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
-
-
-def _in_fours(mask: torch.Tensor) -> bool:
-    """Tell whether every row of a mask begins a multiple of four elements behind the first, its keys beside one another."""
-    *rows, step = _strides(mask, (0, 1, 2, 3))
-    return step == 1 and all(stride % 4 == 0 for stride in rows)
 
 
 class Call(NamedTuple):
@@ -413,7 +407,9 @@ def _calls(
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if windows:
             one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
-            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": mask is not None and _in_fours(mask)}
+            # a thread takes four neighbours of a bias at once
+            aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: it pays where one program walks over int8 queries

@@ -491,8 +491,9 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     elif call.kernel.__name__ == "windows_kernel":
         from .kernels.windows import widths
 
-        # its code is one tile of sixteen queries, which is walked through, and one of eight for the rest
-        block_m, columns, tiles = 24, sum(widths(call.arguments["KEYS"])), 1
+        # its code is one tile of sixteen queries a warp, which may be walked through, and then one of eight for the rest
+        half = warps == 1 and 16 * call.arguments["SPLITS"] < call.arguments["QUERIES"]
+        block_m, columns, tiles = 16 * warps + 8 * half, sum(widths(call.arguments["KEYS"])), 1
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))

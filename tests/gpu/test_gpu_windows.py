@@ -47,7 +47,7 @@ def draw_geometry(chance: random.Random) -> Geometry:
 
 def draw_bias(chance: random.Random, geometry: Geometry, batch: int, generator: torch.Generator) -> torch.Tensor | None:
     """None, or a bias in nats: whole or broadcast, now and then with -inf (rows of it, too), NaN and +inf, or very large."""
-    kind = chance.choice(("none", "plain", "plain", "masked", "poisoned", "large"))
+    kind = chance.choice(("none", "none", "plain", "plain", "masked", "poisoned", "large"))
     if kind == "none":
         return None
     periods = [period for period in (1, 2, 4, batch) if batch % period == 0]

@@ -99,15 +99,16 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
-        # The queries of few windows are shared out; one program a window loads and prepares the keys once. A bias is waited
-        # for longer than keys are prepared.
-        loads = (1, 2) if fused and not masked else (3, 8)
+        # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
+        # waited for longer than keys are prepared.
+        loads = (3, 8) if masked else (1, 2) if fused else (1, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
+        # two warps a program are sooner launched than two programs
+        warps = 1 if masked else min(splits, 2)
         # sixteen programs a processor instead of fourteen
         registers = 128 if fused and not masked else 0
-        return tiles._replace(
-            splits=min(splits, triton.next_power_of_2(triton.cdiv(queries, 16))), warps=1, registers=registers
-        )
+        return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
     if tiles.kernel == HOPPER and narrow and fused and not tiles.splits and splits * heads <= processors:
         # with processors to spare a call takes as long as one warp's chain of instructions: two share it
         return tiles._replace(warps=8, splits=splits)

@@ -39,8 +39,11 @@ SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
 # octaves that exponents may reach as they are: of the 256 of TWICE_PROBABILITY ten are taken
 OCTAVES = gl.constexpr(236)
 # Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
-# least number there is.
-LEAST_IF_NEEDED = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
+# least number there is. A thread has one row or two.
+LEAST_IF_NEEDED = gl.constexpr(
+    f"{{.reg .pred p; setp.ge.u32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, $3, {MASKED.value}, p;}}"
+)
+LEAST_IF_NEEDED_TWO = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
 vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7, {MASKED.value}, p;}}""")
 
 
@@ -88,18 +91,18 @@ def raised(s, least):
 
 
 @gluon.constexpr_function
-def _raised_in_place(pieces):
-    """Assembly for so many pieces of four scores: maxima with four others, unless these are the least there is."""
-    count = 4 * pieces
-    maxima = " ".join(f"max.s32 ${i}, ${i}, ${2 * count + i % 4};" for i in range(count))
+def _raised_in_place(pieces, each):
+    """Assembly for so many pieces of ``each`` scores: maxima with as many others, unless these are the least there is."""
+    count = each * pieces
+    maxima = " ".join(f"max.s32 ${i}, ${i}, ${2 * count + i % each};" for i in range(count))
     return f"{{.reg .pred p; setp.eq.s32 p, ${2 * count}, {MASKED.value}; @p bra.uni DONE; {maxima} DONE: }}"
 
 
 @gluon.constexpr_function
-def _in_place(pieces):
+def _in_place(pieces, each):
     """Constraints of :func:`_raised_in_place`: the scores are read from the registers that are written."""
-    count = 4 * pieces
-    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * 4)
+    count = each * pieces
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * each)
 
 
 @gluon.jit
@@ -132,30 +135,35 @@ def _together(pieces, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def least_if_needed(row_max, most, multiplier, fraction_bits):
+def least_if_needed(row_max, most, multiplier, fraction_bits, TWO: gl.constexpr = True):
     """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
 
-    No score lies below ``-most``. A thread has two of the rows.
+    No score lies below ``-most``. A thread has one of the rows, or TWO.
     """
     reach = (row_max + most) * multiplier
     least = least_score(row_max, multiplier, fraction_bits)
     limit = row_max * 0 + (OCTAVES << fraction_bits)
-    return gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
+    if TWO:
+        least = gl.inline_asm_elementwise(LEAST_IF_NEEDED_TWO, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
+    else:
+        least = gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,r,r,r", [reach, limit, least], gl.int32, True, 1)
+    return least
 
 
 @gluon.jit
 def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
     """Tiles of scores, none lower than what :func:`least_if_needed` returned, behind one branch of every warp.
 
-    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: four scores a thread.
+    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: two scores a thread and row.
     """
+    EACH: gl.constexpr = 4 if tiles[0].shape[0] > 8 else 2
     pieces = ()
     for i in gl.static_range(len(tiles)):
         pieces = pieces + _apart(tiles[i], L, ACROSS)
     COUNT: gl.constexpr = len(pieces)
     least = beside_rows(least, L) + gl.zeros_like(pieces[0])
     pieces = gl.inline_asm_elementwise(
-        _raised_in_place(COUNT), _in_place(COUNT), pieces + (least,), (gl.int32,) * COUNT, True, 4
+        _raised_in_place(COUNT, EACH), _in_place(COUNT, EACH), pieces + (least,), (gl.int32,) * COUNT, True, EACH
     )
     raised_tiles = ()
     for i in gl.static_range(len(tiles)):

@@ -36,7 +36,8 @@ class Tiles(NamedTuple):
         warps: warps a program.
         stages: loads in flight in a loop.
         registers: most registers a thread, 0 for the compiler's choice.
-        splits: programs that share a head's query blocks (short rows); 0 chooses by the size of the machine.
+        splits: programs that share a head's query blocks (short rows), or warps that share a window's; 0 chooses by the size of
+            the machine.
         kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS none but its own; if
             the call is not theirs, GENERAL has the other fields.
     """

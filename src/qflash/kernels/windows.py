@@ -1,8 +1,8 @@
-"""Windows of 33 to 64 keys, Swin's shapes, a warp each (Gluon): what :mod:`.short` does, in registers alone.
+"""Windows of 33 to 64 keys, Swin's shapes, a warp or two each (Gluon): what :mod:`.short` does, in registers alone.
 
-A program is one warp. It loads keys, values and queries as the tensor core wants to hold them, so that threads exchange
-nothing but maxima and reciprocals, and works on sixteen queries at a time. Three orders make that possible; they leave
-every product as it is:
+A warp loads keys, values and queries as the tensor core wants to hold them, so that threads exchange nothing but maxima
+and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two warps, which have the same
+keys and values and nothing to wait for from one another. Three orders make that possible; they leave every product as it is:
 
 * a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
 * the keys of a product with V come in the order in which the threads hold the scores;
@@ -24,12 +24,10 @@ from .by_hand import (
     channel_maxima,
     channel_ranges,
     halves,
-    least_score,
-    magnitudes_by_four,
-    may_wrap,
+    least_if_needed,
     output_factors,
     pack,
-    raised,
+    raised_if_needed,
     round_to_int8,
     row_exponents,
     twice_probabilities,
@@ -57,10 +55,29 @@ from .tile import (
     row_multiplier,
 )
 
-# sixteen queries, and what each operand of a product looks like
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT.value, 4))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCT.value, 4))
+
+@gluon.constexpr_function
+def product_layout(warps):
+    """Sixteen queries a warp."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def operand_layout(index, warps):
+    """What an operand of a product looks like."""
+    return gl.DotOperandLayout(index, product_layout(warps), 4)
+
+
+@gluon.constexpr_function
+def _own_rows(rows):
+    """Bases of warps that have sixteen rows each."""
+    return [[bit, 0] for bit in (16, 32) if bit < rows]
+
+
+@gluon.constexpr_function
+def _same_rows(warps):
+    """Bases of warps that all have the same."""
+    return [[0, 0] for bit in (1, 2) if bit < warps]
 
 
 @gluon.constexpr_function
@@ -76,21 +93,28 @@ def starts(keys):
 
 
 @gluon.constexpr_function
-def rows_layout(rows):
-    """Rows of 32 channels, eight a thread: queries and outputs (16 rows), keys."""
+def output_layout(rows):
+    """Outputs: eight of a row's 32 channels a thread."""
+    high = [[8, 0]] if rows > 8 else []
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _own_rows(rows), [], [rows, 32])
+
+
+@gluon.constexpr_function
+def rows_layout(rows, warps):
+    """The same of rows that every warp has, keys above all."""
     high = [[bit, 0] for bit in (8, 16) if bit < rows]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], *high], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [rows, 32]
-    )
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _same_rows(warps), [], [rows, 32])
 
 
 @gluon.constexpr_function
 def query_layout(rows, each):
     """Rows of 32 / ``each`` words, each of so many numbers, in the order of an operand's registers."""
     return gl.DistributedLinearLayout(
-        [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows == 16 else []), [0, 4 // each]],
+        [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows > 8 else []), [0, 4 // each]],
         [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]],
-        [],
+        _own_rows(rows),
         [],
         [rows, 32 // each],
     )
@@ -100,8 +124,9 @@ def query_layout(rows, each):
 def score_layout(rows, columns):
     """A product, or its upper half of eight rows."""
     wide = [[0, bit] for bit in (8, 16) if bit < columns]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
-        [[0, 1], *([[8, 0]] if rows == 16 else []), *wide], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [rows, columns]
+        [[0, 1], *([[8, 0]] if rows > 8 else []), *wide], lanes, _own_rows(rows), [], [rows, columns]
     )
 
 
@@ -117,7 +142,7 @@ def stage_layout(eights):
 def bias_layout(rows, columns):
     """A tile of the bias as it lies in memory: of sixteen keys a thread has four neighbours, of eight two."""
     near = (1, 2) if columns >= 16 else (1,)
-    own = [*([0, bit] for bit in near), *([[8, 0]] if rows == 16 else []), *([0, bit] for bit in (16,) if bit < columns)]
+    own = [*([0, bit] for bit in near), *([[8, 0]] if rows > 8 else []), *([0, bit] for bit in (16,) if bit < columns)]
     lanes = [[0, bit << len(near)] for bit in (1, 2)]
     return gl.DistributedLinearLayout(own, [*lanes, [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
 
@@ -134,17 +159,17 @@ def _key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
 
 
 @gluon.constexpr_function
-def value_layout():
+def value_layout(warps):
     """32 keys of 32 channels, four channels a thread: two neighbouring keys of each of four tiles of eight."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], [], [], [32, 32]
+        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], _same_rows(warps), [], [32, 32]
     )
 
 
 @gluon.jit
 def _load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.constexpr):
     """Rows from ``first`` on; past the END the last again."""
-    L: gl.constexpr = rows_layout(ROWS)
+    L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + gl.minimum(first + n, END - 1)[:, None] * stride_n + d[None, :])
@@ -166,7 +191,7 @@ def _load_key(
     base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The keys of a tile of scores; past the last the last again."""
-    L: gl.constexpr = rows_layout(ROWS)
+    L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + ROWS <= KEYS:
@@ -179,7 +204,7 @@ def _load_key(
 @gluon.jit
 def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
     """The values of 32 columns of scores from START on, zero past the last key."""
-    L: gl.constexpr = value_layout()
+    L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + 32 <= KEYS:
@@ -192,7 +217,7 @@ def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.cons
 
 @gluon.jit
 def _sixteen(x):
-    """Sixteen rows; of eight, zeros behind them."""
+    """Rows as they are; of eight, zeros behind them."""
     if x.shape[0] == 8:
         x = gl.reshape(gl.permute(gl.join(x, x * 0), (2, 0, 1)), (16, x.shape[1]))
     return x
@@ -201,8 +226,10 @@ def _sixteen(x):
 @gluon.jit
 def _query_operand(x):
     """Queries as the left operand: the channels 8 c + 4 i + j in the order i, c, j."""
-    x = gl.permute(gl.reshape(_sixteen(x), (16, 4, 2, 4)), (0, 2, 1, 3))
-    return gl.convert_layout(gl.reshape(x, (16, 32)), LEFT, assert_trivial=True)
+    x = _sixteen(x)
+    M: gl.constexpr = x.shape[0]
+    x = gl.permute(gl.reshape(x, (M, 4, 2, 4)), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(x, (M, 32)), operand_layout(0, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -210,27 +237,29 @@ def _key_operand(x):
     """Keys as the right operand, channels in the order of :func:`_query_operand`."""
     N: gl.constexpr = x.shape[0]
     x = gl.reshape(gl.permute(gl.reshape(x, (N, 4, 2, 4)), (0, 2, 1, 3)), (N, 32))
-    return gl.convert_layout(gl.permute(x, (1, 0)), RIGHT, assert_trivial=True)
+    return gl.convert_layout(gl.permute(x, (1, 0)), operand_layout(1, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def _value_operand(x):
     """Values as the right operand: keys as :func:`_probability_operand` has them, channel 4 i + j in column 8 j + i."""
     x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
-    return gl.convert_layout(gl.reshape(x, (32, 32)), RIGHT, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(x, (32, 32)), operand_layout(1, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def _probability_operand(p):
     """32 columns of stored probabilities as the left operand."""
-    p = gl.permute(gl.reshape(_sixteen(p), (16, 2, 2, 4, 2)), (0, 1, 3, 2, 4))
-    return gl.convert_layout(gl.reshape(p, (16, 32)), LEFT, assert_trivial=True)
+    p = _sixteen(p)
+    M: gl.constexpr = p.shape[0]
+    p = gl.permute(gl.reshape(p, (M, 2, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(p, (M, 32)), operand_layout(0, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def _product(a, b, ROWS: gl.constexpr):
-    """The first ROWS rows of a product of 16."""
-    x = mma_v2(a, b, gl.zeros((16, b.shape[1]), gl.int32, PRODUCT))
+    """The first ROWS rows of a product."""
+    x = mma_v2(a, b, gl.zeros((a.shape[0], b.shape[1]), gl.int32, product_layout(gl.num_warps())))
     return _upper(x, ROWS)
 
 
@@ -275,7 +304,7 @@ def _lowest(x):
     if x.shape[0] > 8:
         a, b = halves(x)
         x = _lowest(lower(a, b, False))
-    return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
+    return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -283,7 +312,7 @@ def _highest(x):
     if x.shape[0] > 8:
         a, b = halves(x)
         x = _highest(higher(a, b, False))
-    return gl.convert_layout(x, rows_layout(8), assert_trivial=True)
+    return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -325,8 +354,9 @@ def _one_row(total):
     """Of row sums, which all columns of a row have, one for each thread: of its two rows neighbours take one each."""
     ROWS: gl.constexpr = total.shape[0]
     x, _ = gl.split(gl.reshape(total, (ROWS, 4, 2)))
-    if ROWS == 16:
-        x, y = gl.split(gl.permute(gl.reshape(x, (2, 8, 4)), (1, 2, 0)))
+    if ROWS > 8:
+        x, y = gl.split(gl.permute(gl.reshape(x, (ROWS // 16, 2, 8, 4)), (0, 2, 3, 1)))
+        x, y = gl.reshape(x, (ROWS // 2, 4)), gl.reshape(y, (ROWS // 2, 4))
         L: gl.constexpr = x.type.layout
         x = gl.where((gl.arange(0, 4, layout=gl.SliceLayout(0, L)) & 1)[None, :] == 0, x, y)
     return x
@@ -335,14 +365,14 @@ def _one_row(total):
 @gluon.jit
 def _all_rows(x, ROWS: gl.constexpr):
     """What :func:`_one_row` distributed, back: (ROWS, 4), the same in all columns."""
-    if ROWS == 16:
-        x = gl.reshape(x, (8, 2, 2))
+    if ROWS > 8:
+        x = gl.reshape(x, (ROWS // 2, 2, 2))
         L: gl.constexpr = x.type.layout
         even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L))) == 0)[None, None, :]
         first = gl.sum(gl.where(even, x, x * 0), 2)[:, :, None] + gl.zeros_like(x)
         second = gl.sum(gl.where(even, x * 0, x), 2)[:, :, None] + gl.zeros_like(x)
-        x = gl.permute(gl.join(first, second), (3, 0, 1, 2))
-        x = gl.reshape(x, (16, 4))
+        x = gl.permute(gl.reshape(gl.join(first, second), (ROWS // 16, 8, 4, 2)), (0, 3, 1, 2))
+        x = gl.reshape(x, (ROWS, 4))
     return x
 
 
@@ -353,7 +383,7 @@ def _store(
 ):  # fmt: skip
     """Normalise a block of (negative) numerators and store those there are: :func:`.tile.finish`."""
     ROWS: gl.constexpr = numerator.shape[0]
-    OL: gl.constexpr = rows_layout(ROWS)
+    OL: gl.constexpr = output_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
@@ -407,22 +437,13 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
     if p0.dtype == gl.int32:
         p0, p1 = pack(p0), pack(p1)
     numerator = mma_v2(p1, v[1], mma_v2(p0, v[0], begin))
-    total = mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((16, 8), gl.int32, PRODUCT)))
+    total = mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((p0.shape[0], 8), gl.int32, product_layout(gl.num_warps()))))
     return _upper(numerator, ROWS), _upper(total, ROWS)
 
 
 @gluon.jit
-def _largest(k):
-    """A bound on the sum of magnitudes of any key: the largest of each of four parts added up."""
-    x, y = gl.split(gl.reshape(magnitudes_by_four(k), (k.shape[0], 4, 2)))
-    return gl.max(x + y, 0)
-
-
-@gluon.jit
-def _all_twice(s, row_max, multiplier, fraction_bits, wrap, OFFSET: gl.constexpr):
+def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     """Twice the probabilities of a row's tiles, rounded down."""
-    if wrap:
-        s = _all_raised(s, least_score(row_max, multiplier, fraction_bits))
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     p = ()
     for i in gl.static_range(len(s)):
@@ -434,14 +455,6 @@ def _all_twice(s, row_max, multiplier, fraction_bits, wrap, OFFSET: gl.constexpr
 def _twice(s, slope, begin, constant):
     L: gl.constexpr = s.type.layout
     return twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-
-
-@gluon.jit
-def _all_raised(s, least):
-    tiles = ()
-    for i in gl.static_range(len(s)):
-        tiles = tiles + (raised(s[i], least),)
-    return tiles
 
 
 @gluon.jit
@@ -571,9 +584,11 @@ def _beyond(low, high):
 
 @gluon.jit
 def _any(flags):
+    """Whether one of the flags of a program is set."""
     if flags.type.is_block():
         if len(flags.shape) == 2:
-            flags = gl.max(flags, 1)
+            # in one piece: a reduction over all lanes is one instruction
+            flags = gl.reshape(flags, (flags.shape[0] * flags.shape[1],))
         flags = gl.max(flags, 0)
     return flags > 0
 
@@ -636,7 +651,7 @@ def _queries(
 
 @gluon.jit
 def _attend(
-    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
+    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
     k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
     mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, loaded, staged, staged_marks, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -644,6 +659,7 @@ def _attend(
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them."""
+    first = tile * 16 * gl.num_warps()
     if query_bits.type.is_block():
         row = row_multiplier(
             query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS, False
@@ -662,7 +678,7 @@ def _attend(
             careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
         else:
             if not AHEAD:
-                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, ROWS, QUERIES, KEYS)
+                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
             bias = ()
             for i in gl.static_range(len(k)):
                 bias = bias + (_beside_scores(loaded[i]),)
@@ -683,13 +699,12 @@ def _attend(
             numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
     else:
-        # keys have the part of queries here; twice, for the row's maximum is no higher than 128 times their magnitude, either
-        wrap = may_wrap(largest_key, 0, 2 * multiplier, fraction_bits)
-        if query_bits.type.is_block():
-            wrap = gl.max(wrap, 0)
-        p = _all_twice(s, _row_max(s), multiplier, fraction_bits, wrap > 0, OFFSET)
+        row_max = _row_max(s)
+        least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits, ROWS > 8)
+        s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
+        p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
         numerator, total = _sums(p, v, begin, ones, weight, ROWS)
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, tile * 16, KEYS, QUERIES)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
 
 
 @gluon.jit
@@ -700,7 +715,8 @@ def _given_scales(
     OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """(query bits, key bits, what a row's scores are multiplied with, output factors) of int8 tensors."""
-    CHANNEL: gl.constexpr = gl.SliceLayout(0, rows_layout(16))
+    WARPS: gl.constexpr = gl.num_warps()
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, output_layout(16 * WARPS))
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
     query_bits = key_bits
     row = 0, 0, 0
@@ -713,7 +729,7 @@ def _given_scales(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     factor, shift, half = output_factors(
-        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, 1, CHANNEL
+        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
     )
     return query_bits, key_bits, row, factor, shift, half
 
@@ -724,6 +740,7 @@ def _quantize_window(
     VALUE_CHANNEL: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Keys and values as int8; the bits of a scale for all queries, if there is one, and of the keys'; the values' scale."""
+    WARPS: gl.constexpr = gl.num_warps()
     low, high = _lowest(k[0]), _highest(k[0])
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
@@ -739,12 +756,12 @@ def _quantize_window(
         most = gl.reduce(most, 0, nan_max)
     value_scale = amplitude_to_scale(most)
     key_inverse = inverse_scale(key_scale, False)
-    value_inverse = beside_channels(inverse_scale(value_scale, False), value_layout())
+    value_inverse = beside_channels(inverse_scale(value_scale, False), value_layout(WARPS))
     quantized = ()
     for i in gl.static_range(len(k)):
         y = k[i].to(gl.float32)
         if CENTER:
-            y = y - beside_channels(middle, rows_layout(k[i].shape[0]))
+            y = y - beside_channels(middle, rows_layout(k[i].shape[0], WARPS))
         quantized = quantized + (round_to_int8(y, key_inverse),)
     v0 = round_to_int8(v0.to(gl.float32), value_inverse)
     v1 = round_to_int8(v1.to(gl.float32), value_inverse)
@@ -755,7 +772,7 @@ def _quantize_window(
             largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
         query_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
     if VALUE_CHANNEL:
-        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, rows_layout(16)))
+        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, output_layout(16 * WARPS)))
     return quantized, v0, v1, query_scale.to(gl.int32, bitcast=True), key_scale.to(gl.int32, bitcast=True), value_scale
 
 
@@ -781,7 +798,8 @@ def windows_kernel(
 
     Program (x, h, z) takes windows of head h, all with the same bias, which repeats every ``num_programs(2)`` windows:
     z, and those behind it by a multiple, shared out over x. A bias that serves several is brought to shared memory once
-    (STAGED). SPLITS programs share a window's queries. With ONE_SCALE (int8) query, key, value and output have one scale each.
+    (STAGED). SPLITS programs share a window's queries; with a bias, whose marks all of a program look out for, a program is one
+    warp. With ONE_SCALE (int8) query, key, value and output have one scale each.
     """
     h = gl.program_id(1)
     kv_head = h // GROUP
@@ -790,10 +808,14 @@ def windows_kernel(
     groups = gl.num_programs(0) // SPLITS
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
-    # What is left of the queries behind whole tiles, if at most eight, is done as half a tile; where every program has one
-    # tile nobody would be sooner done, and the half would be more code to fetch.
-    ALONE: gl.constexpr = 16 * SPLITS >= QUERIES
-    TILES: gl.constexpr = (QUERIES + (15 if ALONE else 7)) // 16
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK: gl.constexpr = 16 * WARPS
+    gl.static_assert(WARPS == 1 or MASK != "bias")
+    # What is left of the queries behind whole tiles, if at most eight, is done by one warp as half a tile; where every
+    # program has one tile nobody would be sooner done, and the half would be more code to fetch.
+    ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
+    HALF: gl.constexpr = WARPS == 1 and not ALONE
+    TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     # with the keys dealt a thread takes four neighbours of the bias in one load
     DEAL: gl.constexpr = MASK == "bias"
@@ -806,8 +828,8 @@ def windows_kernel(
             MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
         )  # fmt: skip
     # the weights of the row sums: 1 for every key there is
-    ones = gl.full((32, 8), 1, gl.int8, RIGHT)
-    at = gl.arange(0, 32, layout=gl.SliceLayout(1, RIGHT))
+    ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
+    at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
     weight = gl.where((_key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
 
@@ -833,7 +855,8 @@ def windows_kernel(
                 x, y = _tile_range(bias)
                 low, high = _wider(low, high, x, y)
                 staged[i].index(tile).store(_stage(bias))
-        marked = _any(_beyond(low, high))
+        # in two steps: behind the one instruction of _any the loop was 2 % slower
+        marked = _any(gl.max(_beyond(low, high), 1))
         barrier()
 
     first, step = place + group * gl.num_programs(2), groups * gl.num_programs(2)
@@ -850,11 +873,11 @@ def windows_kernel(
             k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
         v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
         tile = first_tile
-        following = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
+        following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
         loaded = ()
         if AHEAD:
-            loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, QUERIES, KEYS)
+            loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
         if QUANTIZE:
             keys, w0, w1, head_bits, key_bits, factor = _quantize_window(
                 k, v0, v1, q_base, q_stride_n, CENTER, QUERY_TOKEN, VALUE_CHANNEL, QUERIES
@@ -879,40 +902,35 @@ def windows_kernel(
                 )  # fmt: skip
             key_mantissa, key_exponent = split_scale(key_bits)
         keys_usable = usable_scale(key_bits)
-        largest_key = 0
-        if MASK != "bias":
-            largest = _largest(keys[0])
-            for i in gl.static_range(1, len(WIDTHS)):
-                largest = gl.maximum(largest, gl.convert_layout(_largest(keys[i]), largest.type.layout, assert_trivial=True))
-            largest_key = gl.sum(largest, 0)
         right = ()
         for i in gl.static_range(len(WIDTHS)):
             right = right + (_key_operand(keys[i]),)
         v = _value_operand(w0), _value_operand(w1)
         # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
-        offsets = gl.full((16, 32), -127, gl.int8, LEFT)
-        begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], gl.zeros((16, 32), gl.int32, PRODUCT)))
+        offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
+        begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
+        begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], begin))
         while tile < TILES:
             here = following
             if not ALONE:
-                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * 16, 16, QUERIES)
+                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES)
             q, query_bits = _queries(
-                here, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
+                here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
-                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent, largest_key,
+                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
                 right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
-                loaded, staged, marked, tile, 16, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
+                loaded, staged, marked, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
-        if not ALONE:
+        if HALF:
             if tile * 16 < QUERIES:
                 q, query_bits = _queries(
                     following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
                 )
                 _attend(
                     q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-                    largest_key, right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base,
-                    mask_stride_m, mask_stride_n, (), staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST,
-                    MOST_BITS,
+                    right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base,
+                    mask_stride_m, mask_stride_n, (), staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET,
+                    MOST, MOST_BITS,
                 )  # fmt: skip

@@ -261,7 +261,9 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
         low, high = low - middle, high - middle
     # every warp for itself: a reduction by all of them would pass through shared memory twice
     amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [WARPS], [0]))
-    scale = amplitude_to_scale(gl.reduce(amplitude, 0, nan_max))
+    # the bits of magnitudes have their order, NaN above all, and one instruction finds a warp's largest integer
+    amplitude = gl.max(amplitude.to(gl.int32, bitcast=True), 0)
+    scale = amplitude_to_scale(amplitude.to(gl.float32, bitcast=True))
     inverse = inverse_scale(scale, False)
     for i in gl.static_range(len(k)):
         y = k[i].to(gl.float32)

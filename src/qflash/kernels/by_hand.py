@@ -251,13 +251,13 @@ def _wider(low_a, high_a, low_b, high_b):
 
 
 @gluon.jit
-def channel_maxima(x, PAIRS: gl.constexpr):
+def channel_maxima(x):
     """Maxima of all rows, as float32 in the rows' layout.
 
-    With PAIRS, where a thread has two neighbours of a row, 16-bit numbers travel from lane to lane two in a word.
+    A thread has two neighbours of a row at least: 16-bit numbers travel from lane to lane two in a word.
     """
     L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    if not PAIRS or x.dtype == gl.float32:
+    if x.dtype == gl.float32:
         x = gl.reduce(x.to(gl.float32), 0, nan_max)
     elif x.dtype == gl.float16:
         x = _unpaired(gl.reduce(_pairs(x), 0, _higher_float16), FIRST_F16, SECOND_F16)
@@ -267,10 +267,10 @@ def channel_maxima(x, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def channel_ranges(low, high, PAIRS: gl.constexpr):
+def channel_ranges(low, high):
     """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
     L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    if not PAIRS or low.dtype == gl.float32:
+    if low.dtype == gl.float32:
         low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _wider)
     elif low.dtype == gl.float16:
         low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_float16)

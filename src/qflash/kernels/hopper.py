@@ -112,17 +112,23 @@ def row_layout(channels, bits, warps):
 
 
 @gluon.constexpr_function
-def quad_layout(channels, warps, keys=32):
-    """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word; 32 or 64 keys in all."""
-    each = min(4, channels * keys // (128 * warps))
-    across = channels // (8 * each)
-    return gl.BlockedLayout([4, each], [4, 8], [warps // across, across], [1, 0])
+def quad_layout(rows, channels, warps, piece):
+    """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word.
+
+    ``piece`` keys at a time, each warp's part of them shared out by channels, up to sixteen a thread. A tile of fewer
+    ``rows`` than that has fewer keys a thread.
+    """
+    each = min(16, channels * piece // (128 * warps))
+    lanes = min(8, channels // each)
+    across = channels // (lanes * each)
+    groups = 32 // lanes * (warps // across)
+    return gl.BlockedLayout([min(4, rows // groups), each], [32 // lanes, lanes], [warps // across, across], [1, 0])
 
 
 @gluon.constexpr_function
-def in_pairs(channels, warps):
-    """Whether a thread has two neighbouring channels of :func:`quad_layout`; many warps and few channels leave it one."""
-    return quad_layout(channels, warps).size_per_thread[1] > 1
+def float_layout(rows, channels, warps):
+    """Keys and values that are to be quantised: for ranges of channels a thread had better have few of them."""
+    return quad_layout(rows, channels, warps, 8 * warps)
 
 
 @gluon.constexpr_function
@@ -193,7 +199,7 @@ def _join_rows(a, b):
 @gluon.jit
 def _load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
-    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr = 32,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
@@ -203,10 +209,10 @@ def _load_quads(
         # pieces whose addresses differ by a constant
         a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
         b = _load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
-        x = gl.convert_layout(_join_rows(a, b), quad_layout(D, WARPS, PIECE), assert_trivial=True)
+        x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
     else:
-        L: gl.constexpr = quad_layout(D, WARPS, PIECE)
         ROWS: gl.constexpr = depth(WIDTH)
+        L: gl.constexpr = quad_layout(ROWS, D, WARPS, PIECE)
         n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
         if KEY and WIDTH >= 32:
@@ -224,28 +230,37 @@ def _load_quads(
 
 
 @gluon.jit
+def _own_halves(x, WARPS: gl.constexpr):
+    """Two halves of the rows, the same part of each a thread's: of pieces, or of what a thread has of one."""
+    if x.shape[0] > 8 * WARPS:
+        a, b = halves(x)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
+    return a, b
+
+
+@gluon.jit
 def _lowest_rows(x, WARPS: gl.constexpr):
-    """Minima of rows 32 apart, two numbers an instruction."""
-    if x.shape[0] == 128:
-        a, b = halves(x)
-        c, d = halves(lower(a, b, False))
-        x = lower(c, d, False)
-    elif x.shape[0] == 64:
-        a, b = halves(x)
-        x = lower(a, b, False)
-    return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
+    """Minima of rows of a thread, 32 in all; two numbers an instruction."""
+    if x.shape[0] > 32:
+        a, b = _own_halves(x, WARPS)
+        x = _lowest_rows(lower(a, b, False), WARPS)
+    return gl.convert_layout(x, float_layout(32, x.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
 def _highest_rows(x, WARPS: gl.constexpr):
-    if x.shape[0] == 128:
-        a, b = halves(x)
-        c, d = halves(higher(a, b, False))
-        x = higher(c, d, False)
-    elif x.shape[0] == 64:
-        a, b = halves(x)
-        x = higher(a, b, False)
-    return gl.convert_layout(x, quad_layout(x.shape[1], WARPS), assert_trivial=True)
+    if x.shape[0] > 32:
+        a, b = _own_halves(x, WARPS)
+        x = _highest_rows(higher(a, b, False), WARPS)
+    return gl.convert_layout(x, float_layout(32, x.shape[1], WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _beside(x, tile):
+    """Numbers of channels beside a tile of keys or values."""
+    L: gl.constexpr = tile.type.layout
+    return beside_channels(x, L)
 
 
 @gluon.jit
@@ -255,7 +270,7 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     low, high = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS)
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
-    low, high = channel_ranges(low, high, in_pairs(D, WARPS))
+    low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
@@ -268,7 +283,7 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     for i in gl.static_range(len(k)):
         y = k[i].to(gl.float32)
         if CENTER:
-            y = y - middle[None, :]
+            y = y - _beside(middle, y)
         # a tile of 16 columns or fewer has 32 rows here, the last key repeated
         k_smem[i].slice(0, k[i].shape[0], 0).store(round_to_int8(y, inverse))
     return scale.to(gl.int32, bitcast=True)
@@ -280,13 +295,14 @@ def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr
     most = _highest_rows(gl.abs(v[0]), WARPS)
     for i in gl.static_range(1, len(v)):
         most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
-    most = channel_maxima(most, in_pairs(v_smem[0].shape[0], WARPS))
+    most = channel_maxima(most)
     if not VALUE_CHANNEL:
         most = most * 0.0 + gl.reduce(most, 0, nan_max)
     scale = amplitude_to_scale(most)
     inverse = inverse_scale(scale, False)
     for i in gl.static_range(len(v)):
-        v_smem[i].permute((1, 0)).store(_deal(round_to_int8(v[i].to(gl.float32), inverse[None, :]), ACROSS))
+        y = v[i].to(gl.float32)
+        v_smem[i].permute((1, 0)).store(_deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
     return scale
 
 
@@ -842,9 +858,9 @@ def hopper_kernel(
         k = ()
         v = ()
         for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL),)
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL, 8 * ALL),)
         for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, 8 * ALL),)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = _queries(
@@ -867,8 +883,8 @@ def hopper_kernel(
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
-            # as many keys at a time as give a thread four channels of each
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, 8 * ALL),)
+            # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, depth(WIDTHS[i])),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         if not QUERY_TOKEN:
             head_bits = gl.load(qs_base)

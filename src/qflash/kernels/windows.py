@@ -744,14 +744,14 @@ def _quantize_window(
     low, high = _lowest(k[0]), _highest(k[0])
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
-    low, high = channel_ranges(low, high, True)
+    low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:
         low, high = low - middle, high - middle
     key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
     a, b = halves(higher(gl.abs(v0), gl.abs(v1), False))
     a, b = halves(higher(a, b, False))
-    most = channel_maxima(higher(a, b, False), True)
+    most = channel_maxima(higher(a, b, False))
     if not VALUE_CHANNEL:
         most = gl.reduce(most, 0, nan_max)
     value_scale = amplitude_to_scale(most)

@@ -109,14 +109,13 @@ def profile() -> list[str]:
 def models() -> list[str]:
     """Whole models: images a second, and the ratio to the fastest SDPA back end."""
     lines = [
-        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | INT-Flash-Full | QAttn | **qflash** | ratio | ÷ timm "
-        "| SQNR dB of logits |",
-        "|" + "---|" * 11,
+        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | **qflash** | ratio | ÷ timm | SQNR dB of logits |",
+        "|" + "---|" * 9,
     ]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in rows_of("models_h200"):
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    names = ("timm", "sdpa flash", "sdpa cudnn", "sdpa efficient", "int-flash-full", "qattn", "qflash")
+    names = ("timm", "sdpa flash", "sdpa cudnn", "sdpa efficient", "qflash")
     for (model, batch), methods in found.items():
         speed = {name: methods[name]["images_s"] for name in names}
         cells = ["-" if speed[name] is None else f"{speed[name]:.0f}" for name in names]

@@ -120,33 +120,47 @@ INLINE vector add_products(vector sum, vector a, vector b) {
 #endif
 }
 
-/* c[r][0:WIDTH] = sum over k of a[r][k] * b[k][0:WIDTH]. Of b two values of k stand beside one another, b[k / 2][0:WIDTH][2];
- * an odd depth has a zero behind it. */
-INLINE void tile_rows(const int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
+/* c[r][0:WIDTH] (+)= sum over k of a[r][k] * b[k][0:WIDTH]; of a narrow tile only the first LANES columns. Of b two values of k
+ * stand beside one another, b[k / 2][0:WIDTH][2]; an odd depth has a zero behind it. */
+typedef struct {
+    const int16_t *a, *b;
+    int32_t *c;
+    int64_t a_stride, c_stride, depth;
+    int add, narrow;
+} product;
+
+INLINE void tile_rows(const int rows, const int narrow, const product *by) {
+    const int16_t *a = by->a, *b = by->b;
+    int32_t *c = by->c;
+    const int64_t a_stride = by->a_stride, c_stride = by->c_stride, depth = by->depth;
     vector low[ROWS], high[ROWS];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
+    for (int r = 0; r < rows; r++) {
+        low[r] = by->add ? *(const vector *)(c + r * c_stride) : (vector){0};
+        high[r] = by->add && !narrow ? *(const vector *)(c + r * c_stride + LANES) : (vector){0};
+    }
     for (int64_t k = 0; k < depth; k += 2) {
         vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + 2 * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vector x = (vector){0} + *(const pair_of_halves *)(a + r * a_stride + k);
             low[r] = add_products(low[r], x, b_low);
-            high[r] = add_products(high[r], x, b_high);
+            if (!narrow) high[r] = add_products(high[r], x, b_high);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         *(vector *)(c + r * c_stride) = low[r];
-        *(vector *)(c + r * c_stride + LANES) = high[r];
+        if (!narrow) *(vector *)(c + r * c_stride + LANES) = high[r];
     }
 }
 
-static void tile_few(int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
+static void tile_few(int rows, const product *by) {
     switch (rows) {
 #define CASE(n) \
     case n: \
-        tile_rows(n, a, a_stride, b, depth, c, c_stride); \
+        if (by->narrow) tile_rows(n, 1, by); \
+        else tile_rows(n, 0, by); \
         break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if ROWS > 6
@@ -156,9 +170,8 @@ static void tile_few(int rows, const int16_t *a, int64_t a_stride, const int16_t
     }
 }
 
-static void tile(int rows, const int16_t *a, int64_t a_stride, const int16_t *b, int64_t depth, int32_t *c, int64_t c_stride) {
-    for (int r = 0; r < rows; r += ROWS)
-        tile_few(rows - r < ROWS ? rows - r : ROWS, a + r * a_stride, a_stride, b, depth, c + r * c_stride, c_stride);
+static void tile(int rows, product by) {
+    for (; rows > 0; rows -= ROWS, by.a += ROWS * by.a_stride, by.c += ROWS * by.c_stride) tile_few(rows < ROWS ? rows : ROWS, &by);
 }
 
 /* --- one row of scores ------------------------------------------------------------------------------------ */
@@ -240,9 +253,11 @@ typedef struct {
 
 typedef struct {
     int16_t *key, *value, *query, *p, *upper;
-    int32_t *s, *column, *product;
-    int64_t *numerator;
-    int32_t *multiplier, *shift; /* int8 output: fixed_point.output_multiplier of every channel */
+    int32_t *s, *column;
+    int32_t *sum;                /* products with V; 8 bits of P times 65536 keys fit */
+    int64_t *numerator;          /* what sum cannot hold: online, or 15 bits of P */
+    int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel, */
+    int32_t *shift, *round;      /* whose shift is one by so much, and a rounded one by 1 or 0 */
     float *scale;                /* float output: value scale, NaN where it is not usable */
     int64_t head;                /* whose key and value are packed, -1 none */
     int64_t out_head;            /* whose output scales are prepared */
@@ -252,8 +267,19 @@ typedef struct {
 
 INLINE int64_t even(int64_t n) { return (n + 1) & -2; }
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+INLINE int64_t in_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 /* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
+
+/* A row of int8 as 16-bit integers. */
+INLINE void widen(const int8_t *from, int64_t stride, int64_t n, int16_t *to) {
+    if (stride == 1 && n == WIDTH)
+        for (int64_t k = 0; k < WIDTH; k++) to[k] = from[k];
+    else if (stride == 1)
+        for (int64_t k = 0; k < n; k++) to[k] = from[k];
+    else
+        for (int64_t k = 0; k < n; k++) to[k] = from[k * stride];
+}
 
 static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     const int64_t d = x->head_dim, n = x->keys;
@@ -264,30 +290,26 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
         int16_t rows[WIDTH * 256];
         for (int64_t j = 0; j < WIDTH; j++) {
             const int8_t *from = key + (start + j) * x->k[2];
-            if (j >= inside)
-                for (int64_t k = 0; k < d; k++) rows[j * d + k] = 0;
-            else if (x->k[3] == 1)
-                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k];
-            else
-                for (int64_t k = 0; k < d; k++) rows[j * d + k] = from[k * x->k[3]];
+            int16_t *row = rows + j * even(d);
+            if (j >= inside) memset(row, 0, 2 * d);
+            else widen(from, x->k[3], d, row);
+            if (d & 1) row[d] = 0;
         }
         for (int64_t k = 0; k < even(d); k += 2)
-            for (int64_t j = 0; j < WIDTH; j++) {
-                panel[k * WIDTH + 2 * j] = rows[j * d + k];
-                panel[k * WIDTH + 2 * j + 1] = k + 1 < d ? rows[j * d + k + 1] : 0;
-            }
+            for (int64_t j = 0; j < WIDTH; j++)
+                ((pair_of_halves *)(panel + k * WIDTH))[j] = *(const pair_of_halves *)(rows + j * even(d) + k);
     }
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
         int16_t *panel = w->value + start * even(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
-        for (int64_t j = 0; j < n; j++) {
+        for (int64_t j = 0; j < n; j += 2) {
+            int16_t first[WIDTH] = {0}, second[WIDTH] = {0};
             const int8_t *from = value + j * x->v[2] + start * x->v[3];
-            int16_t *to = panel + (j & -2) * WIDTH + (j & 1);
-            for (int64_t c = 0; c < inside; c++) to[2 * c] = from[c * x->v[3]];
-            for (int64_t c = inside; c < WIDTH; c++) to[2 * c] = 0;
+            widen(from, x->v[3], inside, first);
+            if (j + 1 < n) widen(from + x->v[2], x->v[3], inside, second);
+            for (int64_t c = 0; c < WIDTH; c++)
+                ((pair_of_halves *)(panel + j * WIDTH))[c] = (int32_t)((uint32_t)(uint16_t)first[c] | (uint32_t)second[c] << 16);
         }
-        if (n & 1)
-            for (int64_t c = 0; c < WIDTH; c++) panel[(n - 1) * WIDTH + 2 * c + 1] = 0;
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
     w->reference = split_scale(*scale);
@@ -343,43 +365,64 @@ static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) 
         if (!x->int8_output) continue;
         pair by = output_multiplier(scale, output_scale[c * x->os[2]]);
         w->multiplier[c] = (int32_t)by.mantissa;
-        w->shift[c] = (int32_t)by.exponent;
+        w->round[c] = by.exponent > 0;
+        w->shift[c] = (int32_t)by.exponent - w->round[c];
     }
+}
+
+/* (a * b) >> 32 in every lane */
+INLINE vector high_product(vector a, vector b) {
+#if defined(__AVX512BW__)
+    __m512i even = _mm512_mul_epi32((__m512i)a, (__m512i)b);
+    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    return (vector)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+    __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
+    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    return (vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+    vector high;
+    for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)((int64_t)a[lane] * b[lane] >> 32);
+    return high;
+#endif
 }
 
 /* A row's sum as large as 32 bits allow: the quotient is that times the row's inverse. */
 INLINE int32_t left_aligned(int64_t numerator, int bits) { return (int32_t)((int64_t)((uint64_t)numerator << 24) >> bits); }
 
+/* Writes a row out. Its numerators are `sum`, or in `numerator` if that is not NULL. */
 static void finish_row(
-    const problem *x, const workspace *w, const int64_t *restrict numerator, int64_t denominator, int bad, int64_t at
+    const problem *x, const workspace *w, int32_t *restrict sum, const int64_t *restrict numerator, int64_t denominator, int bad,
+    int64_t at
 ) {
     const int64_t channels = x->value_dim;
     const int bits = bit_length(denominator);
     const int32_t inverse = (int32_t)reciprocal((denominator ? denominator : 1) << (31 - (bits ? bits : 1)));
     const float *restrict scale = w->scale;
-    int32_t floors[256];
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
-            int64_t whole = (int64_t)left_aligned(numerator[c], bits) * inverse >> 53, remainder = numerator[c] - whole * denominator;
-            floors[c] = denominator ? (int32_t)(whole + (remainder >= denominator) - (remainder < 0)) : 0;
+            int64_t one = numerator ? numerator[c] : sum[c];
+            int64_t whole = (int64_t)left_aligned(one, bits) * inverse >> 53, remainder = one - whole * denominator;
+            sum[c] = denominator ? (int32_t)(whole + (remainder >= denominator) - (remainder < 0)) : 0;
         }
     if (x->int8_output) {
         int8_t *restrict out = (int8_t *)x->out + at;
-        const int32_t *restrict multiplier = w->multiplier, *restrict shift = w->shift;
-        int32_t scaled[256], by[256];
+        const int up = bits < 24 ? 24 - bits : 0, down = bits > 24 ? bits - 24 : 0;
         if (x->floor_output)
-            for (int64_t c = 0; c < channels; c++) scaled[c] = floors[c] * (1 << 23), by[c] = multiplier[c] >> 2;
+            for (int64_t c = 0; c < channels; c++) sum[c] *= 1 << 23;
+        else if (numerator)
+            for (int64_t c = 0; c < channels; c++) sum[c] = left_aligned(numerator[c], bits);
         else
-            for (int64_t c = 0; c < channels; c++) {
-                scaled[c] = left_aligned(numerator[c], bits);
-                by[c] = (int32_t)((int64_t)inverse * multiplier[c] >> 32);
-            }
+            for (int64_t c = 0; c < channels; c++) sum[c] = (int32_t)((uint32_t)sum[c] << up) >> down;
+        for (int64_t c = 0; c < channels; c += LANES) {
+            vector multiplier = *(const vector *)(w->multiplier + c), round = *(const vector *)(w->round + c);
+            vector by = x->floor_output ? multiplier >> 2 : high_product((vector){0} + inverse, multiplier);
+            vector rounded = high_product(*(const vector *)(sum + c), by) >> *(const vector *)(w->shift + c);
+            *(vector *)(sum + c) = (rounded + round) >> round;
+        }
         for (int64_t c = 0; c < channels; c++) {
-            int32_t wide = (int32_t)((int64_t)scaled[c] * by[c] >> 32);
-            int32_t rounded = ((wide >> (shift[c] > 0 ? shift[c] - 1 : 0)) + 1) >> 1;
-            rounded = shift[c] > 0 ? rounded : wide;
-            rounded = rounded > 127 ? 127 : rounded;
-            out[c] = (int8_t)(rounded < -128 ? -128 : rounded);
+            int32_t one = sum[c] > 127 ? 127 : sum[c];
+            out[c] = (int8_t)(one < -128 ? -128 : one);
         }
         return;
     }
@@ -388,9 +431,11 @@ static void finish_row(
     if (bad)
         for (int64_t c = 0; c < channels; c++) out[c] = NAN;
     else if (x->floor_output)
-        for (int64_t c = 0; c < channels; c++) out[c] = (float)floors[c] * scale[c];
-    else
+        for (int64_t c = 0; c < channels; c++) out[c] = (float)sum[c] * scale[c];
+    else if (numerator)
         for (int64_t c = 0; c < channels; c++) out[c] = (float)numerator[c] * weight * scale[c];
+    else
+        for (int64_t c = 0; c < channels; c++) out[c] = (float)sum[c] * weight * scale[c];
 }
 
 /* A block of up to BLOCK queries, from scores to output. */
@@ -402,7 +447,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     };
     const int kind = x->masked == 2 ? BIAS : x->key_token ? TOKEN : NARROW;
     /* causal: keys that no query of the block sees are left out */
-    const int64_t n = x->causal ? at_most(x->keys, first + rows) : x->keys, width = padded(n);
+    const int64_t n = x->causal ? at_most(x->keys, first + rows) : x->keys, width = in_vectors(n);
     const int64_t step = by.online ? by.key_block : CHUNK, blocks = (n + step - 1) / step;
     pair multiplier[BLOCK];
     int32_t row_max[BLOCK];
@@ -411,10 +456,11 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
-        for (int64_t k = 0; k < d; k++) w->query[r * even(d) + k] = from[k * x->q[3]];
+        widen(from, x->q[3], d, w->query + r * even(d));
         if (d & 1) w->query[r * even(d) + d] = 0;
     }
-    for (int64_t start = 0; start < n; start += WIDTH) tile(rows, w->query, even(d), w->key + start * even(d), d, w->s + start, line);
+    for (int64_t start = 0; start < n; start += WIDTH)
+        tile(rows, (product){w->query, w->key + start * even(d), w->s + start, even(d), line, d, 0, n - start <= LANES});
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
@@ -440,7 +486,8 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         else
             row_max[r] = MASKED;
     }
-    memset(w->numerator, 0, sizeof(int64_t) * rows * channels);
+    const int wide = by.online || by.bits == 15;
+    if (wide) memset(w->numerator, 0, sizeof(int64_t) * rows * channels);
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t start = block * step, depth = at_most(step, n - start);
         if (by.online) {
@@ -467,38 +514,45 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         for (int64_t c = 0; c < channels; c += WIDTH) {
             for (int high = by.bits == 15; high >= 0; high--) {
                 const int16_t *p = high ? w->upper : w->p;
-                const int32_t *restrict product = w->product;
                 const int32_t weight = high ? 256 : 1;
-                tile(rows, p + start, line, w->value + c * even(x->keys) + start * WIDTH, depth, w->product, WIDTH);
-                for (int r = 0; r < rows; r++) {
-                    int64_t *restrict sum = w->numerator + r * channels + c;
-                    for (int j = 0; j < WIDTH; j++) sum[j] += (int64_t)product[r * WIDTH + j] * weight;
+                tile(rows, (product){
+                    p + start, w->value + c * even(x->keys) + start * WIDTH, w->sum + c, line, channels, depth, !wide && block > 0,
+                    x->value_dim - c <= LANES,
+                });
+                for (int r = 0; wide && r < rows; r++) {
+                    int64_t *restrict numerator = w->numerator + r * channels + c;
+                    const int32_t *restrict sum = w->sum + r * channels + c;
+                    for (int j = 0; j < WIDTH; j++) numerator[j] += (int64_t)sum[j] * weight;
                 }
             }
         }
     }
     for (int r = 0; r < rows; r++) {
-        int64_t *numerator = w->numerator + r * channels;
+        int64_t *numerator = wide ? w->numerator + r * channels : NULL;
         if (by.online)
             for (int64_t c = 0; c < channels; c++) numerator[c] = clamp(numerator[c], -128 * total[r], 128 * total[r]);
-        finish_row(x, w, numerator, total[r], bad[r], z * x->o[0] + h * x->o[1] + (first + r) * x->o[2]);
+        finish_row(
+            x, w, w->sum + r * channels, numerator, total[r], bad[r], z * x->o[0] + h * x->o[1] + (first + r) * x->o[2]
+        );
     }
 }
 
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
     const size_t halves = line * even(d) + channels * even(x->keys) + BLOCK * (even(d) + line + (x->bits == 15 ? line : 0));
-    const size_t integers = BLOCK * line + line + 2 * channels + BLOCK * WIDTH + channels;
+    const size_t integers = BLOCK * line + line + 3 * channels + BLOCK * channels + channels;
     const size_t longs = BLOCK * channels;
-    *memory = malloc(8 * longs + 4 * integers + 2 * halves);
+    /* of vectors no lane may be read before it is written */
+    *memory = calloc(8 * longs + 4 * integers + 2 * halves, 1);
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
     w->s = (int32_t *)(w->numerator + longs);
     w->column = w->s + BLOCK * line;
     w->multiplier = w->column + line;
     w->shift = w->multiplier + channels;
-    w->product = w->shift + channels;
-    w->scale = (float *)(w->product + BLOCK * WIDTH);
+    w->round = w->shift + channels;
+    w->sum = w->round + channels;
+    w->scale = (float *)(w->sum + BLOCK * channels);
     w->key = (int16_t *)(w->scale + channels);
     w->value = w->key + line * even(d);
     w->query = w->value + channels * even(x->keys);

@@ -88,7 +88,7 @@ INLINE pair wide_multiplier(pair s, int64_t head_dim, int64_t most) {
 
 INLINE int64_t reciprocal(int64_t divisor) {
     int64_t x = 1515870810 - multiply_high(divisor, 2021161080);
-    for (int step = 0; step < 3; step++) x += multiply_high(x, ((1 << 28) - multiply_high(divisor, x)) << 4);
+    for (int step = 0; step < 3; step++) x += multiply_high(x, ((1 << 28) - multiply_high(divisor, x)) * 16);
     return x;
 }
 
@@ -103,6 +103,12 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
     uint32_t octaves = step >> fraction_bits;
     uint32_t fraction = fraction_bits < 8 ? step << (8 - fraction_bits) : step >> (fraction_bits - 8);
     return (int64_t)((512 - (fraction & 255)) << 15) >> (octaves < 31 ? octaves : 31);
+}
+
+INLINE vector lane_numbers(void) {
+    vector number = {0};
+    for (int lane = 0; lane < LANES; lane++) number[lane] = lane;
+    return number;
 }
 
 /* --- matrix product --------------------------------------------------------------------------------------- */
@@ -352,18 +358,24 @@ static void row_scores(
         const uint8_t *mask = (const uint8_t *)x->mask + mask_at;
         for (int64_t j = 0; j < n; j++) s[j] = mask[j * m_stride] ? s[j] : MASKED;
     }
-    for (int64_t j = x->causal && i + 1 < n ? i + 1 : n; j < width; j++) s[j] = MASKED;
+    const int64_t seen = x->causal && i + 1 < n ? i + 1 : n;
+    /* whole vectors: what is written in pieces could not be read as one before it has left the store buffer */
+    for (int64_t j = seen / LANES * LANES; j < width; j += LANES) {
+        vector inside = lane_numbers() + (int32_t)j < (vector){0} + (int32_t)seen;
+        *(vector *)(s + j) = (*(vector *)(s + j) & inside) | (((vector){0} + MASKED) & ~inside);
+    }
 }
 
 /* What the channels of a head are multiplied with at the end. */
 static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) {
     const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
     const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
+    pair by = {0, 0};
     for (int64_t c = 0; c < x->value_dim; c++) {
         float scale = value_scale[c * x->vs[2]];
         w->scale[c] = usable(scale) ? scale : NAN;
         if (!x->int8_output) continue;
-        pair by = output_multiplier(scale, output_scale[c * x->os[2]]);
+        if (c == 0 || x->vs[2] || x->os[2]) by = output_multiplier(scale, output_scale[c * x->os[2]]);
         w->multiplier[c] = (int32_t)by.mantissa;
         w->round[c] = by.exponent > 0;
         w->shift[c] = (int32_t)by.exponent - w->round[c];
@@ -453,6 +465,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     int32_t row_max[BLOCK];
     int bad[BLOCK];
     int64_t total[BLOCK];
+    int drop = 0;
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
@@ -463,13 +476,17 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         tile(rows, (product){w->query, w->key + start * even(d), w->s + start, even(d), line, d, 0, n - start <= LANES});
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
-        pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
-        int drop = 0;
-        if (x->key_token) multiplier[r] = wide_multiplier(unit, d, kind == BIAS ? 16 : 24);
-        else multiplier[r] = narrow_multiplier(unit, d, kind == BIAS);
-        if (kind == BIAS) {
-            drop = multiplier[r].exponent > 16 ? (int)multiplier[r].exponent - 16 : 0;
-            multiplier[r].exponent -= drop;
+        if (r == 0 || x->qs[2]) {
+            pair unit = combine_scales(split_scale(scale), w->reference, (pair){x->constant_mantissa, x->constant_exponent});
+            if (x->key_token) multiplier[r] = wide_multiplier(unit, d, kind == BIAS ? 16 : 24);
+            else multiplier[r] = narrow_multiplier(unit, d, kind == BIAS);
+            drop = 0;
+            if (kind == BIAS) {
+                drop = multiplier[r].exponent > 16 ? (int)multiplier[r].exponent - 16 : 0;
+                multiplier[r].exponent -= drop;
+            }
+        } else {
+            multiplier[r] = multiplier[r - 1];
         }
         int32_t *s = w->s + r * line;
         row_scores(x, w, s, n, width, z, h, first + r, multiplier[r], drop);

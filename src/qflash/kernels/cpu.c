@@ -210,8 +210,7 @@ INLINE int64_t probabilities(
         octaves = octaves < 31 ? octaves : 31;
         uint32_t fraction = ((t << left) >> right) & 255;
         uint32_t mantissa = quadratic ? (511 - fraction) * (511 - fraction) + (1 << 17) : (512 - fraction) * full;
-        uint32_t value = wide ? (mantissa << up) >> octaves : mantissa * ((1u << up) >> octaves);
-        value = (value + half) >> down;
+        uint32_t value = (((mantissa << up) >> octaves) + half) >> down; /* 32 bits: probability_constants sees to that */
         value = s[j] == MASKED ? 0 : value;
         total += value;
         if (wide) {

@@ -525,3 +525,15 @@ def test_twin_usable_scale() -> None:
     expected = torch.tensor([True, True, True] + [False] * 7)
     assert torch.equal(fp.usable_scale(scale), expected)
     assert_twins(run_twin("usable", scale), expected)
+
+
+@pytest.mark.parametrize("exponential", ["quadratic", "linear"])
+@pytest.mark.parametrize("bits", [7, 8])
+def test_one_shift_of_32_bits_is_the_product_with_a_power_of_two(exponential: str, bits: int) -> None:
+    """What cpu.c does with every mantissa and every number of octaves, rounded or not."""
+    fraction, octaves = torch.arange(256)[:, None], torch.arange(32)[None, :]
+    mantissa = fp.exp2_mantissa(fraction, exponential, bits)
+    _, up, down = fp.probability_constants(exponential, bits)
+    for half in (0, 1 << (down - 1)):
+        assert int(mantissa.max() << up) + half < 2**32
+        assert torch.equal((((mantissa << up) >> octaves) + half) >> down, (mantissa * ((1 << up) >> octaves) + half) >> down)

@@ -203,7 +203,8 @@ def _load_quads(
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
-    A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the values by :func:`held_order`.
+    PIECE keys at a time (:func:`quad_layout`). A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the
+    values by :func:`held_order`.
     """
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant

@@ -115,8 +115,12 @@ INLINE vector lane_numbers(void) {
 
 /* sum + a0 * b0 + a1 * b1 in every lane, of whose 16-bit halves these are */
 INLINE vector add_products(vector sum, vector a, vector b) {
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+    return (vector)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
     return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (vector)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
     return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)

@@ -617,9 +617,14 @@ def _last_stored(
 
 
 @gluon.jit
+def _row(query_bits, keys, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
+    """What makes exponents of rows' scores, from the bits of their queries' scales and what there is about the keys."""
+    return row_multiplier(query_bits, keys[1], keys[2], keys[3], keys[4], "none", False, 0, MOST, MOST_BITS, False)
+
+
+@gluon.jit
 def _last_rows(
-    q_smem, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    k_smem, v_smem, p_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    q_smem, query_bits, row, keys, k_smem, v_smem, p_smem, output, o_stride_n: gl.constexpr, first, queries,
     KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
@@ -633,21 +638,10 @@ def _last_rows(
     TILES: gl.constexpr = len(WIDTHS)
     L: gl.constexpr = product_layout(N, WARPS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    usable = keys_usable & usable_scale(query_bits)
+    sums, factor, shift, half, o_base = output
+    usable = keys[0] & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = row_multiplier(
-            query_bits,
-            key_mantissa,
-            key_exponent,
-            constant_mantissa,
-            constant_exponent,
-            "none",
-            False,
-            0,
-            MOST,
-            MOST_BITS,
-            False,
-        )
+        row = _row(query_bits, keys, MOST, MOST_BITS)
     multiplier, fraction_bits, _ = row
     scores = ()
     for t in gl.static_range(TILES):
@@ -714,12 +708,20 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
 
 @gluon.jit
 def _block(
-    scores, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries,
+    scores, query_bits, row, keys, memory, output, o_stride_n: gl.constexpr, first, queries,
     KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries, whose products with the keys are under way."""
+    """Attention of a block of queries, whose products with the keys are under way.
+
+    Args:
+        row: what :func:`_row` returns, if queries have one scale.
+        keys: whether their scale can be used, it and the softmax's, in two parts each.
+        memory: values, and where warps that share a row leave probabilities, maxima and sums.
+        output: 127 times the sums of channels, what outputs are multiplied with and shifted by, where they go.
+    """
+    v_smem, p_smem, most_smem, total_smem = memory
+    sums, factor, shift, half, o_base = output
     M: gl.constexpr = 16 * WARPS
     D: gl.constexpr = v_smem[0].shape[0]
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
@@ -732,12 +734,9 @@ def _block(
     if FOLD:
         for t in gl.static_range(TILES):
             accumulator = _less_sums(accumulator, v_smem[t], M, PV)
-    usable = keys_usable & usable_scale(query_bits)
+    usable = keys[0] & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = row_multiplier(
-            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
-            False,
-        )  # fmt: skip
+        row = _row(query_bits, keys, MOST, MOST_BITS)
     multiplier, fraction_bits, _ = row
     s = warpgroup_mma_wait(TILES - 1 + BEHIND, [scores[0]])
     ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS, ACROSS), assert_trivial=True),)
@@ -895,14 +894,12 @@ def hopper_kernel(
         for i in gl.static_range(TILES):
             v_smem[i].permute((1, 0)).store(_deal(v[i], ACROSS))
         async_copy.wait_group(0)
-    keys_usable = usable_scale(key_bits)
+    usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
+    keys = usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent
     row = 0, 0, 0
     if not QUERY_TOKEN:
-        row = row_multiplier(
-            head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS,
-            False,
-        )  # fmt: skip
+        row = _row(head_bits, keys, MOST, MOST_BITS)
     if TAIL:
         last_smem = _allocate(TAIL, D)
         last_bits = _last_queries(
@@ -930,11 +927,12 @@ def hopper_kernel(
             sums += _channel_sums(v_smem[i], WARPS, ACROSS)
         sums = 127 * sums
 
+    memory = v_smem, p_smem, most_smem, total_smem
+    output = sums, factor, shift, half, o_base
     if EARLY:
         _block(
-            scores, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-            v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base, o_stride_n, block * BLOCK_M, queries,
-            KEYS, WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+            scores, query_bits, row, keys, memory, output, o_stride_n, block * BLOCK_M, queries, KEYS, WARPS, ACROSS, FOLD,
+            OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
@@ -949,10 +947,10 @@ def hopper_kernel(
             q, query_bits = _queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
+            scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
-                _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS), query_bits, row, keys_usable, key_mantissa, key_exponent,
-                constant_mantissa, constant_exponent, v_smem, p_smem, most_smem, total_smem, sums, factor, shift, half, o_base,
-                o_stride_n, first, queries, KEYS, WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+                scores, query_bits, row, keys, memory, output, o_stride_n, first, queries, KEYS, WARPS, ACROSS, FOLD, OFFSET,
+                MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
@@ -961,9 +959,9 @@ def hopper_kernel(
             last_p_smem = ()
             for i in gl.static_range(TILES):
                 last_p_smem = last_p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
+            last_sums = gl.convert_layout(sums, gl.SliceLayout(1, L))
+            last_output = last_sums, _across(factor, D, L), _across(shift, D, L), _across(half, D, L), o_base
             _last_rows(
-                last_smem, last_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-                k_smem, v_smem, last_p_smem, gl.convert_layout(sums, gl.SliceLayout(1, L)), _across(factor, D, L),
-                _across(shift, D, L), _across(half, D, L), o_base, o_stride_n, blocks * BLOCK_M, queries, KEYS, WARPS, OFFSET,
-                MOST, MOST_BITS,
+                last_smem, last_bits, row, keys, k_smem, v_smem, last_p_smem, last_output, o_stride_n, blocks * BLOCK_M,
+                queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip

@@ -650,51 +650,66 @@ def _queries(
 
 
 @gluon.jit
+def _row(query_bits, keys, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
+    """What makes exponents of rows' scores, from the bits of their queries' scales and what there is about the keys."""
+    return row_multiplier(query_bits, keys[1], keys[2], keys[3], keys[4], MASK, False, 0, MOST, MOST_BITS, False)
+
+
+@gluon.jit
 def _attend(
-    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-    k, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n: gl.constexpr,
-    mask_base, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, loaded, staged, staged_marks, tile,
+    q, query_bits, row, keys, operands, output, o_stride_n: gl.constexpr,
+    bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries, ROWS of them."""
+    """Attention of a tile of queries, ROWS of them.
+
+    Args:
+        row: what :func:`_row` returns, if queries have one scale.
+        keys: whether their scale can be used, it and the softmax's, in two parts each.
+        operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
+        output: what outputs are multiplied with and shifted by, where they go.
+        bias: where it lies in memory, what of it lies in shared memory, whether that holds a mark.
+        loaded: the tile's bias if AHEAD.
+    """
+    k, v, begin, ones, weight = operands
+    factor, shift, half, o_base = output
+    mask_base, staged, staged_marks = bias
     first = tile * 16 * gl.num_warps()
     if query_bits.type.is_block():
-        row = row_multiplier(
-            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS, False
-        )
+        row = _row(query_bits, keys, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
     q = _query_operand(q)
-    usable = keys_usable & usable_scale(query_bits)
+    usable = keys[0] & usable_scale(query_bits)
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
     if MASK == "bias":
         if STAGED:
-            bias = (_staged(staged[0].index(tile), ROWS),)
+            b = (_staged(staged[0].index(tile), ROWS),)
             for i in gl.static_range(1, len(k)):
-                bias = bias + (_staged(staged[i].index(tile), ROWS),)
+                b = b + (_staged(staged[i].index(tile), ROWS),)
             careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
         else:
             if not AHEAD:
                 loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
-            bias = ()
+            b = ()
             for i in gl.static_range(len(k)):
-                bias = bias + (_beside_scores(loaded[i]),)
-            low, high = _range(bias)
+                b = b + (_beside_scores(loaded[i]),)
+            low, high = _range(b)
             careful = _any(_beyond(low, high) | beside_rows((fraction_bits < 16).to(gl.int32), score_layout(ROWS, 8)))
         if careful:
             z = ()
             for i in gl.static_range(len(k)):
-                z = z + (_add_any_bias(s[i], _fixed_with_marks(bias[i]), multiplier, fraction_bits, drop),)
+                z = z + (_add_any_bias(s[i], _fixed_with_marks(b[i]), multiplier, fraction_bits, drop),)
             row_max = _row_max(z)
             p = _all_stored(z, row_max, multiplier, fraction_bits, OFFSET)
             numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
             y = ()
             for i in gl.static_range(len(k)):
-                y = y + (_add_bias(s[i], _fixed(bias[i]), multiplier, drop),)
+                y = y + (_add_bias(s[i], _fixed(b[i]), multiplier, drop),)
             row_max = _row_max(y)
             numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
@@ -723,9 +738,8 @@ def _given_scales(
     if not QUERY_TOKEN:
         query_bits = gl.load(qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h)
         key_mantissa, key_exponent = split_scale(key_bits)
-        row = row_multiplier(
-            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST, MOST_BITS, False
-        )
+        keys = 0, key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        row = _row(query_bits, keys, MASK, MOST, MOST_BITS)
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     factor, shift, half = output_factors(
@@ -886,10 +900,9 @@ def windows_kernel(
             key_mantissa, key_exponent = split_scale(key_bits)
             row = 0, 0, 0
             if not QUERY_TOKEN:
-                row = row_multiplier(
-                    head_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, False, 0, MOST,
-                    MOST_BITS, False,
-                )  # fmt: skip
+                row = _row(
+                    head_bits, (0, key_mantissa, key_exponent, constant_mantissa, constant_exponent), MASK, MOST, MOST_BITS
+                )
         else:
             keys, w0, w1 = k, v0, v1
             if ONE_SCALE:
@@ -901,7 +914,7 @@ def windows_kernel(
                     constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
                 )  # fmt: skip
             key_mantissa, key_exponent = split_scale(key_bits)
-        keys_usable = usable_scale(key_bits)
+        about_keys = usable_scale(key_bits), key_mantissa, key_exponent, constant_mantissa, constant_exponent
         right = ()
         for i in gl.static_range(len(WIDTHS)):
             right = right + (_key_operand(keys[i]),)
@@ -910,6 +923,9 @@ def windows_kernel(
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
         begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
         begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], begin))
+        operands = right, v, begin, ones, weight
+        output = factor, shift, half, o_base
+        bias = mask_base, staged, marked
         while tile < TILES:
             here = following
             if not ALONE:
@@ -918,9 +934,8 @@ def windows_kernel(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
-                q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-                right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base, mask_stride_m, mask_stride_n,
-                loaded, staged, marked, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
+                q, query_bits, row, about_keys, operands, output, o_stride_n, bias, loaded, mask_stride_m, mask_stride_n, tile,
+                BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -929,8 +944,6 @@ def windows_kernel(
                     following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
                 )
                 _attend(
-                    q, query_bits, row, keys_usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent,
-                    right, v, begin, ones, weight, factor, shift, half, o_base, o_stride_n, mask_base,
-                    mask_stride_m, mask_stride_n, (), staged, marked, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET,
-                    MOST, MOST_BITS,
+                    q, query_bits, row, about_keys, operands, output, o_stride_n, bias, (), mask_stride_m, mask_stride_n, tile,
+                    8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
                 )  # fmt: skip

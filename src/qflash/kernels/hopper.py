@@ -241,19 +241,11 @@ def _own_halves(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _lowest_rows(x, WARPS: gl.constexpr):
-    """Minima of rows of a thread, 32 in all; two numbers an instruction."""
+def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
+    """Minima (EXTREME is :func:`lower`) or maxima of the rows of a thread, 32 in all; two numbers an instruction."""
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
-        x = _lowest_rows(lower(a, b, False), WARPS)
-    return gl.convert_layout(x, float_layout(32, x.shape[1], WARPS), assert_trivial=True)
-
-
-@gluon.jit
-def _highest_rows(x, WARPS: gl.constexpr):
-    if x.shape[0] > 32:
-        a, b = _own_halves(x, WARPS)
-        x = _highest_rows(higher(a, b, False), WARPS)
+        x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
     return gl.convert_layout(x, float_layout(32, x.shape[1], WARPS), assert_trivial=True)
 
 
@@ -268,9 +260,10 @@ def _beside(x, tile):
 def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     """Quantise the tiles of keys into shared memory; return the bits of their scale."""
     D: gl.constexpr = k_smem[0].shape[1]
-    low, high = _lowest_rows(k[0], WARPS), _highest_rows(k[0], WARPS)
+    low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
     for i in gl.static_range(1, len(k)):
-        low, high = lower(low, _lowest_rows(k[i], WARPS), False), higher(high, _highest_rows(k[i], WARPS), False)
+        low = lower(low, _own_extremes(k[i], lower, WARPS), False)
+        high = higher(high, _own_extremes(k[i], higher, WARPS), False)
     low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:
@@ -293,9 +286,9 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Quantise the tiles of values into shared memory, transposed; return the channels' scales."""
-    most = _highest_rows(gl.abs(v[0]), WARPS)
+    most = _own_extremes(gl.abs(v[0]), higher, WARPS)
     for i in gl.static_range(1, len(v)):
-        most = higher(most, _highest_rows(gl.abs(v[i]), WARPS), False)
+        most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
     most = channel_maxima(most)
     if not VALUE_CHANNEL:
         most = most * 0.0 + gl.reduce(most, 0, nan_max)

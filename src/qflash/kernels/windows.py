@@ -299,19 +299,11 @@ def _first_eight(q):
 
 
 @gluon.jit
-def _lowest(x):
-    """Minima of keys eight apart, two numbers an instruction."""
+def _extremes(x, EXTREME: gl.constexpr):
+    """Minima (EXTREME is :func:`lower`) or maxima of keys eight apart, two numbers an instruction."""
     if x.shape[0] > 8:
         a, b = halves(x)
-        x = _lowest(lower(a, b, False))
-    return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _highest(x):
-    if x.shape[0] > 8:
-        a, b = halves(x)
-        x = _highest(higher(a, b, False))
+        x = _extremes(EXTREME(a, b, False), EXTREME)
     return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
 
 
@@ -755,9 +747,9 @@ def _quantize_window(
 ):  # fmt: skip
     """Keys and values as int8; the bits of a scale for all queries, if there is one, and of the keys'; the values' scale."""
     WARPS: gl.constexpr = gl.num_warps()
-    low, high = _lowest(k[0]), _highest(k[0])
+    low, high = _extremes(k[0], lower), _extremes(k[0], higher)
     for i in gl.static_range(1, len(k)):
-        low, high = lower(low, _lowest(k[i]), False), higher(high, _highest(k[i]), False)
+        low, high = lower(low, _extremes(k[i], lower), False), higher(high, _extremes(k[i], higher), False)
     low, high = channel_ranges(low, high)
     middle = (low + high) * 0.5
     if CENTER:

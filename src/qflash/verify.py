@@ -489,10 +489,10 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
 
         columns, tiles = sum(row_widths(call.arguments["KEYS"])), 1
     elif call.kernel.__name__ == "windows_kernel":
-        from .kernels.windows import widths
+        from .kernels.windows import has_half, widths
 
         # its code is one tile of sixteen queries a warp, which may be walked through, and then one of eight for the rest
-        half = warps == 1 and 16 * call.arguments["SPLITS"] < call.arguments["QUERIES"]
+        half = has_half(call.arguments["QUERIES"], warps, call.arguments["SPLITS"])
         block_m, columns, tiles = 16 * warps + 8 * half, sum(widths(call.arguments["KEYS"])), 1
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)

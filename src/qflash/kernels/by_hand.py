@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from .integer import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
 from .quantize import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
-from .tile import MASKED
+from .tile import MASKED, row_multiplier
 
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -45,6 +45,12 @@ LEAST_IF_NEEDED = gl.constexpr(
 )
 LEAST_IF_NEEDED_TWO = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
 vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7, {MASKED.value}, p;}}""")
+
+
+@gluon.jit
+def row_factors(query_bits, units, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
+    """:func:`.tile.row_multiplier` for one key scale a head; ``units`` are it and the softmax's, in two parts each."""
+    return row_multiplier(query_bits, units[0], units[1], units[2], units[3], MASK, False, 0, MOST, MOST_BITS, False)
 
 
 @gluon.jit
@@ -135,15 +141,15 @@ def _together(pieces, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def least_if_needed(row_max, most, multiplier, fraction_bits, TWO: gl.constexpr = True):
+def least_if_needed(row_max, most, multiplier, fraction_bits):
     """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
 
-    No score lies below ``-most``. A thread has one of the rows, or TWO.
+    No score lies below ``-most``. Of eight rows a thread has one, of more two.
     """
     reach = (row_max + most) * multiplier
     least = least_score(row_max, multiplier, fraction_bits)
     limit = row_max * 0 + (OCTAVES << fraction_bits)
-    if TWO:
+    if row_max.shape[0] > 8:
         least = gl.inline_asm_elementwise(LEAST_IF_NEEDED_TWO, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
     else:
         least = gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,r,r,r", [reach, limit, least], gl.int32, True, 1)
@@ -257,12 +263,12 @@ def channel_maxima(x):
     A thread has two neighbours of a row at least: 16-bit numbers travel from lane to lane two in a word.
     """
     L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    if x.dtype == gl.float32:
-        x = gl.reduce(x.to(gl.float32), 0, nan_max)
-    elif x.dtype == gl.float16:
+    if x.dtype == gl.float16:
         x = _unpaired(gl.reduce(_pairs(x), 0, _higher_float16), FIRST_F16, SECOND_F16)
-    else:
+    elif x.dtype == gl.bfloat16:
         x = _unpaired(gl.reduce(_pairs(x), 0, _higher_bfloat16), FIRST_BF16, SECOND_BF16)
+    else:
+        x = gl.reduce(x, 0, nan_max)
     return gl.convert_layout(x, L, assert_trivial=True)
 
 
@@ -270,14 +276,14 @@ def channel_maxima(x):
 def channel_ranges(low, high):
     """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
     L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    if low.dtype == gl.float32:
-        low, high = gl.reduce((low.to(gl.float32), high.to(gl.float32)), 0, _wider)
-    elif low.dtype == gl.float16:
+    if low.dtype == gl.float16:
         low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_float16)
         low, high = _unpaired(low, FIRST_F16, SECOND_F16), _unpaired(high, FIRST_F16, SECOND_F16)
-    else:
+    elif low.dtype == gl.bfloat16:
         low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_bfloat16)
         low, high = _unpaired(low, FIRST_BF16, SECOND_BF16), _unpaired(high, FIRST_BF16, SECOND_BF16)
+    else:
+        low, high = gl.reduce((low, high), 0, _wider)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
 
 

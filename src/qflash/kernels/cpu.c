@@ -105,12 +105,6 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
     return (int64_t)((512 - (fraction & 255)) << 15) >> (octaves < 31 ? octaves : 31);
 }
 
-INLINE vector lane_numbers(void) {
-    vector number = {0};
-    for (int lane = 0; lane < LANES; lane++) number[lane] = lane;
-    return number;
-}
-
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
 /* sum + a0 * b0 + a1 * b1 in every lane, of whose 16-bit halves these are */
@@ -338,6 +332,12 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     }
 }
 
+INLINE vector lane_numbers(void) {
+    vector number = {0};
+    for (int lane = 0; lane < LANES; lane++) number[lane] = lane;
+    return number;
+}
+
 /* Turns a row of the product into scores in the unit reference._Scores.tile gives them; keys that take no part are
  * MASKED. */
 static void row_scores(
@@ -427,7 +427,7 @@ static void finish_row(
             for (int64_t c = 0; c < channels; c++) sum[c] *= 1 << 23;
         else if (numerator)
             for (int64_t c = 0; c < channels; c++) sum[c] = left_aligned(numerator[c], bits);
-        else
+        else /* left_aligned without 64 bits, of which vectors have half as many */
             for (int64_t c = 0; c < channels; c++) sum[c] = (int32_t)((uint32_t)sum[c] << up) >> down;
         for (int64_t c = 0; c < channels; c += LANES) {
             vector multiplier = *(const vector *)(w->multiplier + c), round = *(const vector *)(w->round + c);

@@ -43,6 +43,7 @@ from .by_hand import (
     raised_if_needed,
     round_to_int8,
     row_exponents,
+    row_factors,
     twice_probabilities,
     unpack,
 )
@@ -55,7 +56,7 @@ from .integer import (
     usable_scale,
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
-from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words, row_multiplier
+from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -126,9 +127,9 @@ def quad_layout(rows, channels, warps, piece):
 
 
 @gluon.constexpr_function
-def float_layout(rows, channels, warps):
-    """Keys and values that are to be quantised: for ranges of channels a thread had better have few of them."""
-    return quad_layout(rows, channels, warps, 8 * warps)
+def float_piece(warps):
+    """Keys at a time where they are to be quantised: for ranges of channels a thread had better have few of these."""
+    return 8 * warps
 
 
 @gluon.constexpr_function
@@ -233,7 +234,7 @@ def _load_quads(
 @gluon.jit
 def _own_halves(x, WARPS: gl.constexpr):
     """Two halves of the rows, the same part of each a thread's: of pieces, or of what a thread has of one."""
-    if x.shape[0] > 8 * WARPS:
+    if x.shape[0] > float_piece(WARPS):
         a, b = halves(x)
     else:
         a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
@@ -246,7 +247,7 @@ def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
         x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
-    return gl.convert_layout(x, float_layout(32, x.shape[1], WARPS), assert_trivial=True)
+    return gl.convert_layout(x, quad_layout(32, x.shape[1], WARPS, float_piece(WARPS)), assert_trivial=True)
 
 
 @gluon.jit
@@ -610,14 +611,8 @@ def _last_stored(
 
 
 @gluon.jit
-def _row(query_bits, keys, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
-    """What makes exponents of rows' scores, from the bits of their queries' scales and what there is about the keys."""
-    return row_multiplier(query_bits, keys[1], keys[2], keys[3], keys[4], "none", False, 0, MOST, MOST_BITS, False)
-
-
-@gluon.jit
 def _last_rows(
-    q_smem, query_bits, row, keys, k_smem, v_smem, p_smem, output, o_stride_n: gl.constexpr, first, queries,
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, p_smem, output, o_stride_n: gl.constexpr, first, queries,
     KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
@@ -632,9 +627,9 @@ def _last_rows(
     L: gl.constexpr = product_layout(N, WARPS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     sums, factor, shift, half, o_base = output
-    usable = keys[0] & usable_scale(query_bits)
+    usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = _row(query_bits, keys, MOST, MOST_BITS)
+        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
     multiplier, fraction_bits, _ = row
     scores = ()
     for t in gl.static_range(TILES):
@@ -701,15 +696,14 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
 
 @gluon.jit
 def _block(
-    scores, query_bits, row, keys, memory, output, o_stride_n: gl.constexpr, first, queries,
+    scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
     KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, whose products with the keys are under way.
 
     Args:
-        row: what :func:`_row` returns, if queries have one scale.
-        keys: whether their scale can be used, it and the softmax's, in two parts each.
+        row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
         memory: values, and where warps that share a row leave probabilities, maxima and sums.
         output: 127 times the sums of channels, what outputs are multiplied with and shifted by, where they go.
     """
@@ -727,9 +721,9 @@ def _block(
     if FOLD:
         for t in gl.static_range(TILES):
             accumulator = _less_sums(accumulator, v_smem[t], M, PV)
-    usable = keys[0] & usable_scale(query_bits)
+    usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = _row(query_bits, keys, MOST, MOST_BITS)
+        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
     multiplier, fraction_bits, _ = row
     s = warpgroup_mma_wait(TILES - 1 + BEHIND, [scores[0]])
     ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS, ACROSS), assert_trivial=True),)
@@ -851,9 +845,9 @@ def hopper_kernel(
         k = ()
         v = ()
         for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL, 8 * ALL),)
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL, float_piece(ALL)),)
         for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, 8 * ALL),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, float_piece(ALL)),)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = _queries(
@@ -887,12 +881,12 @@ def hopper_kernel(
         for i in gl.static_range(TILES):
             v_smem[i].permute((1, 0)).store(_deal(v[i], ACROSS))
         async_copy.wait_group(0)
-    usable = usable_scale(key_bits)
+    keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
-    keys = usable, key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     row = 0, 0, 0
     if not QUERY_TOKEN:
-        row = _row(head_bits, keys, MOST, MOST_BITS)
+        row = row_factors(head_bits, units, "none", MOST, MOST_BITS)
     if TAIL:
         last_smem = _allocate(TAIL, D)
         last_bits = _last_queries(
@@ -924,8 +918,8 @@ def hopper_kernel(
     output = sums, factor, shift, half, o_base
     if EARLY:
         _block(
-            scores, query_bits, row, keys, memory, output, o_stride_n, block * BLOCK_M, queries, KEYS, WARPS, ACROSS, FOLD,
-            OFFSET, MOST, MOST_BITS,
+            scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, KEYS, WARPS,
+            ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
@@ -942,8 +936,8 @@ def hopper_kernel(
             )
             scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
-                scores, query_bits, row, keys, memory, output, o_stride_n, first, queries, KEYS, WARPS, ACROSS, FOLD, OFFSET,
-                MOST, MOST_BITS,
+                scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, KEYS, WARPS, ACROSS,
+                FOLD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
@@ -955,6 +949,6 @@ def hopper_kernel(
             last_sums = gl.convert_layout(sums, gl.SliceLayout(1, L))
             last_output = last_sums, _across(factor, D, L), _across(shift, D, L), _across(half, D, L), o_base
             _last_rows(
-                last_smem, last_bits, row, keys, k_smem, v_smem, last_p_smem, last_output, o_stride_n, blocks * BLOCK_M,
-                queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_smem, last_p_smem, last_output, o_stride_n,
+                blocks * BLOCK_M, queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip

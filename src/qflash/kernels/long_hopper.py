@@ -32,6 +32,7 @@ from .by_hand import (
     pack,
     raised,
     row_exponents,
+    row_factors,
     twice_probabilities,
 )
 from .hopper import (
@@ -48,7 +49,7 @@ from .hopper import (
 )
 from .integer import split_scale, usable_scale
 from .long import CHUNKS
-from .tile import MASKED, channel_of_row, row_multiplier
+from .tile import MASKED, channel_of_row
 
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -165,9 +166,8 @@ def long_hopper_kernel(
     q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 4), assert_trivial=True)
     usable = usable_scale(key_bits) & usable_scale(query_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
-    multiplier, fraction_bits, _ = row_multiplier(
-        query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, "none", False, 0, MOST, MOST_BITS, False
-    )
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
     for turn in range(steps // UNROLL):

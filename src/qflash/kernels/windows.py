@@ -30,6 +30,7 @@ from .by_hand import (
     raised_if_needed,
     round_to_int8,
     row_exponents,
+    row_factors,
     twice_probabilities,
     twice_probabilities_16,
     unpack,
@@ -52,7 +53,6 @@ from .tile import (
     _high_bytes,
     key_order,
     probability_words,
-    row_multiplier,
 )
 
 
@@ -90,6 +90,12 @@ def widths(keys):
 def starts(keys):
     """Where the tiles of a row begin."""
     return (0, 32, 48)[: len(widths(keys))]
+
+
+@gluon.constexpr_function
+def has_half(queries, warps, splits):
+    """Whether there is code for half a tile: where programs are one warp and have more than one tile."""
+    return warps == 1 and 16 * splits < queries
 
 
 @gluon.constexpr_function
@@ -642,14 +648,8 @@ def _queries(
 
 
 @gluon.jit
-def _row(query_bits, keys, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
-    """What makes exponents of rows' scores, from the bits of their queries' scales and what there is about the keys."""
-    return row_multiplier(query_bits, keys[1], keys[2], keys[3], keys[4], MASK, False, 0, MOST, MOST_BITS, False)
-
-
-@gluon.jit
 def _attend(
-    q, query_bits, row, keys, operands, output, o_stride_n: gl.constexpr,
+    q, query_bits, row, keys_usable, units, operands, output, o_stride_n: gl.constexpr,
     bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, OFFSET: gl.constexpr,
@@ -658,8 +658,7 @@ def _attend(
     """Attention of a tile of queries, ROWS of them.
 
     Args:
-        row: what :func:`_row` returns, if queries have one scale.
-        keys: whether their scale can be used, it and the softmax's, in two parts each.
+        row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
         operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
         output: what outputs are multiplied with and shifted by, where they go.
         bias: where it lies in memory, what of it lies in shared memory, whether that holds a mark.
@@ -670,10 +669,10 @@ def _attend(
     mask_base, staged, staged_marks = bias
     first = tile * 16 * gl.num_warps()
     if query_bits.type.is_block():
-        row = _row(query_bits, keys, MASK, MOST, MOST_BITS)
+        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
     q = _query_operand(q)
-    usable = keys[0] & usable_scale(query_bits)
+    usable = keys_usable & usable_scale(query_bits)
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
@@ -707,7 +706,7 @@ def _attend(
         usable = usable & (row_max < POISON)
     else:
         row_max = _row_max(s)
-        least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits, ROWS > 8)
+        least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
         p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
         numerator, total = _sums(p, v, begin, ones, weight, ROWS)
@@ -730,8 +729,8 @@ def _given_scales(
     if not QUERY_TOKEN:
         query_bits = gl.load(qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h)
         key_mantissa, key_exponent = split_scale(key_bits)
-        keys = 0, key_mantissa, key_exponent, constant_mantissa, constant_exponent
-        row = _row(query_bits, keys, MASK, MOST, MOST_BITS)
+        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     factor, shift, half = output_factors(
@@ -820,7 +819,7 @@ def windows_kernel(
     # What is left of the queries behind whole tiles, if at most eight, is done by one warp as half a tile; where every
     # program has one tile nobody would be sooner done, and the half would be more code to fetch.
     ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
-    HALF: gl.constexpr = WARPS == 1 and not ALONE
+    HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     # with the keys dealt a thread takes four neighbours of the bias in one load
@@ -892,9 +891,8 @@ def windows_kernel(
             key_mantissa, key_exponent = split_scale(key_bits)
             row = 0, 0, 0
             if not QUERY_TOKEN:
-                row = _row(
-                    head_bits, (0, key_mantissa, key_exponent, constant_mantissa, constant_exponent), MASK, MOST, MOST_BITS
-                )
+                units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+                row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
         else:
             keys, w0, w1 = k, v0, v1
             if ONE_SCALE:
@@ -906,7 +904,8 @@ def windows_kernel(
                     constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
                 )  # fmt: skip
             key_mantissa, key_exponent = split_scale(key_bits)
-        about_keys = usable_scale(key_bits), key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        keys_usable = usable_scale(key_bits)
+        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
         right = ()
         for i in gl.static_range(len(WIDTHS)):
             right = right + (_key_operand(keys[i]),)
@@ -926,8 +925,8 @@ def windows_kernel(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             _attend(
-                q, query_bits, row, about_keys, operands, output, o_stride_n, bias, loaded, mask_stride_m, mask_stride_n, tile,
-                BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
+                q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -936,6 +935,6 @@ def windows_kernel(
                     following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
                 )
                 _attend(
-                    q, query_bits, row, about_keys, operands, output, o_stride_n, bias, (), mask_stride_m, mask_stride_n, tile,
-                    8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
+                    q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
                 )  # fmt: skip

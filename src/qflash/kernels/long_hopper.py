@@ -5,8 +5,9 @@ rest. The copy engine brings keys and values to shared memory, a step ahead; que
 in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
 
 On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
-steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and branches around what is
-seldom needed.
+steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and loops of their own for what is
+seldom needed: keys past the last, scales so large that scores have to be raised. What outputs need besides is worked out at
+the beginning, while the first keys are on their way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from .hopper import (
     _store,
     output_layout,
     product_layout,
-    row_layout,
     rows_layout,
     score_layout,
 )
@@ -95,12 +95,30 @@ def _sums(p, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr):
+def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
     """Sums of V's channels from those of its chunks, in the order in which its channels are dealt."""
-    S: gl.constexpr = row_layout(D, 32, WARPS)
-    part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, S))[:, None]
-    channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, S)), D)[None, :]
-    return gl.convert_layout(gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0), L)
+    L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
+    part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
+    channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]
+    return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
+
+
+@gluon.jit
+def _aside(x):
+    """Numbers of channels, left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem.store(x)
+    return smem
+
+
+@gluon.jit
+def _stored(s, slope, begin, constant, OPERAND: gl.constexpr):
+    """Stored probabilities of a tile of scores, as a product with V takes them."""
+    M: gl.constexpr = s.shape[0]
+    L: gl.constexpr = s.type.layout
+    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    p = gl.permute(gl.reshape(p, (M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return pack(gl.convert_layout(gl.reshape(p, (M, TILE)), OPERAND, assert_trivial=True))
 
 
 @gluon.jit
@@ -148,14 +166,30 @@ def long_hopper_kernel(
     k_smem = gl.allocate_shared_memory(gl.int8, [2, SPAN, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    first_values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     SIZE: gl.constexpr = SPAN * D
     mbarrier.init(ready.index(0), count=1)
     mbarrier.init(ready.index(1), count=1)
+    mbarrier.init(first_values, count=1)
     barrier()
     for index in gl.static_range(2):
         mbarrier.expect(ready.index(index), SIZE)
         _load(k_desc, [k_row + index * SPAN, k_column], ready.index(index), k_smem.index(index))
+    mbarrier.expect(first_values, SIZE)
+    for half in gl.static_range(HALVES):
+        _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
     words = _load_queries(q_base, q_stride_n, first, queries, D, WARPS)
+    sums = _aside(127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS))
+    factor, shift, rounding = output_factors(
+        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
+        os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+    )  # fmt: skip
+    INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
+    CHANNELS: gl.constexpr = VALUE_CHANNEL or (INT8 and OUTPUT_CHANNEL)
+    if CHANNELS:
+        factor = _aside(factor)
+    if CHANNELS and INT8:
+        shift, rounding = _aside(shift), _aside(rounding)
     head_bits = 0
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
@@ -169,35 +203,32 @@ def long_hopper_kernel(
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
+    turns = steps // UNROLL
+    # turns without keys past the last
+    whole = keys // (UNROLL * SPAN)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for turn in range(steps // UNROLL):
-        # all products of a turn are under way before the first maximum
-        scores = ()
-        for place in gl.static_range(UNROLL):
-            slot = place if UNROLL == 2 else turn % 2
-            mbarrier.wait(ready.index(slot), ((UNROLL * turn + place) // 2) & 1)
-            for half in gl.static_range(HALVES):
-                scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
-        for tile in gl.static_range(UNROLL * HALVES):
-            step = UNROLL * turn + tile // HALVES
-            slot = tile // HALVES if UNROLL == 2 else turn % 2
-            s = _finished(scores[tile], UNROLL * HALVES - 1 - tile, WARPS)
-            if (step + 1) * SPAN > keys:
-                s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
-            largest = gl.maximum(largest, _fold_columns(s, WARPS))
-            if tile % HALVES == HALVES - 1:
-                # nobody reads these keys any more
-                barrier()
-                if step + 1 < steps:
-                    # behind the last the second walk begins
-                    row = gl.where(step + 2 < steps, step + 2, 0) * SPAN + k_row
+    for careful in gl.static_range(2):
+        for turn in range(whole if careful == 1 else 0, turns if careful == 1 else whole):
+            # all products of a turn are under way before the first maximum
+            scores = ()
+            for place in gl.static_range(UNROLL):
+                slot = place if UNROLL == 2 else turn % 2
+                mbarrier.wait(ready.index(slot), ((UNROLL * turn + place) // 2) & 1)
+                for half in gl.static_range(HALVES):
+                    scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
+            for tile in gl.static_range(UNROLL * HALVES):
+                step = UNROLL * turn + tile // HALVES
+                slot = tile // HALVES if UNROLL == 2 else turn % 2
+                s = _finished(scores[tile], UNROLL * HALVES - 1 - tile, WARPS)
+                if careful == 1:
+                    s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+                largest = gl.maximum(largest, _fold_columns(s, WARPS))
+                if tile % HALVES == HALVES - 1:
+                    # nobody reads these keys any more; behind the last the second walk begins
+                    barrier()
+                    row = gl.where(step + 2 < steps, step + 2, step + 2 - steps) * SPAN + k_row
                     mbarrier.expect(ready.index(slot), SIZE)
                     _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
-    index = steps + 1
-    mbarrier.expect(ready.index(index % 2), 2 * SIZE)
-    _load(k_desc, [k_row + SPAN, k_column], ready.index(index % 2), k_smem.index(index % 2))
-    for half in gl.static_range(HALVES):
-        _load(v_desc, [head * D, half * TILE], ready.index(index % 2), v_smem.index(half))
     row_max = gl.max(largest, 1)
 
     wrap = (
@@ -208,46 +239,50 @@ def long_hopper_kernel(
     accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
     mbarrier.wait(ready.index(steps % 2), (steps // 2) & 1)
-    for turn in range(steps // UNROLL):
-        for place in gl.static_range(UNROLL):
-            step = UNROLL * turn + place
-            # an even number of steps has left the slots in order
-            slot, other = (place, 1 - place) if UNROLL == 2 else ((steps + step) % 2, (steps + step + 1) % 2)
-            v_slot = (place if UNROLL == 2 else step % 2) * HALVES
-            for half in gl.static_range(HALVES):
-                s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
-                if half == HALVES - 1:
-                    # nobody reads these keys any more, nor the values of the step before
-                    barrier()
-                    if step + 1 < steps:
-                        mbarrier.expect(ready.index(slot), 2 * SIZE)
-                        _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
-                        for tile in gl.static_range(HALVES):
-                            column = (step + 1) * SPAN + tile * TILE
-                            _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
-                if wrap:
-                    s = raised(s, least)
-                if (step + 1) * SPAN > keys:
-                    s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
-                p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-                p = gl.permute(gl.reshape(p, (BLOCK_M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-                p = pack(gl.convert_layout(gl.reshape(p, (BLOCK_M, TILE)), OPERAND, assert_trivial=True))
-                if half == 0:
-                    # these values, and the keys of the next step
-                    mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
-                accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
-                total += _sums(p, WARPS)
-    sums = 127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS, gl.SliceLayout(0, PV))
-    factor, shift, half = output_factors(
-        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
-        os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CO,
-    )  # fmt: skip
-    numerator = sums[None, :] - warpgroup_mma_wait(0, [accumulator])
+    mbarrier.wait(first_values, 0)
+    # With two steps a turn a branch stays in the loop: without it the assembler asks for keys only behind the exponential.
+    if UNROLL == 1:
+        whole = gl.where(wrap, 0, whole)
+    for careful in gl.static_range(2):
+        for turn in range(whole if careful == 1 else 0, turns if careful == 1 else whole):
+            for place in gl.static_range(UNROLL):
+                step = UNROLL * turn + place
+                # an even number of steps has left the slots in order
+                slot, other = (place, 1 - place) if UNROLL == 2 else ((steps + step) % 2, (steps + step + 1) % 2)
+                v_slot = (place if UNROLL == 2 else step % 2) * HALVES
+                for half in gl.static_range(HALVES):
+                    s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
+                    if half == HALVES - 1:
+                        # nobody reads these keys any more, nor the values of the step before
+                        barrier()
+                        if step + 1 < steps:
+                            mbarrier.expect(ready.index(slot), 2 * SIZE)
+                            _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
+                            for tile in gl.static_range(HALVES):
+                                column = (step + 1) * SPAN + tile * TILE
+                                _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
+                    if careful == 1:
+                        s = raised(s, least)
+                        s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
+                    elif UNROLL == 2:  # noqa: SIM102, what the compiler knows is no part of a condition
+                        if wrap:
+                            s = raised(s, least)
+                    p = _stored(s, slope, begin, constant, OPERAND)
+                    if half == 0:
+                        # these values, and the keys of the next step
+                        mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
+                    accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
+                    total += _sums(p, WARPS)
+    if CHANNELS:
+        factor = factor.load(CO)
+    if CHANNELS and INT8:
+        shift, rounding = shift.load(CO), rounding.load(CO)
+    numerator = sums.load(gl.SliceLayout(0, PV))[None, :] - warpgroup_mma_wait(0, [accumulator])
     # what stood for keys past the last had the largest probability
     count = steps * SPAN
     most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
     total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
     _store(
-        numerator, total, usable, factor, shift, half, o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries,
+        numerator, total, usable, factor, shift, rounding, o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries,
         count, WARPS,
     )  # fmt: skip

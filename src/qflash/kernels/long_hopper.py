@@ -163,16 +163,18 @@ def long_hopper_kernel(
     k_row = gl.program_id(2) * k_rows_z + kv_head * k_rows_h
     k_column = kv_head * k_columns_h
 
-    k_smem = gl.allocate_shared_memory(gl.int8, [2, SPAN, D], k_desc.layout)
+    # steps of keys that are here or on their way in the first walk; in the second, which takes longer, two
+    SLOTS: gl.constexpr = 2 * UNROLL
+    k_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     first_values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     SIZE: gl.constexpr = SPAN * D
-    mbarrier.init(ready.index(0), count=1)
-    mbarrier.init(ready.index(1), count=1)
+    for index in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(index), count=1)
     mbarrier.init(first_values, count=1)
     barrier()
-    for index in gl.static_range(2):
+    for index in gl.static_range(SLOTS):
         mbarrier.expect(ready.index(index), SIZE)
         _load(k_desc, [k_row + index * SPAN, k_column], ready.index(index), k_smem.index(index))
     mbarrier.expect(first_values, SIZE)
@@ -212,23 +214,25 @@ def long_hopper_kernel(
             # all products of a turn are under way before the first maximum
             scores = ()
             for place in gl.static_range(UNROLL):
-                slot = place if UNROLL == 2 else turn % 2
-                mbarrier.wait(ready.index(slot), ((UNROLL * turn + place) // 2) & 1)
+                slot = turn % 2 * UNROLL + place
+                mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(HALVES):
                     scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
             for tile in gl.static_range(UNROLL * HALVES):
                 step = UNROLL * turn + tile // HALVES
-                slot = tile // HALVES if UNROLL == 2 else turn % 2
+                slot = turn % 2 * UNROLL + tile // HALVES
                 s = _finished(scores[tile], UNROLL * HALVES - 1 - tile, WARPS)
                 if careful == 1:
                     s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, _fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1:
-                    # nobody reads these keys any more; behind the last the second walk begins
+                    # nobody reads these keys any more; behind the last the second walk begins, in the first slots
                     barrier()
-                    row = gl.where(step + 2 < steps, step + 2, step + 2 - steps) * SPAN + k_row
-                    mbarrier.expect(ready.index(slot), SIZE)
-                    _load(k_desc, [row, k_column], ready.index(slot), k_smem.index(slot))
+                    more = turn + 2 < turns
+                    following = gl.where(more, step + SLOTS, tile if UNROLL == 2 else step + SLOTS - steps)
+                    wanted = more | (turn % 2 == 0) if UNROLL == 2 else True
+                    mbarrier.expect(ready.index(slot), SIZE, pred=wanted)
+                    _load(k_desc, [k_row + following * SPAN, k_column], ready.index(slot), k_smem.index(slot), pred=wanted)
     row_max = gl.max(largest, 1)
 
     wrap = (
@@ -238,7 +242,9 @@ def long_hopper_kernel(
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
-    mbarrier.wait(ready.index(steps % 2), (steps // 2) & 1)
+    # steps that the first two slots had in the first walk
+    passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
+    mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
     mbarrier.wait(first_values, 0)
     # With two steps a turn a branch stays in the loop: without it the assembler asks for keys only behind the exponential.
     if UNROLL == 1:
@@ -247,8 +253,7 @@ def long_hopper_kernel(
         for turn in range(whole if careful == 1 else 0, turns if careful == 1 else whole):
             for place in gl.static_range(UNROLL):
                 step = UNROLL * turn + place
-                # an even number of steps has left the slots in order
-                slot, other = (place, 1 - place) if UNROLL == 2 else ((steps + step) % 2, (steps + step + 1) % 2)
+                slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(HALVES):
                     s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
@@ -270,7 +275,7 @@ def long_hopper_kernel(
                     p = _stored(s, slope, begin, constant, OPERAND)
                     if half == 0:
                         # these values, and the keys of the next step
-                        mbarrier.wait(ready.index(other), ((steps + step + 1) // 2) & 1)
+                        mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
                     accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
                     total += _sums(p, WARPS)
     if CHANNELS:

@@ -582,41 +582,62 @@ static int allocate(const problem *x, workspace *w, char **memory) {
     return 1;
 }
 
-/* Returns 0, or 1 when memory ran out. */
-int qflash_attention(const problem *x) {
-    const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
-    const int64_t tasks = x->batch * x->heads * blocks;
-    int failed = 0;
-#pragma omp parallel num_threads((int)x->threads)
-    {
-        workspace w = {0};
-        char *memory;
-        if (!allocate(x, &w, &memory)) {
-#pragma omp atomic write
-            failed = 1;
-        } else {
-            int64_t begin = 0, end = tasks;
+/* The part that one of so many threads has of `tasks`: [begin, end). */
+typedef struct {
+    int64_t begin, end;
+} share;
+
+INLINE share share_of(int64_t tasks) {
 #ifdef _OPENMP
-            begin = tasks * omp_get_thread_num() / omp_get_num_threads();
-            end = tasks * (omp_get_thread_num() + 1) / omp_get_num_threads();
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    const int64_t thread = 0, threads = 1;
 #endif
-            /* neighbouring tasks share a head, which is packed once */
-            for (int64_t task = begin; task < end; task++) {
-                int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * BLOCK;
-                if (w.head != z * x->key_heads + h / group) {
-                    w.head = z * x->key_heads + h / group;
-                    pack_head(x, &w, z, h / group);
-                }
-                if (w.out_head != z * x->heads + h) {
-                    w.out_head = z * x->heads + h;
-                    output_scales(x, &w, z, h);
-                }
-                attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
-            }
-            free(memory);
+    return (share){tasks * thread / threads, tasks * (thread + 1) / threads};
+}
+
+/* A thread's share of attention. Returns 0, or 1 when memory ran out. */
+static int attend_share(const problem *x) {
+    const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
+    const share mine = share_of(x->batch * x->heads * blocks);
+    workspace w = {0};
+    char *memory;
+    if (!allocate(x, &w, &memory)) return 1;
+    /* neighbouring tasks share a head, which is packed once */
+    for (int64_t task = mine.begin; task < mine.end; task++) {
+        int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * BLOCK;
+        if (w.head != z * x->key_heads + h / group) {
+            w.head = z * x->key_heads + h / group;
+            pack_head(x, &w, z, h / group);
         }
+        if (w.out_head != z * x->heads + h) {
+            w.out_head = z * x->heads + h;
+            output_scales(x, &w, z, h);
+        }
+        attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
     }
+    free(memory);
+    return 0;
+}
+
+/* Each function from here on returns 0, or 1 when memory ran out. */
+int qflash_attention(const problem *x) {
+    int failed = 0;
+#pragma omp parallel num_threads((int)x->threads) reduction(| : failed)
+    failed = attend_share(x);
     return failed;
+}
+
+/* The same with other addresses. */
+int qflash_attention_at(
+    const problem *like, const int8_t *query, const int8_t *key, const int8_t *value, const float *query_scale,
+    const float *key_scale, const float *value_scale, const float *output_scale, const void *mask, void *out
+) {
+    problem x = *like;
+    x.query = query, x.key = key, x.value = value;
+    x.query_scale = query_scale, x.key_scale = key_scale, x.value_scale = value_scale, x.output_scale = output_scale;
+    x.mask = mask, x.out = out;
+    return qflash_attention(&x);
 }
 
 /* --- quantisation, one to one with quantization.py -------------------------------------------------------- */
@@ -762,31 +783,79 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
     }
 }
 
+/* A thread's share of a tensor. `all` is where threads put together the largest magnitude of one scale. */
+static int quantize_share(const conversion *a, int32_t *all) {
+    const int64_t n = a->tokens, d = a->channels;
+    const share mine = share_of(a->batch * a->heads);
+    float *x = malloc(sizeof(float) * (n * d + 3 * d));
+    float *range = x + n * d;
+    if (x && a->granularity == PER_TENSOR) {
+        int32_t most = heads_of(a, mine.begin, mine.end, 1, 0, x, range);
+#pragma omp critical
+        *all = most > *all ? most : *all;
+    }
+    if (a->granularity == PER_TENSOR) {
+#pragma omp barrier
+    }
+    if (x) heads_of(a, mine.begin, mine.end, 0, *all, x, range);
+    free(x);
+    return !x;
+}
+
 int qflash_quantize(const conversion *a) {
-    const int64_t n = a->tokens, d = a->channels, heads = a->batch * a->heads;
     int32_t all = 0;
     int failed = 0;
-#pragma omp parallel num_threads((int)a->threads)
-    {
-        float *x = malloc(sizeof(float) * (n * d + 3 * d));
-        float *range = x + n * d;
-        int64_t begin = 0, end = heads;
-#ifdef _OPENMP
-        begin = heads * omp_get_thread_num() / omp_get_num_threads();
-        end = heads * (omp_get_thread_num() + 1) / omp_get_num_threads();
-#endif
-        if (!x) {
-#pragma omp atomic write
-            failed = 1;
-        }
-        if (x && a->granularity == PER_TENSOR) {
-            int32_t most = heads_of(a, begin, end, 1, 0, x, range);
-#pragma omp critical
-            all = most > all ? most : all;
-        }
-#pragma omp barrier
-        if (x) heads_of(a, begin, end, 0, all, x, range);
-        free(x);
+#pragma omp parallel num_threads((int)a->threads) reduction(| : failed)
+    failed = quantize_share(a, &all);
+    return failed;
+}
+
+#define LINE 64 /* bytes; a row of numbers that lies across two lines of the cache takes longer */
+
+INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+INLINE int64_t numbers_of(const conversion *a) { return a->batch * a->heads * a->tokens * a->channels; }
+
+INLINE int64_t scales_of(const conversion *a) {
+    switch (a->granularity) {
+    case PER_TENSOR:
+        return 1;
+    case PER_HEAD:
+        return a->batch * a->heads;
+    case PER_TOKEN:
+        return a->batch * a->heads * a->tokens;
+    default:
+        return a->batch * a->heads * a->channels;
     }
+}
+
+/* Floats, a conversion each for query, key and value: quantised, then attended by the same threads. The output is float, too. */
+int qflash_float_attention(
+    const conversion *three, const problem *like, const float *query, const float *key, const float *value, const void *mask,
+    void *out
+) {
+    conversion a[3] = {three[0], three[1], three[2]};
+    problem x = *like;
+    int64_t bytes = 0;
+    for (int i = 0; i < 3; i++) bytes += whole_lines(numbers_of(&a[i])) + whole_lines(sizeof(float) * scales_of(&a[i]));
+    char *memory = aligned_alloc(LINE, bytes), *place = memory;
+    if (!memory) return 1;
+    for (int i = 0; i < 3; i++) {
+        a[i].values = (int8_t *)place, place += whole_lines(numbers_of(&a[i]));
+        a[i].scale = (float *)place, place += whole_lines(sizeof(float) * scales_of(&a[i]));
+    }
+    a[0].x = query, a[1].x = key, a[2].x = value;
+    x.query = a[0].values, x.key = a[1].values, x.value = a[2].values;
+    x.query_scale = a[0].scale, x.key_scale = a[1].scale, x.value_scale = x.output_scale = a[2].scale;
+    x.mask = mask, x.out = out;
+    int32_t all[3] = {0, 0, 0};
+    int failed = 0;
+#pragma omp parallel num_threads((int)x.threads) reduction(| : failed)
+    {
+        for (int i = 0; i < 3; i++) failed |= quantize_share(&a[i], &all[i]);
+#pragma omp barrier
+        failed |= attend_share(&x);
+    }
+    free(memory);
     return failed;
 }

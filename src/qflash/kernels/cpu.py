@@ -111,8 +111,8 @@ def load() -> ctypes.CDLL:
     finally:
         if not usable:
             shutil.rmtree(cache, ignore_errors=True)
-    for function in (library.qflash_attention, library.qflash_quantize):
-        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("float_attention", 7)):
+        getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
     return library
 
 
@@ -121,7 +121,8 @@ def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Attention = _fields(("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out"), 56)
+_POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out")
+_Attention = _fields(_POINTERS, 56)
 _Quantize = _fields(("x", "values", "scale"), 11)
 
 
@@ -148,8 +149,8 @@ def _quantize(arguments: ctypes.Structure) -> None:
         raise MemoryError("not enough memory to quantise")
 
 
-def _attend(arguments: ctypes.Structure) -> None:
-    if load().qflash_attention(ctypes.byref(arguments)):
+def _check_memory(failed: int) -> None:
+    if failed:
         raise MemoryError("not enough memory for the packed keys and values of a head")
 
 
@@ -231,30 +232,11 @@ def launch_attention(
     out = empty_output(query if like is None else like, value.shape[3], stored)
     if out.numel() == 0 or key.shape[2] == 0:
         return out.zero_().to(out_dtype)
-    _attend(
-        _attention(
-            query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
-        )
+    arguments = _attention(
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
     )
+    _check_memory(load().qflash_attention(ctypes.byref(arguments)))
     return out.to(out_dtype)
-
-
-def _repeated(
-    template: ctypes.Structure, shape: tuple[int, ...], strides: tuple[int, ...], out_dtype: torch.dtype
-) -> Callable[[Iterable[tuple[str, int]]], torch.Tensor]:
-    """Return what does a call of C again with other addresses, given by their names, and a new output."""
-    stored = torch.int8 if out_dtype == torch.int8 else torch.float32
-
-    def attend(addresses: Iterable[tuple[str, int]]) -> torch.Tensor:
-        out = torch.empty_strided(shape, strides, dtype=stored)
-        arguments = _Attention.from_buffer_copy(template)
-        for name, address in addresses:
-            setattr(arguments, name, address)
-        arguments.out = out.data_ptr()
-        _attend(arguments)
-        return out.to(out_dtype)
-
-    return attend
 
 
 def prepare_int8_attention(
@@ -286,10 +268,19 @@ def prepare_int8_attention(
     template = _attention(
         query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, stored, recipe
     )
-    attend = _repeated(template, shape, stored.view(shape).stride(), out.dtype)
+    like, attend = ctypes.byref(template), load().qflash_attention_at
+    strides, stored_dtype, dtype = stored.view(shape).stride(), stored.dtype, out.dtype
+    # of the pointers of a call the caller's tensor that each is, or the address that stays
+    sources = [(places.get(name), getattr(template, name)) for name in _POINTERS[:-1]]
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        return attend((name, tensors[index].data_ptr()) for name, index in places.items())  # type: ignore[union-attr]
+        out = torch.empty_strided(shape, strides, dtype=stored_dtype)
+        addresses = [
+            address if index is None else tensors[index].data_ptr()  # type: ignore[union-attr]
+            for index, address in sources
+        ]
+        _check_memory(attend(like, *addresses, out.data_ptr()))
+        return out if stored_dtype == dtype else out.to(dtype)
 
     return repeat
 
@@ -314,54 +305,28 @@ def prepare_attention(
         return None
     dtype = query.dtype
     kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)
-    values, scales, steps = [], [], []
-    # one piece of memory for all values and one for all scales: a tensor each would take longer than it saves
-    values_bytes = scales_bytes = 0
-    for name, x, (granularity, center) in zip("qkv", (query, key, value), kinds, strict=True):
+    values, scales, steps = [], [], (_Quantize * 3)()
+    for index, (x, (granularity, center)) in enumerate(zip((query, key, value), kinds, strict=True)):
         # only the strides that a conversion gives are of interest, not its numbers
         wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
         values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
         scales.append(torch.empty(scale_shape(x.shape, granularity), device="meta"))
-        template = _quantization(wide, values[-1], scales[-1], granularity, center)
-        steps.append((template, name, x.shape, values_bytes, scales_bytes))
-        values_bytes += values[-1].nbytes
-        scales_bytes += scales[-1].nbytes
+        steps[index] = _quantization(wide, values[index], scales[index], granularity, center)
     stored = torch.empty_like(out, dtype=torch.float32, device="meta")
-    attend = _repeated(
-        _attention(
-            values[0],
-            scales[0],
-            values[1],
-            scales[1],
-            values[2],
-            scales[2],
-            mask,
-            is_causal,
-            softmax_scale,
-            None,
-            stored,
-            recipe,
-        ),
-        shape,
-        stored.view(shape).stride(),
-        dtype,
+    template = _attention(
+        values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, stored, recipe
     )
+    conversions, like, attend = ctypes.byref(steps), ctypes.byref(template), load().qflash_float_attention
+    strides, views = stored.view(shape).stride(), (query.shape, key.shape, value.shape)
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        values, scales = torch.empty(values_bytes, dtype=torch.int8), torch.empty(scales_bytes // 4)
-        values_at, scales_at = values.data_ptr(), scales.data_ptr()
-        addresses = []
-        for given, (template, name, view, values_offset, scales_offset) in zip(tensors, steps, strict=False):
-            x: torch.Tensor = given  # type: ignore[assignment]
-            if dtype != torch.float32:
-                x = x.reshape(view).to(torch.float32)
-            arguments = _Quantize.from_buffer_copy(template)
-            arguments.x, arguments.values, arguments.scale = x.data_ptr(), values_at + values_offset, scales_at + scales_offset
-            _quantize(arguments)
-            addresses += [(name, arguments.values), (f"{name}s", arguments.scale)]
-        addresses.append(("os", arguments.scale))
-        if mask is not None:
-            addresses.append(("mask", tensors[3].data_ptr()))  # type: ignore[union-attr]
-        return attend(addresses)
+        out = torch.empty_strided(shape, strides, dtype=torch.float32)
+        floats: Iterable[torch.Tensor] = tensors[:3]  # type: ignore[assignment]
+        if dtype != torch.float32:
+            floats = [x.reshape(view).to(torch.float32) for x, view in zip(floats, views, strict=True)]
+        at = [x.data_ptr() for x in floats]
+        masked = 0 if tensors[3] is None else tensors[3].data_ptr()
+        _check_memory(attend(conversions, like, *at, masked, out.data_ptr()))
+        return out if dtype == torch.float32 else out.to(dtype)
 
     return repeat

@@ -836,9 +836,9 @@ int qflash_float_attention(
 ) {
     conversion a[3] = {three[0], three[1], three[2]};
     problem x = *like;
-    int64_t bytes = 0;
+    int64_t bytes = LINE;
     for (int i = 0; i < 3; i++) bytes += whole_lines(numbers_of(&a[i])) + whole_lines(sizeof(float) * scales_of(&a[i]));
-    char *memory = aligned_alloc(LINE, bytes), *place = memory;
+    char *memory = malloc(bytes), *place = (char *)whole_lines((intptr_t)memory);
     if (!memory) return 1;
     for (int i = 0; i < 3; i++) {
         a[i].values = (int8_t *)place, place += whole_lines(numbers_of(&a[i]));

@@ -1,8 +1,8 @@
 """Rows of any length on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.long` does, faster.
 
 A program takes one block of queries of one head and walks over the keys twice, for the maximum of its rows and for the
-rest. The copy engine brings keys and values to shared memory, a step ahead; queries, scores, probabilities and outputs stay
-in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
+rest. The copy engine brings keys and values to shared memory, a step or more ahead; queries, scores, probabilities and outputs
+stay in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
 
 On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
 steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and loops of their own for what is
@@ -206,7 +206,7 @@ def long_hopper_kernel(
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
     turns = steps // UNROLL
-    # turns without keys past the last
+    # turns without keys past the last, which have a loop to themselves in both walks
     whole = keys // (UNROLL * SPAN)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
     for careful in gl.static_range(2):
@@ -246,7 +246,8 @@ def long_hopper_kernel(
     passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
     mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
     mbarrier.wait(first_values, 0)
-    # With two steps a turn a branch stays in the loop: without it the assembler asks for keys only behind the exponential.
+    # Scores are raised in the other loop, but for two steps a turn: without a branch there the assembler asks for keys only
+    # behind the exponential.
     if UNROLL == 1:
         whole = gl.where(wrap, 0, whole)
     for careful in gl.static_range(2):

@@ -30,7 +30,6 @@ from .by_hand import (
     magnitudes,
     may_wrap,
     output_factors,
-    pack,
     raised,
     row_exponents,
     row_factors,
@@ -42,6 +41,7 @@ from .hopper import (
     _load_queries,
     _queries,
     _store,
+    _stored,
     output_layout,
     product_layout,
     rows_layout,
@@ -109,16 +109,6 @@ def _aside(x):
     smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
     smem.store(x)
     return smem
-
-
-@gluon.jit
-def _stored(s, slope, begin, constant, OPERAND: gl.constexpr):
-    """Stored probabilities of a tile of scores, as a product with V takes them."""
-    M: gl.constexpr = s.shape[0]
-    L: gl.constexpr = s.type.layout
-    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-    p = gl.permute(gl.reshape(p, (M, TILE // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-    return pack(gl.convert_layout(gl.reshape(p, (M, TILE)), OPERAND, assert_trivial=True))
 
 
 @gluon.jit
@@ -273,7 +263,7 @@ def long_hopper_kernel(
                     elif UNROLL == 2:  # noqa: SIM102, what the compiler knows is no part of a condition
                         if wrap:
                             s = raised(s, least)
-                    p = _stored(s, slope, begin, constant, OPERAND)
+                    p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
                     if half == 0:
                         # these values, and the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)

@@ -52,6 +52,14 @@ INLINE int32_t bits_of(float x) {
     return bits;
 }
 
+/* of an exponent that a float32 has without being subnormal */
+INLINE float power_of_two(int exponent) {
+    const int32_t bits = (127 + exponent) << 23;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
 
 INLINE pair split_scale(float scale) {
@@ -442,7 +450,7 @@ static void finish_row(
         return;
     }
     float *restrict out = (float *)x->out + at;
-    const float weight = ldexpf((float)inverse, -29 - bits);
+    const float weight = (float)inverse * power_of_two(-29 - bits);
     if (bad)
         for (int64_t c = 0; c < channels; c++) out[c] = NAN;
     else if (x->floor_output)

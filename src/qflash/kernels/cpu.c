@@ -52,13 +52,14 @@ INLINE int32_t bits_of(float x) {
     return bits;
 }
 
-/* of an exponent that a float32 has without being subnormal */
-INLINE float power_of_two(int exponent) {
-    const int32_t bits = (127 + exponent) << 23;
+INLINE float float_of(int32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
 }
+
+/* of an exponent that a float32 has without being subnormal */
+INLINE float power_of_two(int exponent) { return float_of((127 + exponent) << 23); }
 
 INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
 
@@ -604,7 +605,7 @@ INLINE share share_of(int64_t tasks) {
     return (share){tasks * thread / threads, tasks * (thread + 1) / threads};
 }
 
-/* A thread's share of attention. Returns 0, or 1 when memory ran out. */
+/* A thread's share of attention. As every function that Python calls, it returns 0, or 1 when memory ran out. */
 static int attend_share(const problem *x) {
     const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
     const share mine = share_of(x->batch * x->heads * blocks);
@@ -628,7 +629,6 @@ static int attend_share(const problem *x) {
     return 0;
 }
 
-/* Each function from here on returns 0, or 1 when memory ran out. */
 int qflash_attention(const problem *x) {
     int failed = 0;
 #pragma omp parallel num_threads((int)x->threads) reduction(| : failed)
@@ -660,10 +660,8 @@ typedef struct {
 } conversion;
 
 INLINE float scale_from_amplitude(int32_t bits) {
-    float amplitude;
-    memcpy(&amplitude, &bits, 4);
     if (bits >= 0x7F800000) return NAN;
-    float scale = amplitude * (1.0f / 127.0f);
+    float scale = float_of(bits) * (1.0f / 127.0f);
     return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
@@ -791,18 +789,17 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
     }
 }
 
-/* A thread's share of a tensor. `all` is where threads put together the largest magnitude of one scale. */
+/* A thread's share of a tensor. `all` is where threads put together the largest magnitude of one scale. Returns what
+ * attend_share does. */
 static int quantize_share(const conversion *a, int32_t *all) {
     const int64_t n = a->tokens, d = a->channels;
     const share mine = share_of(a->batch * a->heads);
     float *x = malloc(sizeof(float) * (n * d + 3 * d));
     float *range = x + n * d;
-    if (x && a->granularity == PER_TENSOR) {
-        int32_t most = heads_of(a, mine.begin, mine.end, 1, 0, x, range);
+    if (a->granularity == PER_TENSOR) {
+        int32_t most = x ? heads_of(a, mine.begin, mine.end, 1, 0, x, range) : 0;
 #pragma omp critical
         *all = most > *all ? most : *all;
-    }
-    if (a->granularity == PER_TENSOR) {
 #pragma omp barrier
     }
     if (x) heads_of(a, mine.begin, mine.end, 0, *all, x, range);

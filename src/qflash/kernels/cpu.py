@@ -124,6 +124,7 @@ def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
 _POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out")
 _Attention = _fields(_POINTERS, 56)
 _Quantize = _fields(("x", "values", "scale"), 11)
+_PACKED = "for the packed keys and values of a head"
 
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
@@ -144,14 +145,9 @@ def _quantization(
     )  # fmt: skip
 
 
-def _quantize(arguments: ctypes.Structure) -> None:
-    if load().qflash_quantize(ctypes.byref(arguments)):
-        raise MemoryError("not enough memory to quantise")
-
-
-def _check_memory(failed: int) -> None:
+def _check_memory(failed: int, purpose: str) -> None:
     if failed:
-        raise MemoryError("not enough memory for the packed keys and values of a head")
+        raise MemoryError(f"not enough memory {purpose}")
 
 
 def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +164,8 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return values, torch.ones(shape)
     x = x.to(torch.float32)
     scale = torch.empty(shape)
-    _quantize(_quantization(x, values, scale, granularity, center))
+    arguments = _quantization(x, values, scale, granularity, center)
+    _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale
 
 
@@ -235,7 +232,7 @@ def launch_attention(
     arguments = _attention(
         query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
     )
-    _check_memory(load().qflash_attention(ctypes.byref(arguments)))
+    _check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
     return out.to(out_dtype)
 
 
@@ -279,8 +276,8 @@ def prepare_int8_attention(
             address if index is None else tensors[index].data_ptr()  # type: ignore[union-attr]
             for index, address in sources
         ]
-        _check_memory(attend(like, *addresses, out.data_ptr()))
-        return out if stored_dtype == dtype else out.to(dtype)
+        _check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
+        return out.to(dtype)
 
     return repeat
 
@@ -326,7 +323,7 @@ def prepare_attention(
             floats = [x.reshape(view).to(torch.float32) for x, view in zip(floats, views, strict=True)]
         at = [x.data_ptr() for x in floats]
         masked = 0 if tensors[3] is None else tensors[3].data_ptr()
-        _check_memory(attend(conversions, like, *at, masked, out.data_ptr()))
-        return out if dtype == torch.float32 else out.to(dtype)
+        _check_memory(attend(conversions, like, *at, masked, out.data_ptr()), f"to quantise or {_PACKED}")
+        return out.to(dtype)
 
     return repeat

@@ -551,6 +551,14 @@ def _allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _aside(x):
+    """Numbers of channels, left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem.store(x)
+    return smem
+
+
+@gluon.jit
 def _last_queries(
     q_ptr, q_stride_n: gl.constexpr, smem, qs_base, qs_stride_n, head_bits, first, queries, QUERY_TOKEN: gl.constexpr,
     WARPS: gl.constexpr,
@@ -901,8 +909,7 @@ def hopper_kernel(
     if QUANTIZE:
         value_scale = _quantize_values(v, v_smem, VALUE_CHANNEL, ALL, ACROSS)
         # in outputs' order they are read later, once everybody has to wait anyway
-        scale_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        scale_smem.store(value_scale)
+        scale_smem = _aside(value_scale)
     fence_async_shared()
     barrier()
     if QUANTIZE:

@@ -37,6 +37,7 @@ from .by_hand import (
 )
 from .hopper import (
     SUM_FOUR,
+    _aside,
     _fold_columns,
     _load_queries,
     _queries,
@@ -101,14 +102,6 @@ def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
     part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
     channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]
     return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
-
-
-@gluon.jit
-def _aside(x):
-    """Numbers of channels, left in shared memory."""
-    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem.store(x)
-    return smem
 
 
 @gluon.jit
@@ -177,7 +170,7 @@ def long_hopper_kernel(
         os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
     )  # fmt: skip
     INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
-    CHANNELS: gl.constexpr = VALUE_CHANNEL or (INT8 and OUTPUT_CHANNEL)
+    CHANNELS: gl.constexpr = factor.type.is_block()
     if CHANNELS:
         factor = _aside(factor)
     if CHANNELS and INT8:

@@ -888,11 +888,7 @@ def windows_kernel(
                 k, v0, v1, q_base, q_stride_n, CENTER, QUERY_TOKEN, VALUE_CHANNEL, QUERIES
             )
             shift, half = 0, 0
-            key_mantissa, key_exponent = split_scale(key_bits)
             row = 0, 0, 0
-            if not QUERY_TOKEN:
-                units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-                row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
         else:
             keys, w0, w1 = k, v0, v1
             if ONE_SCALE:
@@ -903,9 +899,11 @@ def windows_kernel(
                     vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa,
                     constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
                 )  # fmt: skip
-            key_mantissa, key_exponent = split_scale(key_bits)
         keys_usable = usable_scale(key_bits)
+        key_mantissa, key_exponent = split_scale(key_bits)
         units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        if QUANTIZE and not QUERY_TOKEN:
+            row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
         right = ()
         for i in gl.static_range(len(WIDTHS)):
             right = right + (_key_operand(keys[i]),)

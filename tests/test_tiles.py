@@ -69,9 +69,9 @@ def test_hopper_has_kernels_of_its_own() -> None:
         return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
 
     assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
-    assert rule(keys=257).kernel == rule(keys=4096, dim=128).kernel == tiles.HOPPER
+    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=4096, dim=128).kernel == tiles.HOPPER
     others = [
-        rule(keys=257, dim=32),
+        rule(keys=289, dim=32),
         rule(keys=257, queries=32),
         rule(keys=257, masked=True),
         rule(keys=64),
@@ -93,23 +93,29 @@ def test_hopper_has_kernels_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "fused", "grid", "block", "warps"),
+    ("tokens", "heads", "fused", "grid", "block", "warps"),
     [
-        (6, False, 4, 64, 4),
-        (24, True, 4, 64, 8),
-        (48, False, 2, 64, 4),
-        (48, True, 2, 128, 8),
-        (96, False, 4, 64, 4),
-        (96, True, 1, 128, 8),
-        (192, True, 2, 64, 4),
-        (384, False, 1, 64, 4),
-        (384, True, 1, 64, 4),
+        (197, 6, False, 4, 64, 4),
+        (197, 24, True, 4, 64, 8),
+        (197, 48, False, 2, 64, 4),
+        (197, 48, True, 2, 128, 8),
+        (197, 96, False, 4, 64, 4),
+        (197, 96, True, 1, 128, 8),
+        (197, 192, True, 2, 64, 4),
+        (197, 384, False, 1, 64, 4),
+        (197, 384, True, 1, 64, 4),
+        # programs that a processor has room for two of
+        (257, 16, False, 5, 64, 4),
+        (257, 16, True, 5, 64, 8),
+        (257, 128, False, 2, 64, 4),
+        (257, 96, True, 2, 64, 4),
+        (257, 1024, False, 1, 64, 4),
     ],
 )
-def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
+def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
     from qflash.kernels.attention import attention_calls, fused_calls
 
-    x = torch.zeros(heads, 1, 197, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
+    x = torch.zeros(heads, 1, tokens, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
     if fused:
         (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER))
@@ -117,8 +123,8 @@ def test_heads_are_shared_out_by_load(heads: int, fused: bool, grid: int, block:
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
-    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 else 0)  # five queries past three blocks
-    assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-197 // block))
+    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 else 0)  # a few queries past whole blocks
+    assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == 16 * warps // block
     assert call.arguments["FOLD"] == (grid * heads <= 132)
 
@@ -203,7 +209,9 @@ def test_tiles_the_launcher_refuses_are_not_taken_from_the_table(table: pathlib.
     assert choose() == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
 
 
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(49, 49, 32), (197, 197, 64), (16, 4096, 64), (4096, 4096, 128)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"), [(49, 49, 32), (197, 197, 64), (257, 257, 64), (16, 4096, 64), (4096, 4096, 128)]
+)
 def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
     rule = tiles.choose_tiles(DEFAULT, dim, dim, queries, keys, (9, 0))
     found = list(candidates(rule, dim, queries, keys))

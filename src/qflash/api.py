@@ -121,7 +121,7 @@ def attention(
             return None
         from .kernels.attention import fusable, fused_calls
 
-        if not fusable(choices, q.shape[3], v.shape[3], k.shape[2]):
+        if not fusable(q, k, v, mask, is_causal, choices):
             return None
         calls = fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
         places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
@@ -300,9 +300,10 @@ def int8_attention(
             # here every call looks at the values of an output scale that is a tensor
             return None if scale_tensor is not None else prepare_int8_attention(*arguments, out, choices, shape, places)
         from .kernels.attention import attention_calls
-        from .kernels.tiles import is_short
+        from .kernels.tiles import fits_hopper, is_short
 
-        if not q.is_cuda or not is_short(choices, q.shape[3], v.shape[3], k.shape[2]):
+        widths, keys = (q.shape[3], v.shape[3]), k.shape[2]
+        if not q.is_cuda or not (is_short(choices, *widths, keys) or fits_hopper(choices, *widths, q.shape[2], keys)):
             return None
         calls = attention_calls(*arguments, torch.empty_like(out), choices)
         return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None

@@ -134,7 +134,7 @@ def attention(
         from .kernels.long_quantize import quantizes_long
         from .kernels.tiles import is_short
 
-        if fusable(choices, query.shape[3], value.shape[3], key.shape[2]):
+        if fusable(query, key, value, mask, is_causal, choices):
             return launch_fused(query, key, value, mask, is_causal, scale, choices)
         if quantizes_long(choices, query.shape[0]) and not is_short(choices, query.shape[3], value.shape[3], key.shape[2]):
             fixed = quantize_bias(mask) if mask is not None and mask.is_floating_point() else mask

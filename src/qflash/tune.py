@@ -17,7 +17,18 @@ import torch
 from . import bench
 from .api import quantize
 from .kernels.attention import attention_calls, fusable, fused_calls
-from .kernels.tiles import HOPPER, HOPPER_BLOCKS, SHORT_ROW, WINDOWS, Tiles, choose_tiles, most_queries, save_table, table_key
+from .kernels.tiles import (
+    HOPPER,
+    HOPPER_BLOCKS,
+    SHORT_ROW,
+    WINDOWS,
+    Tiles,
+    choose_tiles,
+    fits_hopper,
+    most_queries,
+    save_table,
+    table_key,
+)
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT
 
@@ -30,7 +41,8 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     yield rule
     seen = {rule}
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
-    if keys <= SHORT_ROW:
+    held = rule.kernel == HOPPER and fits_hopper(DEFAULT, value_dim, value_dim, queries, keys)
+    if keys <= SHORT_ROW or held:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
             rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
@@ -38,7 +50,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             # three programs a processor, if they have four warps each
             for registers in ((0, 168) if warps == 4 else (0,))
             for splits in range(1, 1 + -(-queries // m))
-            if rule.kernel == HOPPER and m in blocks_m
+            if held and m in blocks_m
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
@@ -49,7 +61,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             if splits <= -(-queries // m)
         )
         windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
-        tried = itertools.chain(by_hand, windows, tried)
+        tried = itertools.chain(by_hand, windows, tried if keys <= SHORT_ROW else ())
     else:
         tried = (
             Tiles(m, n, 8 if m == 128 else 4, stages, registers)
@@ -158,15 +170,17 @@ def run_tune(problems: Sequence[bench.Problem], device: torch.device) -> list[di
         for problem in problems:
             windows_batch, heads, queries, head_dim = problem.shape
             for fused in (False, True):
-                if fused and not fusable(DEFAULT, head_dim, head_dim, problem.keys):
+                few = (windows_batch, heads, problem.keys, head_dim)
+                query, key = (torch.empty(shape, dtype=torch.float16, device=device) for shape in (problem.shape, few))
+                if fused and not fusable(query, key, key, None, False, DEFAULT):
                     continue
                 progress.update(task, description=f"{'x'.join(map(str, problem.shape))} {'fused' if fused else 'int8'}")
                 rule, best, before, after = tune_shape(
                     problem.shape, problem.keys, fused=fused, device=device, tick=lambda: progress.advance(task)
                 )
                 if best != rule:
-                    key = table_key(name, fused, DEFAULT, head_dim, head_dim, queries, problem.keys, windows_batch * heads)
-                    found[key] = best
+                    entry = table_key(name, fused, DEFAULT, head_dim, head_dim, queries, problem.keys, windows_batch * heads)
+                    found[entry] = best
                 rows.append(
                     {
                         "shape": "x".join(map(str, problem.shape)),

@@ -61,14 +61,17 @@ class Shape:
 
 def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
     group = chance.choice((1, 1, 2))
+    head_dim = chance.choice(head_dims)
     keys = chance.choice((65, 96, 100, 128, 129, 160, 161, 192, 196, 197, 224, 225, 255, 256))
+    if head_dim <= 64 and chance.random() < 0.3:
+        keys = chance.choice((257, 261, 264, 265, 272, 273, 288))
     return Shape(
         chance.randint(1, 3),
         group * chance.randint(1, 3),
         group,
         chance.choice((33, 64, 65, 141, 197, 300)),
         keys,
-        chance.choice(head_dims),
+        head_dim,
     )
 
 
@@ -123,11 +126,14 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("keys", [65, 100, 128, 197, 225, 240, 256])
+@pytest.mark.parametrize("keys", [65, 100, 128, 197, 225, 240, 256, 257, 288])
 @pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head: up to 16 queries past whole blocks go a way of their own."""
     from qflash.kernels.attention import attention_calls
+
+    if keys > 256 and head_dim > 64:
+        pytest.skip("rows of so many keys and channels are not held whole")
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     shape = Shape(2, 2, 1, queries, keys, head_dim)
@@ -182,9 +188,10 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)
 
 
+@pytest.mark.parametrize("tokens", [197, 257])
 @pytest.mark.parametrize("heads", [6, 48, 90, 130, 400])
-def test_the_rules_take_it_at_every_load(heads: int) -> None:
-    q, k, v = (torch.randn(heads, 1, 197, 64, device=CUDA, dtype=torch.float16) for _ in range(3))
+def test_the_rules_take_it_at_every_load(heads: int, tokens: int) -> None:
+    q, k, v = (torch.randn(heads, 1, tokens, 64, device=CUDA, dtype=torch.float16) for _ in range(3))
     assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
     int8 = [qflash.quantize(x) for x in (q, k, v)]
     got, expected = (qflash.int8_attention(*int8, backend=backend) for backend in ("auto", "reference"))

@@ -92,11 +92,15 @@ def _side_by_side(x: torch.Tensor) -> bool:
     )
 
 
-def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, masked: bool, device: torch.device) -> Tiles:
+def _split(
+    tiles: Tiles, queries: int, keys: int, heads: int, narrow: bool, fused: bool, masked: bool, device: torch.device
+) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors_of(device)
-    splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
+    # a row of more keys takes registers that leave a processor room for two programs of four warps, not three
+    places = 3 if keys <= SHORT_ROW else 2
+    splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
         # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
@@ -112,6 +116,8 @@ def _split(tiles: Tiles, queries: int, heads: int, narrow: bool, fused: bool, ma
     if tiles.kernel == HOPPER and narrow and fused and not tiles.splits and splits * heads <= processors:
         # with processors to spare a call takes as long as one warp's chain of instructions: two share it
         return tiles._replace(warps=8, splits=splits)
+    if places < 3:
+        return tiles._replace(splits=splits)
     if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
         # A program a processor fetches the keys fewer times than several; where it has to quantise them, too, with eight warps.
         if fused:
@@ -276,6 +282,27 @@ def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int
     }
 
 
+def _held_by_hand(
+    tiles: Tiles,
+    recipe: Recipe,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_token: bool,
+    masked: bool,
+    guard: bool,
+) -> bool:
+    """Tell whether :mod:`.hopper` is the kernel, unless the output lies so that it cannot be."""
+    return (
+        tiles.kernel == HOPPER
+        and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
+        and fits_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
+        and query.element_size() <= 2
+        and all(map(_side_by_side, (query, key, value)))
+        and not (key_token or masked or guard)
+    )
+
+
 def _walks_by_hand(
     tiles: Tiles,
     recipe: Recipe,
@@ -350,14 +377,18 @@ def _calls(
         raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     two_pass = recipe.normalization == "two_pass"
     row_tiles = triton.cdiv(keys, tiles.block_n)
-    short = two_pass and row_tiles <= 2 and max(block_d, block_dv) <= 128
     sums = value_sums
     calls: list[Call] = []
     key_token = scales is not None and scales.key.shape[2] > 1
+    masked = is_causal or mask is not None
+    hopper = not dealt and _held_by_hand(tiles, recipe, query, key, value, key_token, masked, guard) and _side_by_side(out)
+    short = two_pass and (hopper or row_tiles <= 2) and max(block_d, block_dv) <= 128
+    if scales is None and not short:
+        raise ValueError(f"one launch cannot quantise and attend to {keys} keys with {tiles}")
     key_rows = None if short else _key_rows(key)
     if two_pass and not short and sums is None:
         dealt = (
-            _walks_by_hand(tiles, recipe, query, key, value, key_token, is_causal or mask is not None, guard)
+            _walks_by_hand(tiles, recipe, query, key, value, key_token, masked, guard)
             and key_rows is not None
             and all(map(_side_by_side, (query, key, out)))
         )
@@ -366,17 +397,12 @@ def _calls(
         # three programs a processor, or with wider heads two
         tiles = tiles._replace(block_m=64, warps=4, registers=168 if head_dim <= 64 else 0)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "bias"
-    by_hand = not guard and not is_causal and not key_token and all(map(_side_by_side, (query, key, value, out)))
-    hopper = (
-        by_hand
-        and tiles.kernel == HOPPER
-        and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
-        and fits_hopper(recipe, head_dim, value_dim, queries, keys)
-        and mask is None
-        and query.element_size() <= 2
-    )
     windows = (
-        by_hand and tiles.kernel == WINDOWS and fits_windows(recipe, head_dim, value_dim, queries, keys) and kind != "bool"
+        tiles.kernel == WINDOWS
+        and fits_windows(recipe, head_dim, value_dim, queries, keys)
+        and kind != "bool"
+        and not (guard or is_causal or key_token)
+        and all(map(_side_by_side, (query, key, value, out)))
     )
     mask_view = query if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     constant = fp.split_float(softmax_scale * math.log2(math.e))
@@ -387,6 +413,7 @@ def _calls(
         tiles = _split(
             tiles if hopper or windows else tiles._replace(kernel=GENERAL),
             queries,
+            keys,
             batch * heads,
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
             scales is None,
@@ -537,17 +564,28 @@ def attention_calls(
     return _calls(query, key, value, scales, mask, is_causal, softmax_scale, out, recipe, chosen, guard, value_sums, dealt)
 
 
-def fusable(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
-    """Tell whether one launch can quantise and attend: short rows, and scales that one program can find by itself."""
+def _finds_scales(recipe: Recipe) -> bool:
+    """Tell whether one program can find the scales that a recipe asks for."""
     return (
-        is_short(recipe, head_dim, value_dim, keys)
-        and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
-        and recipe.query_granularity in ("head", "token")
+        recipe.query_granularity in ("head", "token")
         and recipe.key_granularity == "head"
         and recipe.value_granularity in ("head", "channel")
         and not recipe.balance
         and not recipe.rotate
     )
+
+
+def fusable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, recipe: Recipe
+) -> bool:
+    """Tell whether one launch can quantise and attend: rows held whole, and scales that one program can find by itself."""
+    head_dim, value_dim, keys = query.shape[3], value.shape[3], key.shape[2]
+    if not _finds_scales(recipe):
+        return False
+    if is_short(recipe, head_dim, value_dim, keys):
+        return triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
+    tiles = _tiles_for(query, key, value, True, is_causal or mask is not None, recipe)
+    return _held_by_hand(tiles, recipe, query, key, value, False, is_causal or mask is not None, query.device.type == "cpu")
 
 
 def fused_calls(
@@ -622,7 +660,7 @@ def launch_fused(
     Raises:
         ValueError: :func:`fusable` does not accept the recipe and shapes.
     """
-    if not fusable(recipe, query.shape[3], value.shape[3], key.shape[2]):
+    if not fusable(query, key, value, mask, is_causal, recipe):
         raise ValueError(
             f"one launch cannot quantise and attend here: {recipe}, {key.shape[2]} keys of {query.shape[3]} channels"
         )

@@ -1,4 +1,4 @@
-"""Rows of 65 to 256 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
+"""Rows of 65 to 288 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
 
 A program takes one head, or every few blocks of 64 or 128 of its queries. A row of scores is held whole, in tiles of
 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not 256. Keys and values lie in shared memory; queries,

@@ -18,7 +18,9 @@ from ..folders import cache_folder
 from ..recipe import Recipe
 
 SHORT_ROW = 256
-"""Most keys of a row that is held whole."""
+"""Most keys of a row that is held whole by every kernel for such rows."""
+HOPPER_ROW = 288
+"""Most keys of a row that :mod:`.hopper` holds whole: 256 patches and some tokens that are none (CLIP, DINOv2)."""
 GENERAL, HOPPER, WINDOWS = range(3)
 """Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.long_hopper` and :mod:`.windows` what they
 are written for."""
@@ -77,11 +79,11 @@ def _is_usual(recipe: Recipe) -> bool:
 def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
     """Tell whether :mod:`.hopper` knows the shapes and the recipe. It takes no mask, and one key scale a head."""
     return (
-        is_short(recipe, head_dim, value_dim, keys)
+        recipe.normalization == "two_pass"
         and head_dim == value_dim
         and head_dim in (32, 64, 128)
         and queries > 32
-        and keys > 64
+        and 64 < keys <= (HOPPER_ROW if head_dim <= 64 else SHORT_ROW)
         and _is_usual(recipe)
     )
 
@@ -134,7 +136,7 @@ def choose_tiles(
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
-        return Tiles(64, 128, 4, 1, kernel=HOPPER)
+        return Tiles(64, 128, 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)

@@ -77,20 +77,27 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
     assert same_bits(got, qflash.attention(query, key, value, backend="reference", **options))
 
 
-def test_values_can_be_left_as_the_hopper_kernel_takes_them() -> None:
-    inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=64, dtype=torch.float16)]
+@pytest.mark.parametrize(("channels", "width"), [(64, 64), (40, 64), (72, 128)])
+def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width: int) -> None:
+    inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=channels, dtype=torch.float16)]
     plain, dealt = (launch_quantize_long(*inputs, True, order) for order in (False, True))
-    values, again = (torch.as_strided(x.value, (1, 2, 64, 384), (2 * 64 * 384, 64 * 384, 384, 1)) for x in (plain, dealt))
+    # channels of the kernel's width, zero past the last; rows of keys in whole sixteen bytes
+    values, again = (
+        torch.as_strided(x.value, (1, 2, rows, 384), (2 * rows * 384, rows * 384, 384, 1))
+        for x, rows in ((plain, channels), (dealt, width))
+    )
+    values = torch.nn.functional.pad(values, (0, 0, 0, width - channels))
+    assert torch.equal(dealt.key, plain.key) and dealt.key.stride(2) % 16 == 0
     place = torch.arange(384, device=DEVICE)
     key = (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
-    row = torch.arange(64, device=DEVICE)
-    assert torch.equal(again, values[..., key][:, :, (row & 7) * 8 + (row >> 3)])
-    assert torch.equal(dealt.value_sums, plain.value_sums)
+    row = torch.arange(width, device=DEVICE)
+    assert torch.equal(again, values[..., key][:, :, (row & 7) * (width // 8) + (row >> 3)])
+    assert torch.equal(dealt.value_sums, torch.nn.functional.pad(plain.value_sums, (0, width - channels)))
     packed, sums, calls = _pack_value(plain.value.contiguous(), True)
     for call in calls:
         call.run()
     assert torch.equal(torch.as_strided(packed, again.shape, again.stride()), again)
-    assert torch.equal(sums.sum(2), plain.value_sums.sum(2))
+    assert torch.equal(sums.sum(2), dealt.value_sums.sum(2))
 
 
 def test_queries_can_be_left_to_the_attention_kernel() -> None:
@@ -121,11 +128,12 @@ def _compile_from_floats() -> None:
     def number(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=torch.float32)
 
-    for dtype, d in ((torch.float16, 64), (torch.bfloat16, 128)):
-        query, key = empty(1, 4, 512, d, dtype=dtype), empty(1, 2, 512, d)
-        sums = empty(1, 2, 2, d, dtype=torch.int32)
+    for dtype, d, width in ((torch.float16, 64, 64), (torch.bfloat16, 128, 128), (torch.float16, 72, 128)):
+        query, key = empty(1, 4, 512, d, dtype=dtype), empty(1, 2, 512, 16 * -(-d // 16))[..., :d]
+        value = empty(1, 2, width, 512)[:, :, :d].mT
+        sums = empty(1, 2, 2, width, dtype=torch.int32)
         calls = attention_calls(
-            query, None, key, number(1, 2, 1, 1), empty(1, 2, d, 512).mT, number(1, 2, 1, d), None, False, 0.1, None,
+            query, None, key, number(1, 2, 1, 1), value, number(1, 2, 1, d), None, False, 0.1, None,
             torch.empty_like(query), DEFAULT, capability=(9, 0), value_sums=sums, dealt=True,
         )  # fmt: skip
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
@@ -134,7 +142,7 @@ def _compile_from_floats() -> None:
 
 def test_the_hopper_kernel_compiles_from_floats() -> None:
     products = products_printed_by(__file__)
-    assert len(products) == 2
+    assert len(products) == 3
     assert min(products) > 8
 
 

@@ -69,13 +69,15 @@ def test_hopper_has_kernels_of_its_own() -> None:
         return tiles.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
 
     assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
+    assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.HOPPER
     assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=4096, dim=128).kernel == tiles.HOPPER
     others = [
         rule(keys=289, dim=32),
         rule(keys=257, queries=32),
         rule(keys=257, masked=True),
         rule(keys=64),
-        rule(dim=80),
+        rule(dim=84),
+        rule(dim=136),
         rule(queries=32),
         rule(masked=True),
         rule(capability=(8, 0)),

@@ -29,6 +29,7 @@ from .tiles import (
     fits_long_hopper,
     fits_windows,
     is_short,
+    kernel_width,
     most_queries,
     tiles_for,
 )
@@ -98,8 +99,9 @@ def _split(
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors_of(device)
-    # a row of more keys takes registers that leave a processor room for two programs of four warps, not three
-    places = 3 if keys <= SHORT_ROW else 2
+    # programs that a processor has room for: scores of more keys take registers, and eight warps take all there are
+    crowded = tiles.kernel == HOPPER and (tiles.block_m, tiles.warps) == (64, 8)
+    places = 1 if crowded else 3 if keys <= SHORT_ROW else 2
     splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
@@ -203,16 +205,17 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
     """Return V with its keys side by side, the sums of its channels, and the launches that fill both.
 
     The view returned has V's shape; its storage is (batch, heads, channels, keys up to a multiple of 128), zero
-    past the end, and if ``dealt`` in another order (:func:`.long.pack_value_kernel`). The sums are those of chunks of keys,
-    (batch, heads, chunks, channels).
+    past the end, and if ``dealt`` in another order, channels up to a kernel's width (:func:`.long.pack_value_kernel`). The
+    sums are those of chunks of keys, (batch, heads, chunks, channels).
     """
     batch, heads, keys, channels = value.shape
+    width = kernel_width(channels) if dealt else channels
     padded = triton.cdiv(keys, 128) * 128
-    packed = torch.empty((batch, heads, channels, padded), dtype=torch.int8, device=value.device)
+    packed = torch.empty((batch, heads, width, padded), dtype=torch.int8, device=value.device)
     chunk = chunk_tokens(padded, _PACKED_KEYS)
     parts = triton.cdiv(padded, chunk)
-    sums = torch.empty((batch, heads, parts, channels), dtype=torch.int32, device=value.device)
-    block = min(64, triton.next_power_of_2(channels))
+    sums = torch.empty((batch, heads, parts, width), dtype=torch.int32, device=value.device)
+    block = min(64, triton.next_power_of_2(width))
     calls = []
     for start in range(0, batch, _MOST_BLOCKS):
         arguments = {
@@ -224,13 +227,14 @@ def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.T
             "padded": padded,
             "chunk": chunk,
             "VALUE_DIM": channels,
+            "WIDTH": width,
             "BLOCK_C": block,
             "BLOCK_N": _PACKED_KEYS,
             "DEALT": dealt,
         }
-        grid = (triton.cdiv(channels, block) * parts, heads, min(_MOST_BLOCKS, batch - start))
+        grid = (triton.cdiv(width, block) * parts, heads, min(_MOST_BLOCKS, batch - start))
         calls.append(Call(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
-    return packed[..., :keys].mT, sums, calls
+    return packed[:, :, :channels, :keys].mT, sums, calls
 
 
 def _key_rows(key: torch.Tensor) -> tuple[int, int, int] | None:
@@ -253,13 +257,13 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
     return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
 
 
-def _long_steps(head_dim: int, keys: int) -> tuple[int, int]:
+def _long_steps(width: int, keys: int) -> tuple[int, int]:
     """Return how many keys :mod:`.long_hopper` takes at a time, and how many times a turn of its loops.
 
     Two tiles at a time where they fit and would not often be half empty; else two steps a turn where their number is even.
     """
     tiles = triton.cdiv(keys, _LONG_TILE)
-    if head_dim <= 64:
+    if width <= 64:
         return (2 * _LONG_TILE if tiles > 16 or tiles % 2 == 0 else _LONG_TILE), 1
     return _LONG_TILE, 2 if tiles % 2 == 0 else 1
 
@@ -267,13 +271,14 @@ def _long_steps(head_dim: int, keys: int) -> tuple[int, int]:
 def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
     """Return what :mod:`.long_hopper` takes in place of pointers to keys and packed values."""
     batch, heads, keys, channels = key.shape
-    span, unroll = _long_steps(channels, keys)
+    width = kernel_width(channels)
+    span, unroll = _long_steps(width, keys)
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
     return {
-        "k_desc": _matrix(key, count, columns, key.stride(2), (span, channels)),
-        "v_desc": _matrix(value, batch * heads * channels, padded, padded, (channels, _LONG_TILE)),
+        "k_desc": _matrix(key, count, columns, key.stride(2), (span, width)),
+        "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _LONG_TILE)),
         "SPAN": span,
         "UNROLL": unroll,
         "k_rows_z": rows_z,
@@ -441,7 +446,7 @@ def _calls(
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: it pays where one program walks over int8 queries
-            alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim >= 64 and queries > tiles.block_m
+            alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
             left = queries % tiles.block_m
             tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
@@ -582,8 +587,11 @@ def fusable(
     head_dim, value_dim, keys = query.shape[3], value.shape[3], key.shape[2]
     if not _finds_scales(recipe):
         return False
-    if is_short(recipe, head_dim, value_dim, keys):
-        return triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
+    if (
+        is_short(recipe, head_dim, value_dim, keys)
+        and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
+    ):
+        return True
     tiles = _tiles_for(query, key, value, True, is_causal or mask is not None, recipe)
     return _held_by_hand(tiles, recipe, query, key, value, False, is_causal or mask is not None, query.device.type == "cpu")
 

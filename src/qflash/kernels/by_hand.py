@@ -333,10 +333,16 @@ def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def output_factors(
     o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
-    D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr,
+    CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
+    L: gl.constexpr,
 ):  # fmt: skip
-    """:func:`.tile.output_factors`, numbers or one a channel in layout L; a thread forms those of one channel."""
+    """:func:`.tile.output_factors`, numbers or one a channel in layout L; a thread forms those of one channel.
+
+    Of D channels those past CHANNELS have the last one's.
+    """
     channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    if CHANNELS < D:
+        channel = gl.minimum(channel, CHANNELS - 1)
     if VALUE_CHANNEL:
         factor = gl.load(vs_base + channel * vs_stride_d)
     else:

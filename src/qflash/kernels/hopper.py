@@ -57,9 +57,12 @@ from .integer import (
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
 from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words
+from .tiles import kernel_width as width_of
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+kernel_width = gluon.constexpr_function(width_of)
 
 # the sum of four bytes, each times its weight, and nothing in the other three of four places
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
@@ -199,18 +202,21 @@ def _join_rows(a, b):
 
 @gluon.jit
 def _load_quads(
-    base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr,
+    base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
+    Channels past CHANNELS, up to the kernel's width, are zero.
+
     PIECE keys at a time (:func:`quad_layout`). A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the
     values by :func:`held_order`.
     """
+    D: gl.constexpr = kernel_width(CHANNELS)
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
-        a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
-        b = _load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, D, KEY, WARPS, PIECE)
+        a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE)
+        b = _load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE)
         x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
     else:
         ROWS: gl.constexpr = depth(WIDTH)
@@ -221,13 +227,18 @@ def _load_quads(
             n = key_order(n)
         elif not KEY and WIDTH < 32:
             n = held_order(n)
+        there = (n[:, None] >= 0) & (d[None, :] < CHANNELS)
         if START + ROWS <= KEYS:
-            x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n)
+            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
         elif KEY:
-            x = gl.load(base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]))
+            ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
         else:
-            inside = (START + n[:, None] < KEYS) & (d[None, :] >= 0)
-            x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, mask=inside, other=0.0)
+            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
+            there = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
+        if D == CHANNELS and (KEY or START + ROWS <= KEYS):
+            x = gl.load(ptrs)
+        else:
+            x = gl.load(ptrs, mask=there, other=0.0)
     return x
 
 
@@ -303,15 +314,21 @@ def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr
 
 @gluon.jit
 def _copy_keys(
-    base, stride_n: gl.constexpr, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr
+    base, stride_n: gl.constexpr, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Bring a tile of keys to shared memory. In channels past CHANNELS anything may stand: there queries are zero."""
     D: gl.constexpr = smem.shape[1]
     L: gl.constexpr = row_layout(D, 8, WARPS)
     n = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, L))
     if WIDTH >= 32:
         n = key_order(n)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    _copy(smem, base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
+    ptrs = base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]
+    if D == CHANNELS:
+        _copy(smem, ptrs)
+    else:
+        _copy(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
 
 
 @gluon.jit
@@ -333,13 +350,21 @@ def _undeal(x, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(base, stride_n: gl.constexpr, first, queries, D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+def _load_queries(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+):  # fmt: skip
     """Queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    D: gl.constexpr = kernel_width(CHANNELS)
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
     n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
-    return gl.load(base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :])
+    ptrs = base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :]
+    if D == CHANNELS:
+        words = gl.load(ptrs)
+    else:
+        words = gl.load(ptrs, mask=(n[:, None] >= 0) & (d[None, :] * EACH < CHANNELS), other=0)
+    return words
 
 
 @gluon.jit
@@ -506,7 +531,7 @@ def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, AC
 @gluon.jit
 def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries, count,
-    WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`.
 
@@ -541,7 +566,7 @@ def _store(
         result = (x.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    inside = (rows[:, None] < queries) & (channels[None, :] >= 0)
+    inside = (rows[:, None] < queries) & (channels[None, :] < CHANNELS)
     gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
 
 
@@ -560,8 +585,8 @@ def _aside(x):
 
 @gluon.jit
 def _last_queries(
-    q_ptr, q_stride_n: gl.constexpr, smem, qs_base, qs_stride_n, head_bits, first, queries, QUERY_TOKEN: gl.constexpr,
-    WARPS: gl.constexpr,
+    q_ptr, q_stride_n: gl.constexpr, smem, qs_base, qs_stride_n, head_bits, first, queries, CHANNELS: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Bring the last few queries to shared memory; return the bits of their scale or scales."""
     ROWS: gl.constexpr = smem.shape[0]
@@ -569,7 +594,12 @@ def _last_queries(
     L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    smem.store(gl.load(q_ptr + n[:, None] * q_stride_n + d[None, :]))
+    ptrs = q_ptr + n[:, None] * q_stride_n + d[None, :]
+    if D == CHANNELS:
+        q = gl.load(ptrs)
+    else:
+        q = gl.load(ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS), other=0)
+    smem.store(q)
     bits = head_bits
     if QUERY_TOKEN:
         n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, product_layout(ROWS, WARPS))), queries - 1)
@@ -621,7 +651,8 @@ def _last_stored(
 @gluon.jit
 def _last_rows(
     q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, p_smem, output, o_stride_n: gl.constexpr, first, queries,
-    KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
 
@@ -687,7 +718,7 @@ def _last_rows(
     place = gl.arange(0, D, layout=gl.SliceLayout(1, L))
     channels = channel_of_row(place, D)
     rows = first + gl.arange(0, N, layout=COLUMN)
-    inside = (rows[None, :] < queries) & (channels[:, None] >= 0)
+    inside = (rows[None, :] < queries) & (channels[:, None] < CHANNELS)
     gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)
 
 
@@ -705,8 +736,8 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
 @gluon.jit
 def _block(
     scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
-    KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, whose products with the keys are under way.
 
@@ -747,7 +778,7 @@ def _block(
         row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    least = least_if_needed(row_max, D << 14, multiplier, fraction_bits)
+    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     if not FOLD:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
@@ -779,7 +810,7 @@ def _block(
     numerator = 0 - warpgroup_mma_wait(0, [accumulator])
     if not FOLD:
         numerator += sums[None, :]
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, WARPS, ACROSS)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, CHANNELS, WARPS, ACROSS)
 
 
 @gluon.jit
@@ -818,7 +849,7 @@ def hopper_kernel(
     o_base = o_ptr + z * o_stride_z + h * o_stride_h
     blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
     block = gl.program_id(0)
-    D: gl.constexpr = HEAD_DIM
+    D: gl.constexpr = kernel_width(HEAD_DIM)
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WARPS: gl.constexpr = BLOCK_M // 16
     ALL: gl.constexpr = WARPS * ACROSS
@@ -828,7 +859,7 @@ def hopper_kernel(
     CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS, ACROSS))
 
     # queries are on their way while keys and values, or the block before, are worked on
-    following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
+    following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
     k_smem = ()
     v_smem = ()
     p_smem = ()
@@ -853,9 +884,9 @@ def hopper_kernel(
         k = ()
         v = ()
         for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, D, True, ALL, float_piece(ALL)),)
+            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, True, ALL, float_piece(ALL)),)
         for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, float_piece(ALL)),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, False, ALL, float_piece(ALL)),)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = _queries(
@@ -865,26 +896,26 @@ def hopper_kernel(
         shift, half = 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
-            words = _load_queries(q_base, q_stride_n, 0, queries, D, WARPS, ACROSS)
+            words = _load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS)
             Q: gl.constexpr = query_layout(D, 1, WARPS, ACROSS)
             largest = _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
-                words = _load_queries(q_base, q_stride_n, start, queries, D, WARPS, ACROSS)
+                words = _load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS)
                 largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS))
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, ALL)
+            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, ALL)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
             # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, D, False, ALL, depth(WIDTHS[i])),)
+            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, False, ALL, depth(WIDTHS[i])),)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         if not QUERY_TOKEN:
             head_bits = gl.load(qs_base)
         factor, shift, half = output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, CO
+            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, CO
         )
         for i in gl.static_range(TILES):
             v_smem[i].permute((1, 0)).store(_deal(v[i], ACROSS))
@@ -898,7 +929,7 @@ def hopper_kernel(
     if TAIL:
         last_smem = _allocate(TAIL, D)
         last_bits = _last_queries(
-            q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries,
+            q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, HEAD_DIM,
             QUERY_TOKEN, WARPS,
         )  # fmt: skip
     if EARLY:
@@ -925,8 +956,8 @@ def hopper_kernel(
     output = sums, factor, shift, half, o_base
     if EARLY:
         _block(
-            scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, KEYS, WARPS,
-            ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+            scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM, KEYS,
+            WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
@@ -937,14 +968,14 @@ def hopper_kernel(
             words = following
             block += gl.num_programs(0)
             if WALK:
-                following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, D, WARPS, ACROSS)
+                following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
             q, query_bits = _queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
             scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
-                scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, KEYS, WARPS, ACROSS,
-                FOLD, OFFSET, MOST, MOST_BITS,
+                scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS, WARPS,
+                ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
@@ -957,5 +988,5 @@ def hopper_kernel(
             last_output = last_sums, _across(factor, D, L), _across(shift, D, L), _across(half, D, L), o_base
             _last_rows(
                 last_smem, last_bits, row, keys_usable, units, k_smem, v_smem, last_p_smem, last_output, o_stride_n,
-                blocks * BLOCK_M, queries, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                blocks * BLOCK_M, queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip

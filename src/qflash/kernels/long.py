@@ -34,19 +34,20 @@ CHUNKS = tl.constexpr(MOST_CHUNKS)
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
-    VALUE_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
     """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each of its channels.
 
-    DEALT is the order of :mod:`.long_hopper`: keys by :func:`.tile.held_order`, channels by :func:`.tile.dealt_channel`.
-    Keys from the last up to ``padded`` are zero. Sums are stored chunk by chunk: there is nothing to clear beforehand.
+    A head has WIDTH channels there, zero from VALUE_DIM on. DEALT is the order of :mod:`.long_hopper`: keys by
+    :func:`.tile.held_order`, channels by :func:`.tile.dealt_channel`. Keys from the last up to ``padded`` are zero. Sums are
+    stored chunk by chunk: there is nothing to clear beforehand.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    blocks = (VALUE_DIM + BLOCK_C - 1) // BLOCK_C
+    blocks = (WIDTH + BLOCK_C - 1) // BLOCK_C
     part = tl.program_id(0) // blocks
     begin = part * chunk
     channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    rows = dealt_channel(channels, VALUE_DIM) if DEALT else channels
+    rows = dealt_channel(channels, WIDTH) if DEALT else channels
     head = z * tl.num_programs(1) + h
     v_base = v_ptr + z * v_stride_z + h * v_stride_h
     sums = tl.zeros((BLOCK_C,), tl.int32)
@@ -54,10 +55,10 @@ def pack_value_kernel(
         v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True, DEALT)
         sums += tl.sum(v.to(tl.int32), 0)
         n = start + tl.arange(0, BLOCK_N)
-        out = packed_ptr + (head * VALUE_DIM + rows[None, :]) * padded + n[:, None]
-        tl.store(out, v, mask=(channels[None, :] < VALUE_DIM) & (n[:, None] < padded))
+        out = packed_ptr + (head * WIDTH + rows[None, :]) * padded + n[:, None]
+        tl.store(out, v, mask=(channels[None, :] < WIDTH) & (n[:, None] < padded))
     parts = tl.num_programs(0) // blocks
-    tl.store(sums_ptr + (head * parts + part) * VALUE_DIM + channels, sums, mask=channels < VALUE_DIM)
+    tl.store(sums_ptr + (head * parts + part) * WIDTH + channels, sums, mask=channels < WIDTH)
 
 
 @triton.jit

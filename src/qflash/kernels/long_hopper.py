@@ -43,6 +43,7 @@ from .hopper import (
     _queries,
     _store,
     _stored,
+    kernel_width,
     output_layout,
     product_layout,
     rows_layout,
@@ -132,7 +133,7 @@ def long_hopper_kernel(
     head = gl.program_id(2) * (gl.num_programs(1) // GROUP) + kv_head
     q_base = q_ptr + z * q_stride_z + h * q_stride_h
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-    D: gl.constexpr = HEAD_DIM
+    D: gl.constexpr = kernel_width(HEAD_DIM)
     WARPS: gl.constexpr = BLOCK_M // 16
     S: gl.constexpr = product_layout(TILE, WARPS)
     L: gl.constexpr = score_layout(TILE, WARPS)
@@ -163,11 +164,11 @@ def long_hopper_kernel(
     mbarrier.expect(first_values, SIZE)
     for half in gl.static_range(HALVES):
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
-    words = _load_queries(q_base, q_stride_n, first, queries, D, WARPS)
+    words = _load_queries(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
     sums = _aside(127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS))
     factor, shift, rounding = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
-        os_stride_d, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+        os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
     )  # fmt: skip
     INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
     CHANNELS: gl.constexpr = factor.type.is_block()
@@ -273,5 +274,5 @@ def long_hopper_kernel(
     total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
     _store(
         numerator, total, usable, factor, shift, rounding, o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries,
-        count, WARPS,
+        count, HEAD_DIM, WARPS,
     )  # fmt: skip

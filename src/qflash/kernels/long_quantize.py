@@ -21,6 +21,7 @@ from .quantize import (
     round_to_int8,
 )
 from .tile import dealt_channel, held_order, interleave
+from .tiles import kernel_width
 
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
@@ -93,7 +94,7 @@ def _queries(
 
 @triton.jit
 def _keys(
-    base, stride_n, stride_d, values, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
+    base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
     RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise keys ``begin`` to ``end`` of a head with one scale."""
@@ -116,7 +117,7 @@ def _keys(
         if CENTER:
             y = y - middle[None, :]
         inside = (n[:, None] < end) & (d[None, :] < channels)
-        tl.store(values + n[:, None] * channels + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
+        tl.store(values + n[:, None] * values_stride_n + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
         n += BLOCK_N
 
 
@@ -134,9 +135,9 @@ def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.const
 @triton.jit
 def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
-    RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise values ``begin`` to ``end`` of a head, a scale a channel, and store them (channels, tokens up to ``padded``)."""
+    """Quantise values ``begin`` to ``end`` of a head, a scale a channel; store them (``width``, tokens up to ``padded``)."""
     d = tl.arange(0, BLOCK_D)
     # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)
@@ -160,23 +161,23 @@ def _values(
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
         sums += (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
         column = start + tl.arange(0, BLOCK_N)
-        inside = (d[None, :] < channels) & (column[:, None] < padded)
+        inside = (d[None, :] < width) & (column[:, None] < padded)
         tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
-    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < channels)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
 
 
 @triton.jit
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
-    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, value_channels, key_heads, ranges, parts,
-    chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
+    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale a head), values (a scale a channel) or queries (a scale a token).
 
     Program z modulo KINDS, 2 or 3, tells which, counted from the last. The values come out as the tensor core reads them,
-    (channels, tokens up to ``padded``, zero past the end), with the sums of the channels of each chunk: see
+    (channels up to ``width``, tokens up to ``padded``, zero past both ends), with the sums of the channels of each chunk: see
     :func:`.long.pack_value_kernel`.
     """
     # the last first: they are what the search for ranges has left in the cache
@@ -195,16 +196,16 @@ def long_quantize_kernel(
         row = (2 * z + kind) * key_heads + h
         if kind == 0:
             _keys(
-                k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d, key_ptr + head * tokens * channels,
-                key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk), channels,
-                RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+                k_ptr + z * k_stride_z + h * k_stride_h, k_stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n,
+                key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk),
+                channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
         else:
             _values(
-                v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d, packed_ptr + head * value_channels * padded,
-                value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * value_channels, low_ptr, high_ptr,
-                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, RANGES, DEALT, BLOCK_N,
-                BLOCK_D, GUARD,
+                v_ptr + z * v_stride_z + h * v_stride_h, v_stride_n, v_stride_d, packed_ptr + head * width * padded,
+                value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * width, low_ptr, high_ptr,
+                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, DEALT,
+                BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
 
 
@@ -261,8 +262,10 @@ def launch_quantize_long(
     like = key if query is None else query
     heads, queries = like.shape[1:3]
     padded = triton.cdiv(tokens, 128) * 128
-    width = triton.next_power_of_2(max(channels, value_channels))
-    block, guard = max(16, 8192 // width), key.device.type == "cpu"
+    block_d = triton.next_power_of_2(max(channels, value_channels))
+    block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
+    # what the copy engine takes: rows of whole sixteen bytes, all channels of the kernel's width
+    key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
     range_chunk = _range_chunk(tokens, batch * key_heads)
     ranges = triton.cdiv(tokens, range_chunk)
     chunk = chunk_tokens(max(tokens, queries), _CHUNK)
@@ -271,20 +274,20 @@ def launch_quantize_long(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=key.device)
 
-    low, high = new(batch, 2, key_heads, ranges, width), new(batch, 2, key_heads, ranges, width)
-    packed = new(batch, key_heads, value_channels, padded, dtype=torch.int8)
+    low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
+    packed = new(batch, key_heads, width, padded, dtype=torch.int8)
     found = LongQuantized(
         None if query is None else new(*query.shape, dtype=torch.int8),
         None if query is None else new(batch, heads, queries, 1),
-        new(*key.shape, dtype=torch.int8),
+        new(batch, key_heads, tokens, key_row, dtype=torch.int8)[..., :channels],
         new(batch, key_heads, 1, 1),
-        packed[..., :tokens].mT,
+        packed[:, :, :value_channels, :tokens].mT,
         new(batch, key_heads, 1, value_channels),
-        new(batch, key_heads, parts, value_channels, dtype=torch.int32),
+        new(batch, key_heads, parts, width, dtype=torch.int32),
     )
     long_range_kernel[(ranges, key_heads, 2 * batch)](
         key, value, low, high, *key.stride(), *value.stride(), tokens, channels, value_channels, range_chunk,
-        BLOCK_N=min(range_chunk, block), BLOCK_D=width, GUARD=guard,
+        BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,
     )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
@@ -293,8 +296,8 @@ def launch_quantize_long(
     # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
     long_quantize_kernel[(chunks, heads, kinds * batch)](
         like, key, value, low, high, *query_out, found.key, found.key_scale, packed, found.value_scale, found.value_sums,
-        *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, value_channels, key_heads, ranges,
-        parts, chunk, KINDS=kinds, RANGES=triton.next_power_of_2(ranges), CENTER=center, DEALT=dealt, BLOCK_N=min(chunk, block),
-        BLOCK_D=width, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+        *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, key_row, value_channels,
+        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=triton.next_power_of_2(ranges), CENTER=center, DEALT=dealt,
+        BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

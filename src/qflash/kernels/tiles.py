@@ -66,6 +66,11 @@ def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
 
 
+def kernel_width(channels: int) -> int:
+    """Return the channels that kernels for Hopper take for a head of ``channels``: those past the last are zero."""
+    return 32 if channels <= 32 else 64 if channels <= 64 else 128
+
+
 def _is_usual(recipe: Recipe) -> bool:
     """Tell whether the arithmetic is the one that :mod:`.hopper` and :mod:`.windows` are written for, DEFAULT's."""
     return (
@@ -81,9 +86,10 @@ def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, key
     return (
         recipe.normalization == "two_pass"
         and head_dim == value_dim
-        and head_dim in (32, 64, 128)
+        and 8 <= head_dim <= 128
+        and head_dim % 8 == 0
         and queries > 32
-        and 64 < keys <= (HOPPER_ROW if head_dim <= 64 else SHORT_ROW)
+        and 64 < keys <= HOPPER_ROW
         and _is_usual(recipe)
     )
 
@@ -104,7 +110,8 @@ def fits_long_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int
     return (
         recipe.normalization == "two_pass"
         and head_dim == value_dim
-        and head_dim in (64, 128)
+        and 32 < head_dim <= 128
+        and head_dim % 8 == 0
         and queries > 32
         and keys > SHORT_ROW
         and _is_usual(recipe)
@@ -136,7 +143,8 @@ def choose_tiles(
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
-        return Tiles(64, 128, 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+        # heads that wide are quantised by eight warps, which have the registers for it
+        return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)

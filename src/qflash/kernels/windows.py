@@ -734,7 +734,7 @@ def _given_scales(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     factor, shift, half = output_factors(
-        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
+        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
     )
     return query_bits, key_bits, row, factor, shift, half
 

@@ -85,9 +85,9 @@ def _by_hand(kernel: int, short: bool = True) -> Any:
     return found
 
 
-def _side_by_side(x: torch.Tensor) -> bool:
-    """Whether channels are neighbours and every row can be copied sixteen bytes at a time."""
-    whole = 16 // x.element_size()
+def _side_by_side(x: torch.Tensor, piece: int = 16) -> bool:
+    """Whether channels are neighbours and every row can be copied ``piece`` bytes at a time."""
+    whole = piece // x.element_size()
     return (
         x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(x.stride(dim) % whole == 0 for dim in range(3) if x.shape[dim] > 1)
     )
@@ -99,9 +99,10 @@ def _split(
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors_of(device)
-    # programs that a processor has room for: scores of more keys take registers, and eight warps take all there are
-    crowded = tiles.kernel == HOPPER and (tiles.block_m, tiles.warps) == (64, 8)
-    places = 1 if crowded else 3 if keys <= SHORT_ROW else 2
+    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
+    places = 3
+    if tiles.kernel == HOPPER and (keys > SHORT_ROW or not narrow):
+        places = 1 if tiles.warps == 8 else 2
     splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
@@ -303,7 +304,7 @@ def _held_by_hand(
         and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
         and fits_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
         and query.element_size() <= 2
-        and all(map(_side_by_side, (query, key, value)))
+        and all(_side_by_side(x, 8) for x in (query, key, value))
         and not (key_token or masked or guard)
     )
 
@@ -386,7 +387,7 @@ def _calls(
     calls: list[Call] = []
     key_token = scales is not None and scales.key.shape[2] > 1
     masked = is_causal or mask is not None
-    hopper = not dealt and _held_by_hand(tiles, recipe, query, key, value, key_token, masked, guard) and _side_by_side(out)
+    hopper = not dealt and _held_by_hand(tiles, recipe, query, key, value, key_token, masked, guard) and _side_by_side(out, 8)
     short = two_pass and (hopper or row_tiles <= 2) and max(block_d, block_dv) <= 128
     if scales is None and not short:
         raise ValueError(f"one launch cannot quantise and attend to {keys} keys with {tiles}")

@@ -10,7 +10,7 @@ import torch
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
 from qflash import ops
-from qflash.kernels.attention import _long_steps, _pack_value, attention_calls
+from qflash.kernels.attention import _last_step, _long_steps, _pack_value, attention_calls
 from qflash.kernels.long_quantize import launch_quantize_long, quantizes_long
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
@@ -108,7 +108,7 @@ def test_queries_can_be_left_to_the_attention_kernel() -> None:
         assert same_bits(getattr(rest, name), getattr(whole, name)), name
 
 
-@pytest.mark.parametrize("keys", [257, 384, 385, 1024, 1100, 2100, 4096])
+@pytest.mark.parametrize("keys", [257, 289, 384, 385, 577, 700, 1024, 1100, 2100, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
     span, unroll = _long_steps(head_dim, keys)
@@ -117,6 +117,11 @@ def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
     # the second walk is under way before the first is over
     assert steps >= 2
     assert span * head_dim <= 16384
+    # the last one takes all keys that are left over, and no more than it has to
+    whole = keys - (steps - 1) * span
+    columns = _last_step(keys, span)
+    assert whole <= columns <= span
+    assert columns % 128 in (0, 32, 64) and columns - whole < (32 if whole % 128 <= 32 else 64)
 
 
 def _compile_from_floats() -> None:

@@ -261,12 +261,17 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
 def _long_steps(width: int, keys: int) -> tuple[int, int]:
     """Return how many keys :mod:`.long_hopper` takes at a time, and how many times a turn of its loops.
 
-    Two tiles at a time where they fit and would not often be half empty; else two steps a turn where their number is even.
+    Two tiles at a time where they fit; else two steps a turn where their number is even.
     """
-    tiles = triton.cdiv(keys, _LONG_TILE)
     if width <= 64:
-        return (2 * _LONG_TILE if tiles > 16 or tiles % 2 == 0 else _LONG_TILE), 1
-    return _LONG_TILE, 2 if tiles % 2 == 0 else 1
+        return 2 * _LONG_TILE, 1
+    return _LONG_TILE, 2 if triton.cdiv(keys, _LONG_TILE) % 2 == 0 else 1
+
+
+def _last_step(keys: int, span: int) -> int:
+    """Return the columns of the last step: whole tiles, and one of 32, 64 or 128."""
+    whole, left = divmod(keys % span or span, _LONG_TILE)
+    return whole * _LONG_TILE + (max(32, triton.next_power_of_2(left)) if left else 0)
 
 
 def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
@@ -282,6 +287,7 @@ def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int
         "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _LONG_TILE)),
         "SPAN": span,
         "UNROLL": unroll,
+        "LEFT": _last_step(keys, span),
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,

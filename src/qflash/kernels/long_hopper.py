@@ -66,17 +66,43 @@ def quarter_layout(warps):
     return rows_layout(4, [[8, 0]], (1, 2), warps)
 
 
+@gluon.constexpr_function
+def step_columns(place, unroll, last, span, left):
+    """The columns of a step of a turn, or of the last turn: only its last step may have fewer."""
+    return left if last and place == unroll - 1 else span
+
+
+@gluon.constexpr_function
+def tile_count(columns):
+    """The tiles of a step of so many columns: all but the last are whole."""
+    return -(-columns // TILE.value)
+
+
+@gluon.jit
+def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The keys of a tile of a step."""
+    return smem.slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0)
+
+
+@gluon.jit
+def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The values of a tile of a step, as a product takes them."""
+    return smem.slice(0, min(TILE, COLUMNS - index * TILE), 1).permute((1, 0))
+
+
 @gluon.jit
 def _start_scores(q, smem, WARPS: gl.constexpr):
     """Start the product of a block of queries with a tile of keys."""
-    zeros = gl.zeros((16 * WARPS, TILE), gl.int32, product_layout(TILE, WARPS))
+    COLUMNS: gl.constexpr = smem.shape[0]
+    zeros = gl.zeros((16 * WARPS, COLUMNS), gl.int32, product_layout(COLUMNS, WARPS))
     return warpgroup_mma(q, smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr):
     """The scores of a product, once no more than ``ahead`` of those started later are under way."""
-    return gl.convert_layout(warpgroup_mma_wait(ahead, [s]), score_layout(TILE, WARPS), assert_trivial=True)
+    s = warpgroup_mma_wait(ahead, [s])
+    return gl.convert_layout(s, score_layout(s.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
@@ -85,6 +111,13 @@ def _padded(s, there, filler):
     L: gl.constexpr = s.type.layout
     n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     return gl.where((n < there)[None, :], s, filler)
+
+
+@gluon.jit
+def _padded_rows(s, there, filler):
+    """The same with a filler for each row."""
+    L: gl.constexpr = s.type.layout
+    return _padded(s, there, beside_rows(filler, L))
 
 
 @gluon.jit
@@ -117,15 +150,16 @@ def long_hopper_kernel(
     os_stride_z, os_stride_h, os_stride_d,
     queries, keys, parts, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    LEFT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; see :func:`.attention.launch_attention`.
 
     The keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h`` on, in
     the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``), and their sums come in
-    ``parts``. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. With QUANTIZE
-    queries are floats, which get a scale each.
+    ``parts``. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. If keys are
+    left over from whole steps the last one has LEFT columns; else that is SPAN. With QUANTIZE queries are floats, which get a
+    scale each.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -136,7 +170,6 @@ def long_hopper_kernel(
     D: gl.constexpr = kernel_width(HEAD_DIM)
     WARPS: gl.constexpr = BLOCK_M // 16
     S: gl.constexpr = product_layout(TILE, WARPS)
-    L: gl.constexpr = score_layout(TILE, WARPS)
     PV: gl.constexpr = product_layout(D, WARPS)
     RL: gl.constexpr = gl.SliceLayout(1, score_layout(8, WARPS))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
@@ -190,26 +223,27 @@ def long_hopper_kernel(
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
     turns = steps // UNROLL
-    # turns without keys past the last, which have a loop to themselves in both walks
+    # turns of whole steps; the last one has a loop to itself in both walks if it is not
     whole = keys // (UNROLL * SPAN)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for careful in gl.static_range(2):
-        for turn in range(whole if careful == 1 else 0, turns if careful == 1 else whole):
+    for last in gl.static_range(2):
+        for turn in range(whole if last else 0, turns if last else whole):
             # all products of a turn are under way before the first maximum
             scores = ()
             for place in gl.static_range(UNROLL):
                 slot = turn % 2 * UNROLL + place
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
-                for half in gl.static_range(HALVES):
-                    scores = scores + (_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS),)
-            for tile in gl.static_range(UNROLL * HALVES):
+                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
+                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    scores = scores + (_start_scores(q, k, WARPS),)
+            for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
-                s = _finished(scores[tile], UNROLL * HALVES - 1 - tile, WARPS)
-                if careful == 1:
+                s = _finished(scores[tile], len(scores) - 1 - tile, WARPS)
+                if last:
                     s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, _fold_columns(s, WARPS))
-                if tile % HALVES == HALVES - 1:
+                if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
                     # nobody reads these keys any more; behind the last the second walk begins, in the first slots
                     barrier()
                     more = turn + 2 < turns
@@ -230,19 +264,21 @@ def long_hopper_kernel(
     passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
     mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
     mbarrier.wait(first_values, 0)
-    # Scores are raised in the other loop, but for two steps a turn: without a branch there the assembler asks for keys only
-    # behind the exponential.
-    if UNROLL == 1:
+    # Scores are raised in the other loop if the last step has nothing else of its own, but for two steps a turn: without a
+    # branch there the assembler asks for keys only behind the exponential.
+    APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
+    if APART:
         whole = gl.where(wrap, 0, whole)
-    for careful in gl.static_range(2):
-        for turn in range(whole if careful == 1 else 0, turns if careful == 1 else whole):
+    for last in gl.static_range(2):
+        for turn in range(whole if last else 0, turns if last else whole):
             for place in gl.static_range(UNROLL):
                 step = UNROLL * turn + place
                 slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
-                for half in gl.static_range(HALVES):
-                    s = _finished(_start_scores(q, k_smem.index(slot).slice(half * TILE, TILE, 0), WARPS), 0, WARPS)
-                    if half == HALVES - 1:
+                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
+                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    s = _finished(_start_scores(q, k, WARPS), 0, WARPS)
+                    if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # nobody reads these keys any more, nor the values of the step before
                         barrier()
                         if step + 1 < steps:
@@ -251,17 +287,18 @@ def long_hopper_kernel(
                             for tile in gl.static_range(HALVES):
                                 column = (step + 1) * SPAN + tile * TILE
                                 _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
-                    if careful == 1:
+                    if last:
                         s = raised(s, least)
-                        s = _padded(s, keys - step * SPAN - half * TILE, beside_rows(row_max, L))
-                    elif UNROLL == 2:  # noqa: SIM102, what the compiler knows is no part of a condition
+                        s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                    elif not APART:  # noqa: SIM102, what the compiler knows is no part of a condition
                         if wrap:
                             s = raised(s, least)
                     p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
                     if half == 0:
                         # these values, and the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
-                    accumulator = warpgroup_mma(p, v_smem.index(v_slot + half).permute((1, 0)), accumulator, is_async=True)
+                    v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
                     total += _sums(p, WARPS)
     if CHANNELS:
         factor = factor.load(CO)
@@ -269,7 +306,7 @@ def long_hopper_kernel(
         shift, rounding = shift.load(CO), rounding.load(CO)
     numerator = sums.load(gl.SliceLayout(0, PV))[None, :] - warpgroup_mma_wait(0, [accumulator])
     # what stood for keys past the last had the largest probability
-    count = steps * SPAN
+    count = (steps - 1) * SPAN + LEFT
     most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
     total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
     _store(

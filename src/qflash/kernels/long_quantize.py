@@ -26,6 +26,8 @@ from .tiles import kernel_width
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
 """Programs that look for ranges: fewer would leave processors idle, more would leave more ranges to read."""
+_HELD = 1152 * 64 * 2
+"""Most bytes of a head's keys that a program holds in registers."""
 _CHUNK = 256
 """Tokens a program quantises, or more."""
 
@@ -102,6 +104,27 @@ def _queries(
 
 
 @triton.jit
+def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
+    """The midrange of a head's channels, and its scale, from the channels' ranges."""
+    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    return middle, tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+
+
+@triton.jit
+def _store_keys(
+    values, stride_n, y, middle, inverse, n, end, d, channels, CENTER: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
+    if CENTER:
+        y = y - middle[None, :]
+    inside = (n[:, None] < end) & (d[None, :] < channels)
+    tl.store(values + n[:, None] * stride_n + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
+
+
+@triton.jit
 def _keys(
     base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
     RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
@@ -112,21 +135,13 @@ def _keys(
     # under way while the ranges are put together, and later while the block before is stored
     x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
     low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
-    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
-    if CENTER:
-        low -= middle
-        high -= middle
-    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
-    scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+    middle, scale = _key_scale(low, high, d, channels, CENTER)
     tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
     inverse = inverse_scale(scale, GUARD)
     for _ in range(begin, end, BLOCK_N):
         y = x.to(tl.float32)
         x = _load(base, stride_n, stride_d, n + BLOCK_N, end - 1, d, channels)
-        if CENTER:
-            y = y - middle[None, :]
-        inside = (n[:, None] < end) & (d[None, :] < channels)
-        tl.store(values + n[:, None] * values_stride_n + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
+        _store_keys(values, values_stride_n, y, middle, inverse, n, end, d, channels, CENTER, GUARD)
         n += BLOCK_N
 
 
@@ -139,6 +154,44 @@ def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.const
     v2 = tl.load(ptrs + FAR * stride_n, mask=inside & (n[:, None] + FAR < tokens), other=0.0)
     v3 = tl.load(ptrs + (FAR + 1) * stride_n, mask=inside & (n[:, None] + FAR + 1 < tokens), other=0.0)
     return v0, v1, v2, v3
+
+
+@triton.jit
+def _value_scale(low, high, d, channels):
+    """The scales of a head's channels from their ranges."""
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    return amplitude_to_scale(amplitude)[None, :]
+
+
+@triton.jit
+def _four_int8(tiles, inverse, GUARD: tl.constexpr):
+    i0 = round_to_int8(tiles[0].to(tl.float32), inverse, GUARD)
+    i1 = round_to_int8(tiles[1].to(tl.float32), inverse, GUARD)
+    i2 = round_to_int8(tiles[2].to(tl.float32), inverse, GUARD)
+    i3 = round_to_int8(tiles[3].to(tl.float32), inverse, GUARD)
+    return i0, i1, i2, i3
+
+
+@triton.jit
+def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store four tiles of values, interleaved, from column ``start`` on, and return their sum."""
+    i0, i1, i2, i3 = four
+    column = start + tl.arange(0, BLOCK_N)
+    inside = (d[None, :] < width) & (column[:, None] < padded)
+    tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
+    return (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
+
+
+@triton.jit
+def _held_range(tiles, GUARD: tl.constexpr):
+    """Lowest and highest value of every channel of some tiles, NaN (in the interpreter infinity) where there is a NaN."""
+    low = tiles[0]
+    if GUARD:
+        low = low.to(tl.float32)
+    high = low
+    for i in tl.static_range(1, len(tiles)):
+        low, high = lower(low, tiles[i], GUARD), higher(high, tiles[i], GUARD)
+    return lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
 
 
 @triton.jit
@@ -155,24 +208,88 @@ def _values(
         n = held_order(n)
     v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
     low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
-    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
-    scale = amplitude_to_scale(amplitude)[None, :]
+    scale = _value_scale(low, high, d, channels)
     tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
     inverse = inverse_scale(scale, GUARD)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
     rows = dealt_channel(d, BLOCK_D) if DEALT else d
     for start in range(begin, end, BLOCK_N):
-        i0 = round_to_int8(v0.to(tl.float32), inverse, GUARD)
-        i1 = round_to_int8(v1.to(tl.float32), inverse, GUARD)
-        i2 = round_to_int8(v2.to(tl.float32), inverse, GUARD)
-        i3 = round_to_int8(v3.to(tl.float32), inverse, GUARD)
+        four = _four_int8((v0, v1, v2, v3), inverse, GUARD)
         n += BLOCK_N
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
-        sums += (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
-        column = start + tl.arange(0, BLOCK_N)
-        inside = (d[None, :] < width) & (column[:, None] < padded)
-        tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
+        sums += _store_values(packed, four, rows, start, padded, d, width, BLOCK_N, BLOCK_D)
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
+
+
+@triton.jit
+def _held_keys(
+    base, stride_n, stride_d, values, values_stride_n, scale_ptr, tokens, channels,
+    TILES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise the keys of a head, all of them in registers."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    tiles = ()
+    for i in tl.static_range(TILES):
+        tiles = tiles + (_load(base, stride_n, stride_d, i * BLOCK_N + n, tokens - 1, d, channels),)  # type: ignore[assignment]
+    low, high = _held_range(tiles, GUARD)
+    middle, scale = _key_scale(low, high, d, channels, CENTER)
+    tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale)
+    inverse = inverse_scale(scale, GUARD)
+    for i in tl.static_range(TILES):
+        y = tiles[i].to(tl.float32)  # type: ignore[var-annotated]
+        _store_keys(values, values_stride_n, y, middle, inverse, i * BLOCK_N + n, tokens, d, channels, CENTER, GUARD)
+
+
+@triton.jit
+def _held_values(
+    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, tokens, padded, channels, width,
+    TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise the values of a head, all of them in registers, and store them as :func:`_values` does, dealt."""
+    n, d = held_order(4 * tl.arange(0, BLOCK_N // 4)), tl.arange(0, BLOCK_D)
+    tiles = ()
+    for i in tl.static_range(TILES):
+        tiles = tiles + _load_values(base, stride_n, stride_d, i * BLOCK_N + n, tokens, d, channels, 8)
+    # zeros past the last make no magnitude larger
+    low, high = _held_range(tiles, GUARD)
+    scale = _value_scale(low, high, d, channels)
+    tl.store(scale_ptr + d[None, :], scale, mask=d[None, :] < channels)
+    inverse = inverse_scale(scale, GUARD)
+    sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
+    rows = dealt_channel(d, BLOCK_D)
+    for i in tl.static_range(TILES):
+        four = _four_int8(tiles[4 * i : 4 * i + 4], inverse, GUARD)
+        sums += _store_values(packed, four, rows, i * BLOCK_N, padded, d, width, BLOCK_N, BLOCK_D)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
+
+
+@triton.jit
+def head_quantize_kernel(
+    k_ptr, v_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr, sums_ptr,
+    k_stride_z, k_stride_h, k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d,
+    tokens, padded, channels, key_stride_n, value_channels, width,
+    TILES: tl.constexpr, CENTER: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise a head's keys (program z even) or values (odd), which fit a program's registers and so are read once.
+
+    What :func:`long_range_kernel` and :func:`long_quantize_kernel` do for longer rows, with V dealt and without queries.
+    """
+    h, z = tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
+    head = z * tl.num_programs(1) + h
+    channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
+    if tl.program_id(2) % 2 == 0:
+        base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
+        _held_keys(
+            base, stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n, key_stride_n, key_scale_ptr + head, tokens,
+            channels, TILES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+        )  # fmt: skip
+    else:
+        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
+        _held_values(
+            base, stride_n, v_stride_d, packed_ptr + head * width * padded, value_scale_ptr + head * value_channels,
+            sums_ptr + head * width, tokens, padded, value_channels, width, TILES, BLOCK_N, BLOCK_D, GUARD,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -260,7 +377,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
 ) -> LongQuantized:
-    """Quantise what a call with long rows needs, in two launches: ranges, then values.
+    """Quantise what a call with long rows needs in two launches, ranges, then values; a head that fits registers in one.
 
     Scales are one a token for query, one a head for key, one a channel for value.
 
@@ -281,7 +398,8 @@ def launch_quantize_long(
     key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
     range_chunk = _range_chunk(tokens, batch * key_heads)
     ranges = triton.cdiv(tokens, range_chunk)
-    chunk = chunk_tokens(max(tokens, queries), _CHUNK)
+    held = query is None and dealt and tokens * block_d * key.element_size() <= _HELD
+    chunk = padded if held else chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
 
     # Triton itself looks no further than at multiples of sixteen
@@ -291,7 +409,6 @@ def launch_quantize_long(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=key.device)
 
-    low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
     packed = new(batch, key_heads, width, padded, dtype=torch.int8)
     found = LongQuantized(
         None if query is None else new(*query.shape, dtype=torch.int8),
@@ -302,6 +419,14 @@ def launch_quantize_long(
         new(batch, key_heads, 1, value_channels),
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
+    if held:
+        head_quantize_kernel[(1, key_heads, 2 * batch)](
+            key, value, found.key, found.key_scale, packed, found.value_scale, found.value_sums, *key.stride(), *value.stride(),
+            tokens, padded, channels, key_row, value_channels, width, TILES=triton.cdiv(padded, block), CENTER=center,
+            UNIT=unit, BLOCK_N=block, BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=8,
+        )  # fmt: skip
+        return found
+    low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
     long_range_kernel[(ranges, key_heads, 2 * batch)](
         key, value, low, high, *key.stride(), *value.stride(), tokens, channels, value_channels, range_chunk,
         UNIT=unit, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,

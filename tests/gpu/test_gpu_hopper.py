@@ -82,6 +82,8 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
     chance = random.Random(geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 16, 40, 72, 80))
     chosen = tiles(chance, shape)
+    # packed with others, heads of 40 bytes begin where no vector does, and another kernel takes them
+    layouts = PLAIN if shape.head_dim % 16 == 0 else PLAIN[:2]
     query_scale, key_scale, value_scale = (
         chance.choice(SCALES[:3]),
         chance.choice(SCALES[:2]),
@@ -102,7 +104,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
                 torch.randint(-128, 128, size, generator=generator, device=CUDA, dtype=torch.int16).to(torch.int8)
                 for size in sizes
             ]
-        q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in int8)
+        q, k, v = (lay_out(x, chance.choice(layouts)) for x in int8)
         amplitude = (0.03, 1e-3, 3.0, 1e-6)[draw]
         scales = [
             draw_scale(size, kind, generator) * amplitude

@@ -309,6 +309,9 @@ def long_hopper_kernel(
     count = (steps - 1) * SPAN + LEFT
     most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
     total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
+    if HEAD_DIM % 16:
+        # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
+        o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
     _store(
         numerator, total, usable, factor, shift, rounding, o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries,
         count, HEAD_DIM, WARPS,

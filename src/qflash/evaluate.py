@@ -63,8 +63,11 @@ class _Processes:
             self._started = True
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if self._started:
+            if error is None:
+                # who leaves while another still talks to it can abort the other
+                torch.distributed.barrier()
             torch.distributed.destroy_process_group()
 
     @property

@@ -294,42 +294,24 @@ def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int
     }
 
 
-def _held_by_hand(
-    tiles: Tiles,
-    recipe: Recipe,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_token: bool,
-    masked: bool,
-    guard: bool,
+def _meant_for_hopper(
+    fits: Callable[..., bool], tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> bool:
-    """Tell whether :mod:`.hopper` is the kernel, unless the output lies so that it cannot be."""
+    """Tell whether a kernel for Hopper is asked for and knows the shapes and the recipe, wherever the tensors lie.
+
+    Args:
+        fits: :func:`.tiles.fits_hopper` for rows held whole, :func:`.tiles.fits_long_hopper` for others.
+    """
+    return tiles.kernel == HOPPER and fits(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
+
+
+def _held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether :mod:`.hopper` takes tensors that lie so, if the output does, without a mask and with a key scale a head."""
     return (
-        tiles.kernel == HOPPER
+        _meant_for_hopper(fits_hopper, tiles, recipe, query, key, value)
         and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
-        and fits_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
         and query.element_size() <= 2
         and all(_side_by_side(x, 8) for x in (query, key, value))
-        and not (key_token or masked or guard)
-    )
-
-
-def _walks_by_hand(
-    tiles: Tiles,
-    recipe: Recipe,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_token: bool,
-    masked: bool,
-    guard: bool,
-) -> bool:
-    """Tell whether :mod:`.long_hopper` is the kernel for rows that are not short, as far as memory lets it."""
-    return (
-        tiles.kernel == HOPPER
-        and fits_long_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
-        and not (key_token or masked or guard)
     )
 
 
@@ -392,15 +374,16 @@ def _calls(
     sums = value_sums
     calls: list[Call] = []
     key_token = scales is not None and scales.key.shape[2] > 1
-    masked = is_causal or mask is not None
-    hopper = not dealt and _held_by_hand(tiles, recipe, query, key, value, key_token, masked, guard) and _side_by_side(out, 8)
+    plain = not (is_causal or mask is not None or key_token or guard)
+    hopper = plain and not dealt and _held_by_hand(tiles, recipe, query, key, value) and _side_by_side(out, 8)
     short = two_pass and (hopper or row_tiles <= 2) and max(block_d, block_dv) <= 128
     if scales is None and not short:
         raise ValueError(f"one launch cannot quantise and attend to {keys} keys with {tiles}")
     key_rows = None if short else _key_rows(key)
     if two_pass and not short and sums is None:
         dealt = (
-            _walks_by_hand(tiles, recipe, query, key, value, key_token, masked, guard)
+            plain
+            and _meant_for_hopper(fits_long_hopper, tiles, recipe, query, key, value)
             and key_rows is not None
             and all(map(_side_by_side, (query, key, out)))
         )
@@ -599,8 +582,9 @@ def fusable(
         and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
     ):
         return True
-    tiles = _tiles_for(query, key, value, True, is_causal or mask is not None, recipe)
-    return _held_by_hand(tiles, recipe, query, key, value, False, is_causal or mask is not None, query.device.type == "cpu")
+    if is_causal or mask is not None or query.device.type == "cpu":
+        return False
+    return _held_by_hand(_tiles_for(query, key, value, True, False, recipe), recipe, query, key, value)
 
 
 def fused_calls(
@@ -707,7 +691,9 @@ def launch_long(
         return out.zero_().to(query.dtype)
     guard, masked = query.device.type == "cpu", is_causal or mask is not None
     tiles = _tiles_for(query, key, value, False, masked, recipe)
-    dealt = _side_by_side(out) and _walks_by_hand(tiles, recipe, query, key, value, False, masked, guard)
+    dealt = (
+        not (masked or guard) and _side_by_side(out) and _meant_for_hopper(fits_long_hopper, tiles, recipe, query, key, value)
+    )
     late = dealt and query.element_size() == 2 and _side_by_side(query)
     found = launch_quantize_long(None if late else query, key, value, recipe.smooth_key, dealt)
     for call in attention_calls(

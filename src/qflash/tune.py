@@ -152,6 +152,13 @@ def tune_shape(
     return rule, fastest, times[rule], times[fastest]
 
 
+def _fusable(shape: tuple[int, int, int, int], keys: int, device: torch.device) -> bool:
+    """Tell whether one launch can quantise and attend there, as :func:`tune_shape` would ask for it."""
+    batch, heads, _, head_dim = shape
+    query, key = (torch.empty(size, dtype=torch.float16, device=device) for size in (shape, (batch, heads, keys, head_dim)))
+    return fusable(query, key, key, None, False, DEFAULT)
+
+
 def run_tune(problems: Sequence[bench.Problem], device: torch.device) -> list[dict[str, Any]]:
     """Measure every problem, int8 and (where one launch can do it) fused; keep what won; return the rows.
 
@@ -170,17 +177,15 @@ def run_tune(problems: Sequence[bench.Problem], device: torch.device) -> list[di
         for problem in problems:
             windows_batch, heads, queries, head_dim = problem.shape
             for fused in (False, True):
-                few = (windows_batch, heads, problem.keys, head_dim)
-                query, key = (torch.empty(shape, dtype=torch.float16, device=device) for shape in (problem.shape, few))
-                if fused and not fusable(query, key, key, None, False, DEFAULT):
+                if fused and not _fusable(problem.shape, problem.keys, device):
                     continue
                 progress.update(task, description=f"{'x'.join(map(str, problem.shape))} {'fused' if fused else 'int8'}")
                 rule, best, before, after = tune_shape(
                     problem.shape, problem.keys, fused=fused, device=device, tick=lambda: progress.advance(task)
                 )
                 if best != rule:
-                    entry = table_key(name, fused, DEFAULT, head_dim, head_dim, queries, problem.keys, windows_batch * heads)
-                    found[entry] = best
+                    key = table_key(name, fused, DEFAULT, head_dim, head_dim, queries, problem.keys, windows_batch * heads)
+                    found[key] = best
                 rows.append(
                     {
                         "shape": "x".join(map(str, problem.shape)),

@@ -582,7 +582,9 @@ def fusable(
         and triton.next_power_of_2(max(head_dim, value_dim)) * triton.next_power_of_2(keys) <= 64 * SHORT_ROW
     ):
         return True
-    if is_causal or mask is not None or query.device.type == "cpu":
+    masked, on_cpu = is_causal or mask is not None, query.device.type == "cpu"
+    # sizes before tiles: long rows come by here in every call
+    if masked or on_cpu or not fits_hopper(recipe, head_dim, value_dim, query.shape[2], keys):
         return False
     return _held_by_hand(_tiles_for(query, key, value, True, False, recipe), recipe, query, key, value)
 

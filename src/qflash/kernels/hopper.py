@@ -201,6 +201,16 @@ def _join_rows(a, b):
 
 
 @gluon.jit
+def _load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr):
+    """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
+    if D == CHANNELS:
+        x = gl.load(ptrs)
+    else:
+        x = gl.load(ptrs, mask=(n[:, None] >= 0) & (channels[None, :] < CHANNELS), other=0)
+    return x
+
+
+@gluon.jit
 def _load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr,
@@ -227,18 +237,14 @@ def _load_quads(
             n = key_order(n)
         elif not KEY and WIDTH < 32:
             n = held_order(n)
-        there = (n[:, None] >= 0) & (d[None, :] < CHANNELS)
         if START + ROWS <= KEYS:
-            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
+            x = _load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D)
         elif KEY:
             ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
+            x = _load_channels(ptrs, n, d, CHANNELS, D)
         else:
-            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
-            there = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
-        if D == CHANNELS and (KEY or START + ROWS <= KEYS):
-            x = gl.load(ptrs)
-        else:
-            x = gl.load(ptrs, mask=there, other=0.0)
+            inside = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
+            x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, mask=inside, other=0.0)
     return x
 
 
@@ -360,11 +366,7 @@ def _load_queries(
     n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
     ptrs = base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :]
-    if D == CHANNELS:
-        words = gl.load(ptrs)
-    else:
-        words = gl.load(ptrs, mask=(n[:, None] >= 0) & (d[None, :] * EACH < CHANNELS), other=0)
-    return words
+    return _load_channels(ptrs, n, d * EACH, CHANNELS, D)
 
 
 @gluon.jit
@@ -595,11 +597,7 @@ def _last_queries(
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     ptrs = q_ptr + n[:, None] * q_stride_n + d[None, :]
-    if D == CHANNELS:
-        q = gl.load(ptrs)
-    else:
-        q = gl.load(ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS), other=0)
-    smem.store(q)
+    smem.store(_load_channels(ptrs, n, d, CHANNELS, D))
     bits = head_bits
     if QUERY_TOKEN:
         n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, product_layout(ROWS, WARPS))), queries - 1)

@@ -396,8 +396,6 @@ def launch_quantize_long(
     block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
     # what the copy engine takes: rows of whole sixteen bytes, all channels of the kernel's width
     key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
-    range_chunk = _range_chunk(tokens, batch * key_heads)
-    ranges = triton.cdiv(tokens, range_chunk)
     held = query is None and dealt and tokens * block_d * key.element_size() <= _HELD
     chunk = padded if held else chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
@@ -426,6 +424,8 @@ def launch_quantize_long(
             UNIT=unit, BLOCK_N=block, BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=8,
         )  # fmt: skip
         return found
+    range_chunk = _range_chunk(tokens, batch * key_heads)
+    ranges = triton.cdiv(tokens, range_chunk)
     low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
     long_range_kernel[(ranges, key_heads, 2 * batch)](
         key, value, low, high, *key.stride(), *value.stride(), tokens, channels, value_channels, range_chunk,

@@ -9,8 +9,9 @@ import qflash
 from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import ops
 from qflash.kernels.attention import fusable, fused_calls, launch_fused
-from qflash.kernels.tiles import HOPPER, Tiles
+from qflash.kernels.tiles import HOPPER, Tiles, shared_bytes
 from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
+from qflash.verify import compile_call
 
 
 def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> torch.Tensor:
@@ -60,7 +61,9 @@ def test_what_one_launch_can_do() -> None:
     assert not can(DEFAULT, 128, 128, 197, device="cpu")
     assert not can(DEFAULT, 64, 64, 257, masked=True)
     assert not can(DEFAULT, 64, 64, 257, aligned=False)
-    assert not can(DEFAULT, 64, 64, 289)
+    # as are rows whose keys and values fit a processor's shared memory
+    assert can(DEFAULT, 64, 64, 577) and can(DEFAULT, 72, 72, 729)
+    assert not can(DEFAULT, 64, 64, 1825) and not can(DEFAULT, 72, 72, 897)
     assert not can(DEFAULT, 84, 84, 257)
     query = torch.empty(1, 2, 257, 64, device="meta")
     with pytest.raises(ValueError, match="257 keys"):
@@ -100,17 +103,23 @@ def _compile_for_hopper() -> None:
         ((197, 64), (128, 8), torch.float16),
         ((257, 64), (64, 4), torch.float16),
         ((257, 72), (64, 8), torch.float16),
+        ((577, 64), (64, 4), torch.float16),
+        ((577, 64), (64, 8), torch.bfloat16),
+        ((729, 72), (128, 8), torch.float16),
     ):
         x = torch.empty(1, 3, keys, head_dim, dtype=dtype, device="meta")
         tiles = Tiles(block_m, 128, warps, 1, splits=1 if keys == 65 else 2, kernel=HOPPER)
         (call,) = fused_calls(x, x, x, None, False, 0.1, torch.empty_like(x), DEFAULT, tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)
+        if call.arguments["TURN"]:
+            # how many programs a processor has room for hangs on it
+            assert compile_call(call, "sm_90").metadata.shared <= shared_bytes(keys, head_dim)
 
 
 def test_the_hopper_kernel_compiles_from_floats() -> None:
     products = products_printed_by(__file__)
-    assert len(products) == 7
+    assert len(products) == 10
     assert min(products) > 4
 
 

@@ -70,9 +70,10 @@ def test_hopper_has_kernels_of_its_own() -> None:
 
     assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
     assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.HOPPER
-    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=4096, dim=128).kernel == tiles.HOPPER
+    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.HOPPER
+    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=72).kernel == tiles.LONG_HOPPER
     others = [
-        rule(keys=289, dim=32),
+        rule(keys=4096, dim=32),
         rule(keys=257, queries=32),
         rule(keys=257, masked=True),
         rule(keys=64),
@@ -94,6 +95,27 @@ def test_hopper_has_kernels_of_its_own() -> None:
     assert any(not t.kernel for t in tried)
 
 
+@pytest.mark.parametrize("across", [1, 2])
+def test_tiles_of_a_row_cover_it_and_little_more(across: int) -> None:
+    for keys in range(65, 2000):
+        widths = tiles.row_widths(keys, across)
+        assert keys <= sum(widths) < keys + 32 and sum(widths[:-1]) < keys
+        assert all(width in (8, 16, 32, 64, 128) for width in widths) and list(widths) == sorted(widths, reverse=True)
+        assert across == 1 or min(widths) >= 32
+    assert tiles.is_held(288) and not tiles.is_held(289)
+    assert tiles.is_held(608, 2) and not tiles.is_held(609, 2)
+
+
+def test_programs_that_a_processor_has_room_for() -> None:
+    # of 228 KiB, each takes one besides its own
+    assert [tiles.most_programs(kib * 1024) for kib in (228, 227, 114, 113, 76, 75)] == [0, 1, 1, 2, 2, 3]
+    assert tiles.most_programs(tiles.shared_bytes(577, 64)) == tiles.most_programs(tiles.shared_bytes(577, 64, 8)) == 2
+    assert tiles.most_programs(tiles.shared_bytes(1024, 64)) == 1
+    # tiles for the keys, a row of 64 bytes each, and for the values, and 32 rows at least; sums and scales of channels
+    assert tiles.shared_bytes(577, 64) == 2 * 608 * 64 + 1024
+    assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "fused", "grid", "block", "warps"),
     [
@@ -112,6 +134,16 @@ def test_hopper_has_kernels_of_its_own() -> None:
         (257, 128, False, 2, 64, 4),
         (257, 96, True, 2, 64, 4),
         (257, 1024, False, 1, 64, 4),
+        # rows that are not held whole, or by two warps
+        (401, 12, False, 7, 64, 8),
+        (577, 12, True, 10, 64, 8),
+        (577, 16, False, 5, 128, 8),
+        (577, 96, True, 2, 64, 4),
+        (577, 768, False, 1, 64, 4),
+        (401, 96, False, 4, 64, 4),
+        (401, 768, True, 1, 64, 4),
+        (1025, 16, True, 8, 128, 8),
+        (1025, 768, False, 1, 128, 8),
     ],
 )
 def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
@@ -125,10 +157,13 @@ def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
-    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 else 0)  # a few queries past whole blocks
+    # a few queries past whole blocks
+    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 and warps == 4 and tokens % 64 <= 8 else 0)
+    held = tiles.is_held(tokens, 16 * warps // block)
+    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options else 2)
     assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == 16 * warps // block
-    assert call.arguments["FOLD"] == (grid * heads <= 132)
+    assert call.arguments["FOLD"] == (held and grid * heads <= 132)
 
 
 def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):
@@ -212,7 +247,8 @@ def test_tiles_the_launcher_refuses_are_not_taken_from_the_table(table: pathlib.
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "dim"), [(49, 49, 32), (197, 197, 64), (257, 257, 64), (16, 4096, 64), (4096, 4096, 128)]
+    ("queries", "keys", "dim"),
+    [(49, 49, 32), (197, 197, 64), (257, 257, 64), (577, 577, 64), (16, 4096, 64), (4096, 4096, 128)],
 )
 def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
     rule = tiles.choose_tiles(DEFAULT, dim, dim, queries, keys, (9, 0))

@@ -24,7 +24,7 @@ from .kernels.tiles import (
     WINDOWS,
     Tiles,
     choose_tiles,
-    fits_hopper,
+    fits_block,
     most_queries,
     save_table,
     table_key,
@@ -41,8 +41,8 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
     yield rule
     seen = {rule}
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
-    held = rule.kernel == HOPPER and fits_hopper(DEFAULT, value_dim, value_dim, queries, keys)
-    if keys <= SHORT_ROW or held:
+    hopper = rule.kernel == HOPPER
+    if keys <= SHORT_ROW or hopper:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
             rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
@@ -50,7 +50,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             # three programs a processor, if they have four warps each
             for registers in ((0, 168) if warps == 4 else (0,))
             for splits in range(1, 1 + -(-queries // m))
-            if held and m in blocks_m
+            if hopper and m in blocks_m and fits_block(m, warps, value_dim, keys)
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)

@@ -75,6 +75,7 @@ CASES = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
     Case("vit-257", 257, 64, batch=128, kernel="long_kernel"),  # CLIP, DINOv2: held whole on Hopper alone
+    Case("vit-577", 577, 64, batch=128, kernel="long_kernel"),  # 384 pixels: walked over twice there
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),
@@ -482,9 +483,11 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     block_n = call.arguments.get("SPAN", block_n) * call.arguments.get("UNROLL", 1)
     columns = block_n * max(tiles, 1)
     if call.kernel.__name__ == "hopper_kernel":
-        from .kernels.hopper import row_widths
+        from .kernels.tiles import row_widths
 
-        columns, tiles = sum(row_widths(call.arguments["KEYS"])), 1
+        # rows that are walked over have loops, of so many tiles of 128 keys a turn
+        turn = call.arguments["TURN"]
+        columns, tiles = (128 * turn, 0) if turn else (sum(row_widths(call.arguments["KEYS"])), 1)
     elif call.kernel.__name__ == "windows_kernel":
         from .kernels.windows import has_half, widths
 

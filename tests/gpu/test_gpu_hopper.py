@@ -16,7 +16,7 @@ import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
-from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, most_queries
+from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, fits_block, fits_hopper, is_held
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -33,7 +33,7 @@ SCALES = ("tensor", "head", "token", "channel")
 
 
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
-    block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if block[0] <= most_queries(shape.head_dim)])
+    block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if fits_block(*block, shape.head_dim, shape.keys)])
     hand = HAND | {"block_m": block_m, "warps": warps}
     return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // block_m)))
 
@@ -41,7 +41,9 @@ def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
 def either_way(chance: random.Random, call: Any) -> None:
     """Find the sums of V's channels by products or by instructions; by the rules few heads take products."""
     assert call.kernel.__name__ == "hopper_kernel"
-    assert call.arguments["FOLD"] == (call.arguments["TAIL"] == 0)
+    across = call.options["num_warps"] * 16 // call.arguments["BLOCK_M"]
+    assert (call.arguments["TURN"] == 0) == is_held(call.arguments["KEYS"], across)
+    assert call.arguments["FOLD"] == (call.arguments["TAIL"] == call.arguments["TURN"] == 0)
     call.arguments["FOLD"] &= chance.random() < 0.5
 
 
@@ -65,6 +67,10 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
     keys = chance.choice((65, 96, 100, 128, 129, 160, 161, 192, 196, 197, 224, 225, 255, 256))
     if chance.random() < 0.3:
         keys = chance.choice((257, 261, 264, 265, 272, 273, 288))
+    if chance.random() < 0.4:
+        # walked over twice, or by two warps a row held
+        walked = (289, 300, 321, 384, 385, 401, 416, 425, 512, 545, 577, 600, 608, 609, 650, 785, 833, 880, 1025, 1370, 1700)
+        keys = chance.choice([keys for keys in walked if fits_hopper(DEFAULT, head_dim, head_dim, 64, keys)])
     return Shape(
         chance.randint(1, 3),
         group * chance.randint(1, 3),
@@ -127,8 +133,13 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shape, chosen, draw, dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("keys", [65, 100, 128, 197, 225, 240, 256, 257, 288])
+@pytest.mark.parametrize(
+    ("keys", "head_dim"),
+    [
+        *itertools.product((65, 100, 128, 197, 225, 240, 256, 257, 288), (64, 80, 128)),
+        *((321, 64), (401, 64), (577, 64), (768, 64), (321, 80), (352, 128)),
+    ],
+)
 @pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head: up to 16 queries past whole blocks go a way of their own."""
@@ -136,7 +147,7 @@ def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, h
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     shape = Shape(2, 2, 1, queries, keys, head_dim)
-    chosen = Tiles(**HAND, registers=168, splits=1)
+    chosen = Tiles(**HAND, registers=168 if keys <= 288 else 0, splits=1)
     for draw, dtype in enumerate((torch.int8, torch.int8, torch.float16)):
         q, k, v = (
             torch.randint(-128, 128, size, generator=generator, device=CUDA, dtype=torch.int16).to(torch.int8)
@@ -187,7 +198,9 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)
 
 
-@pytest.mark.parametrize(("tokens", "head_dim"), [(197, 64), (257, 64), (257, 80)])
+@pytest.mark.parametrize(
+    ("tokens", "head_dim"), [(197, 64), (257, 64), (257, 80), (401, 64), (577, 64), (729, 72), (1025, 64), (577, 32)]
+)
 @pytest.mark.parametrize("heads", [6, 48, 90, 130, 400])
 def test_the_rules_take_it_at_every_load(heads: int, tokens: int, head_dim: int) -> None:
     q, k, v = (torch.randn(heads, 1, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))

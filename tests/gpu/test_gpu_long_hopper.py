@@ -13,6 +13,7 @@ import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.long_quantize import launch_quantize_long
+from qflash.kernels.tiles import LONG_HOPPER, Tiles
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -24,6 +25,8 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 PLAIN = ("contiguous", "tokens_first", "packed")
+TILES = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+"""Rows whose keys fit shared memory are another kernel's first."""
 
 
 def sizes(chance: random.Random, others: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
@@ -64,7 +67,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
         out = torch.empty(shapes[0], dtype=dtype, device=CUDA)
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, shapes[0][3] ** -0.5, out_scale)
-        calls = attention_calls(*arguments, out, DEFAULT)
+        calls = attention_calls(*arguments, out, DEFAULT, tiles=TILES)
         assert [call.kernel.__name__ for call in calls] == ["pack_value_kernel", "long_hopper_kernel"]
         for call in calls:
             call.run()
@@ -81,7 +84,10 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         if draw == 2:
             floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf)[geometry % 2]
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
-        with mock.patch("qflash.kernels.attention.launch_quantize_long", wraps=launch_quantize_long) as quantize:
+        with (
+            mock.patch("qflash.kernels.attention.launch_quantize_long", wraps=launch_quantize_long) as quantize,
+            mock.patch("qflash.kernels.attention.fusable", return_value=False),
+        ):
             got = qflash.attention(q, k, v, enable_gqa=True)
         # two-byte queries are quantised by the attention kernel itself
         (arguments, _) = quantize.call_args
@@ -108,7 +114,9 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         recipe: Recipe = DEFAULT,
     ) -> str:
         out = torch.empty_like(x)
-        return attention_calls(x, one, key, key_scale, x, one, mask, causal, 0.1, one, out, recipe)[-1].kernel.__name__
+        return attention_calls(x, one, key, key_scale, x, one, mask, causal, 0.1, one, out, recipe, tiles=TILES)[
+            -1
+        ].kernel.__name__
 
     assert kernel(x) == kernel(x[:1].expand(2, -1, -1, -1)) == "long_hopper_kernel"
     others = kernel(apart), kernel(x, token), kernel(x, mask=mask), kernel(x, causal=True), kernel(x, recipe=qflash.ACCURATE)

@@ -20,17 +20,21 @@ from .short import short_kernel
 from .tiles import (
     GENERAL,
     HOPPER,
-    HOPPER_BLOCKS,
+    LONG_HOPPER,
     SHORT_ROW,
     WINDOWS,
     Tiles,
     choose_tiles,
+    fits_block,
     fits_hopper,
     fits_long_hopper,
     fits_windows,
+    is_held,
     is_short,
     kernel_width,
+    most_programs,
     most_queries,
+    shared_bytes,
     tiles_for,
 )
 
@@ -74,9 +78,9 @@ def _processors_of(device: torch.device) -> int:
 
 
 @functools.cache
-def _by_hand(kernel: int, short: bool = True) -> Any:
+def _by_hand(kernel: int) -> Any:
     # only where they run: they need a part of Triton that the interpreter has not
-    if kernel == HOPPER and not short:
+    if kernel == LONG_HOPPER:
         from .long_hopper import long_hopper_kernel as found
     elif kernel == HOPPER:
         from .hopper import hopper_kernel as found
@@ -93,12 +97,38 @@ def _side_by_side(x: torch.Tensor, piece: int = 16) -> bool:
     )
 
 
+def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, processors: int) -> Tiles:
+    """:func:`_split` for rows that :mod:`.hopper` walks over twice."""
+    room = most_programs(shared_bytes(keys, head_dim))
+    if not tiles.splits and queries > 64:
+        if fits_block(64, 8, head_dim, keys) and head_dim <= 64 and triton.cdiv(queries, 64) * heads <= processors:
+            # as long as one warp's chain of instructions: two share it, and hold the row
+            return tiles._replace(block_m=64, warps=8, splits=triton.cdiv(queries, 64))
+        if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
+            # eight warps to a processor, by which its keys are fetched once
+            tiles = tiles._replace(block_m=128, warps=8)
+    places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
+    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, places * processors // max(1, heads)))
+    registers = tiles.registers or (168 if places == 3 and splits * heads > 2 * processors else 0)
+    return tiles._replace(splits=splits, registers=registers)
+
+
 def _split(
-    tiles: Tiles, queries: int, keys: int, heads: int, narrow: bool, fused: bool, masked: bool, device: torch.device
+    tiles: Tiles,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_dim: int,
+    narrow: bool,
+    fused: bool,
+    masked: bool,
+    device: torch.device,
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = _processors_of(device)
+    if tiles.kernel == HOPPER and not is_held(keys, 16 * tiles.warps // tiles.block_m):
+        return _split_walked(tiles, queries, keys, heads, head_dim, processors)
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
     places = 3
     if tiles.kernel == HOPPER and (keys > SHORT_ROW or not narrow):
@@ -294,22 +324,18 @@ def _long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int
     }
 
 
-def _meant_for_hopper(
-    fits: Callable[..., bool], tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> bool:
-    """Tell whether a kernel for Hopper is asked for and knows the shapes and the recipe, wherever the tensors lie.
-
-    Args:
-        fits: :func:`.tiles.fits_hopper` for rows held whole, :func:`.tiles.fits_long_hopper` for others.
-    """
-    return tiles.kernel == HOPPER and fits(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
+def _meant_for_long_hopper(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether :mod:`.long_hopper` may be asked and knows the shapes and the recipe, wherever the tensors lie."""
+    sizes = query.shape[3], value.shape[3], query.shape[2], key.shape[2]
+    return tiles.kernel in (HOPPER, LONG_HOPPER) and fits_long_hopper(recipe, *sizes)
 
 
 def _held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Tell whether :mod:`.hopper` takes tensors that lie so, if the output does, without a mask and with a key scale a head."""
     return (
-        _meant_for_hopper(fits_hopper, tiles, recipe, query, key, value)
-        and (tiles.block_m, tiles.warps) in HOPPER_BLOCKS
+        tiles.kernel == HOPPER
+        and fits_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
+        and fits_block(tiles.block_m, tiles.warps, query.shape[3], key.shape[2])
         and query.element_size() <= 2
         and all(_side_by_side(x, 8) for x in (query, key, value))
     )
@@ -366,9 +392,6 @@ def _calls(
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], value.shape[3]
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
-    most = most_queries(value_dim)
-    if tiles.block_m > most:
-        raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     two_pass = recipe.normalization == "two_pass"
     row_tiles = triton.cdiv(keys, tiles.block_n)
     sums = value_sums
@@ -376,6 +399,9 @@ def _calls(
     key_token = scales is not None and scales.key.shape[2] > 1
     plain = not (is_causal or mask is not None or key_token or guard)
     hopper = plain and not dealt and _held_by_hand(tiles, recipe, query, key, value) and _side_by_side(out, 8)
+    most = most_queries(value_dim)
+    if tiles.block_m > most and not hopper:
+        raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     short = two_pass and (hopper or row_tiles <= 2) and max(block_d, block_dv) <= 128
     if scales is None and not short:
         raise ValueError(f"one launch cannot quantise and attend to {keys} keys with {tiles}")
@@ -383,7 +409,7 @@ def _calls(
     if two_pass and not short and sums is None:
         dealt = (
             plain
-            and _meant_for_hopper(fits_long_hopper, tiles, recipe, query, key, value)
+            and _meant_for_long_hopper(tiles, recipe, query, key, value)
             and key_rows is not None
             and all(map(_side_by_side, (query, key, out)))
         )
@@ -410,6 +436,7 @@ def _calls(
             queries,
             keys,
             batch * heads,
+            max(head_dim, value_dim),
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
             scales is None,
             mask is not None,
@@ -439,9 +466,14 @@ def _calls(
             alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
             left = queries % tiles.block_m
             tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
+            across = 16 * tiles.warps // tiles.block_m
+            twice = not is_held(keys, across)
+            if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
+                tail = 0
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
-            fold = not tail and blocks * batch * heads <= _processors_of(query.device)
-            fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": 16 * tiles.warps // tiles.block_m, "FOLD": fold}
+            fold = not (tail or twice) and blocks * batch * heads <= _processors_of(query.device)
+            fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
+            fixed["TURN"] = 0 if not twice else 1 if tiles.registers else 2
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}
@@ -485,7 +517,7 @@ def _calls(
         part_batch = min(step, batch - start)
         grid = (blocks, heads, part_batch)
         arguments |= fixed
-        kernel = _by_hand(tiles.kernel, short) if named else short_kernel if short else long_kernel
+        kernel = _by_hand(LONG_HOPPER if dealt else tiles.kernel) if named else short_kernel if short else long_kernel
         if dealt:
             assert key_rows is not None
             arguments |= _long_arguments(part(key)[:part_batch], part(value)[:part_batch], key_rows)
@@ -693,9 +725,7 @@ def launch_long(
         return out.zero_().to(query.dtype)
     guard, masked = query.device.type == "cpu", is_causal or mask is not None
     tiles = _tiles_for(query, key, value, False, masked, recipe)
-    dealt = (
-        not (masked or guard) and _side_by_side(out) and _meant_for_hopper(fits_long_hopper, tiles, recipe, query, key, value)
-    )
+    dealt = not (masked or guard) and _side_by_side(out) and _meant_for_long_hopper(tiles, recipe, query, key, value)
     late = dealt and query.element_size() == 2 and _side_by_side(query)
     found = launch_quantize_long(None if late else query, key, value, recipe.smooth_key, dealt)
     for call in attention_calls(

@@ -1,7 +1,9 @@
-"""Rows of 65 to 288 keys on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.short` does, faster.
+"""Rows of 65 keys to what shared memory holds on Hopper, with layouts and tensor-core products by hand (Gluon).
 
-A program takes one head, or every few blocks of 64 or 128 of its queries. A row of scores is held whole, in tiles of
-128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not 256. Keys and values lie in shared memory; queries,
+What :mod:`.short` does, faster, and for longer rows what :mod:`.long` does. A program takes one head, or every few blocks of
+64 or 128 of its queries. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and
+not 256. Rows of up to 288 keys are held whole. Longer ones are walked over twice, for their maximum and for the rest; the
+second walk computes the scores again (:func:`.tiles.is_held`). Keys and values lie in shared memory, all of them; queries,
 probabilities and outputs stay in the registers of whom they belong to, so that after the values are there no warp waits
 for another. Three orders make that possible; they leave every product as it is:
 
@@ -13,9 +15,9 @@ The products of a block are issued one behind the other and waited for tile by t
 with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
 channel's sum of V, is formed once a program; where tensor cores would idle it is a product with -127 in every block.
 
-Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats two
-warps then share sixteen queries: each has half of the scores and half of the outputs, and probabilities pass through
-shared memory.
+Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats, and
+where rows are long, two warps then share sixteen queries: each has half of the scores and half of the outputs, and
+probabilities pass through shared memory. So rows of up to 608 keys are held whole.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from .by_hand import (
     beside_rows,
     channel_maxima,
     channel_ranges,
+    first_of_four,
     halves,
     least_if_needed,
     output_factors,
@@ -58,29 +61,16 @@ from .integer import (
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
 from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words
 from .tiles import kernel_width as width_of
+from .tiles import row_widths as widths_of
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 kernel_width = gluon.constexpr_function(width_of)
+row_widths = gluon.constexpr_function(widths_of)
 
 # the sum of four bytes, each times its weight, and nothing in the other three of four places
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
-
-
-@gluon.constexpr_function
-def row_widths(keys, across=1):
-    """The tiles of a row of scores, a power of two each, as few as can be and not much wider than the row together.
-
-    Where ``across`` warps share a row, each has at least sixteen neighbouring columns of a tile.
-    """
-    widths = []
-    for width in (128, 128, 64, 32):
-        if sum(widths) + width <= keys:
-            widths.append(width)
-    left = keys - sum(widths)
-    least = 8 if across == 1 else 16 * across
-    return tuple(widths) + ((max(least, 8 if left <= 8 else 16 if left <= 16 else 32),) if left else ())
 
 
 @gluon.constexpr_function
@@ -155,6 +145,12 @@ def score_layout(columns, warps, across=1):
     """A product's layout, in words of its own."""
     wide = [[0, bit] for bit in (8, 16, 32, 64) if bit * across < columns]
     return rows_layout(columns, [[0, 1], [8, 0], *wide], (2, 4), warps, across, columns // across)
+
+
+@gluon.constexpr_function
+def quarter_layout(warps):
+    """Four numbers a row, one for each thread that has a part of it."""
+    return rows_layout(4, [[8, 0]], (1, 2), warps)
 
 
 @gluon.constexpr_function
@@ -246,6 +242,20 @@ def _load_quads(
             inside = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
             x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, mask=inside, other=0.0)
     return x
+
+
+@gluon.jit
+def _all_quads(
+    base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Every tile of keys or values, to be quantised."""
+    tiles = ()
+    START: gl.constexpr = row_starts(KEYS)
+    for i in gl.static_range(len(WIDTHS)):
+        x = _load_quads(base, stride_n, START[i], WIDTHS[i], KEYS, CHANNELS, KEY, WARPS, float_piece(WARPS))
+        tiles = tiles + (x,)
+    return tiles
 
 
 @gluon.jit
@@ -411,12 +421,28 @@ def _queries(
 
 
 @gluon.jit
-def _channel_sums(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+def _tile_sums(smem, WARPS: gl.constexpr):
     """Sums of the channels of a tile of V in shared memory."""
+    v = smem.load(row_layout(smem.shape[1], 8, WARPS))
+    return gl.sum(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4), 1)
+
+
+@gluon.jit
+def _channel_sums(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The same beside a product with V."""
     D: gl.constexpr = smem.shape[0]
-    v = smem.load(row_layout(smem.shape[1], 8, WARPS * ACROSS))
-    parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4)
-    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(0, product_layout(D, WARPS, ACROSS)))
+    return gl.convert_layout(_tile_sums(smem, WARPS * ACROSS), gl.SliceLayout(0, product_layout(D, WARPS, ACROSS)))
+
+
+@gluon.jit
+def _sums_aside(v_smem, WARPS: gl.constexpr):
+    """127 times the sums of V's channels, left in shared memory for everybody."""
+    sums = _tile_sums(v_smem[0], WARPS)
+    for i in gl.static_range(1, len(v_smem)):
+        sums += gl.convert_layout(_tile_sums(v_smem[i], WARPS), sums.type.layout)
+    smem = _aside(127 * sums)
+    barrier()
+    return smem
 
 
 @gluon.jit
@@ -433,7 +459,16 @@ def _scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.cons
     L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
     zeros = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
     k = k_smem.slice(0, WIDTH, 0)
+    # the layout of the queries is that of any product
+    q = gl.convert_layout(q, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """The scores of a product, once no more than ``ahead`` of those started later are under way."""
+    s = warpgroup_mma_wait(ahead, [s])
+    return gl.convert_layout(s, score_layout(s.shape[1], WARPS, ACROSS), assert_trivial=True)
 
 
 @gluon.jit
@@ -469,9 +504,8 @@ def _twice(p):
 
 
 @gluon.jit
-def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
-    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
-    M: gl.constexpr = p.shape[0]
+def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """Sums of four neighbouring stored probabilities, those past the last key left out, at the first of them; else zero."""
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
     if WIDTH < 32:
@@ -480,7 +514,24 @@ def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, 
         weight = p * 0 + 1
     else:
         weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
-    parts = gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+    return gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+
+
+@gluon.jit
+def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of a tile's stored probabilities, four a row."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
+    return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
+    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = _sums_of_four(p, START, WIDTH, KEYS)
     return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
 
 
@@ -615,6 +666,16 @@ def _across(x, D: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def _last_sums(sums, ASIDE: gl.constexpr, L: gl.constexpr):
+    """What is added to outputs whose rows are the channels, from registers or from shared memory."""
+    if ASIDE:
+        sums = sums.load(gl.SliceLayout(1, L))
+    else:
+        sums = gl.convert_layout(sums, gl.SliceLayout(1, L))
+    return sums
+
+
+@gluon.jit
 def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
     """Start the product of a tile of keys with the last few queries."""
     M: gl.constexpr = k_smem.shape[0]
@@ -725,27 +786,74 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
     """Start the products of a block of queries with all keys."""
     scores = ()
     for t in gl.static_range(len(WIDTHS)):
-        # the layout of the queries is that of any product
-        operand = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WIDTHS[t], WARPS, ACROSS), 4), assert_trivial=True)
-        scores = scores + (_scores(operand, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+        scores = scores + (_scores(q, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
     return scores
 
 
 @gluon.jit
-def _block(
-    scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
+    """Maxima of columns eight apart of a block's scores, which are not kept."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    TURNS: gl.constexpr = KEYS // (128 * TURN)
+    largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
+    for turn in range(TURNS):
+        scores = ()
+        for i in gl.static_range(TURN):
+            scores = scores + (_scores(q, k_whole.index(turn * TURN + i), 128, WARPS, 1),)
+        for i in gl.static_range(TURN):
+            largest = gl.maximum(largest, _fold_columns(_finished(scores[i], TURN - 1 - i, WARPS), WARPS))
+    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
+        s = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
+        largest = gl.maximum(largest, _fold_columns(s, WARPS))
+    return largest
+
+
+@gluon.jit
+def _second_walk(
+    q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, KEYS: gl.constexpr, TURN: gl.constexpr,
+    WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries, whose products with the keys are under way.
+    """Start the products of a block's probabilities with V, the last still under way, and sum the probabilities up."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TURNS: gl.constexpr = KEYS // (128 * TURN)
+    EIGHT: gl.constexpr = score_layout(8, WARPS)
+    total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
+    for turn in range(TURNS):
+        for i in gl.static_range(TURN):
+            s = _finished(_scores(q, k_whole.index(turn * TURN + i), 128, WARPS, 1), 0, WARPS)
+            s = raised_if_needed((s,), least, EIGHT, 1)[0]
+            p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+            v = v_whole.index(turn * TURN + i).permute((1, 0))
+            accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
+            total += quarter_sums(p, 0, 128, KEYS, WARPS)
+    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
+        s_t = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
+        s_t = raised_if_needed((s_t,), least, EIGHT, 1)[0]
+        p_t = _stored(s_t, slope, begin, constant, OPERAND, WARPS, 1)
+        accumulator = warpgroup_mma(p_t, v_smem[t].permute((1, 0)), accumulator, is_async=True)
+        total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
+    return accumulator, gl.sum(total, 1)
+
+
+@gluon.jit
+def _block(
+    q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
+    TURN: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of a block of queries.
 
     Args:
+        scores: their products with the keys, under way; none where rows are walked over twice.
         row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
-        memory: values, and where warps that share a row leave probabilities, maxima and sums.
+        memory: keys and values, in the order of tiles and the whole tiles in one piece, and where warps that share a row
+            leave probabilities, maxima and sums.
         output: 127 times the sums of channels, what outputs are multiplied with and shifted by, where they go.
     """
-    v_smem, p_smem, most_smem, total_smem = memory
+    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
     sums, factor, shift, half, o_base = output
+    TWICE: gl.constexpr = TURN > 0
     M: gl.constexpr = 16 * WARPS
     D: gl.constexpr = v_smem[0].shape[0]
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
@@ -762,13 +870,15 @@ def _block(
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
     multiplier, fraction_bits, _ = row
-    s = warpgroup_mma_wait(TILES - 1 + BEHIND, [scores[0]])
-    ready = (gl.convert_layout(s, score_layout(WIDTHS[0], WARPS, ACROSS), assert_trivial=True),)
-    largest = _fold_columns(ready[0], WARPS, ACROSS)
-    for t in gl.static_range(1, TILES):
-        s = warpgroup_mma_wait(TILES - 1 - t + BEHIND, [scores[t]])
-        ready = ready + (gl.convert_layout(s, score_layout(WIDTHS[t], WARPS, ACROSS), assert_trivial=True),)
-        largest = gl.maximum(largest, _fold_columns(ready[t], WARPS, ACROSS))
+    ready = ()
+    if TWICE:
+        largest = _first_walk(q, k_whole, k_smem, KEYS, TURN, WARPS)
+    else:
+        ready = (_finished(scores[0], TILES - 1 + BEHIND, WARPS, ACROSS),)
+        largest = _fold_columns(ready[0], WARPS, ACROSS)
+        for t in gl.static_range(1, TILES):
+            ready = ready + (_finished(scores[t], TILES - 1 - t + BEHIND, WARPS, ACROSS),)
+            largest = gl.maximum(largest, _fold_columns(ready[t], WARPS, ACROSS))
     if ACROSS == 1:
         row_max = gl.max(largest, 1)
     else:
@@ -778,9 +888,13 @@ def _block(
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
-    if not FOLD:
+    if TWICE:
+        accumulator, total = _second_walk(
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, KEYS, TURN, WARPS, OPERAND
+        )
+    elif not FOLD:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
-    for t in gl.static_range(TILES):
+    for t in gl.static_range(len(ready)):
         s = ready[t]
         if FOLD:
             # with a processor to itself a program starts on the first tile rather than saves a branch
@@ -795,9 +909,9 @@ def _block(
         else:
             more = _part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
             parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
-    if ACROSS == 1:
+    if ACROSS == 1 and not TWICE:
         total = gl.sum(parts, 1)
-    else:
+    elif not TWICE:
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
         fence_async_shared()
         barrier()
@@ -806,7 +920,9 @@ def _block(
         total = gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1)
     total = gl.convert_layout(total, RL, assert_trivial=True)
     numerator = 0 - warpgroup_mma_wait(0, [accumulator])
-    if not FOLD:
+    if TWICE:
+        numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
+    elif not FOLD:
         numerator += sums[None, :]
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, CHANNELS, WARPS, ACROSS)
 
@@ -826,14 +942,15 @@ def hopper_kernel(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products.
+    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. A turn of a
+    walk is TURN whole tiles; where rows are held whole it is 0.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -855,13 +972,22 @@ def hopper_kernel(
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
     CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS, ACROSS))
+    TWICE: gl.constexpr = TURN > 0
 
     # queries are on their way while keys and values, or the block before, are worked on
     following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
     k_smem = ()
     v_smem = ()
     p_smem = ()
-    for i in gl.static_range(TILES):
+    k_whole = 0
+    v_whole = 0
+    if TWICE:
+        # in one piece, for loops
+        k_whole = gl.allocate_shared_memory(gl.int8, [KEYS // 128, 128, D], shared_layout(D))
+        v_whole = gl.allocate_shared_memory(gl.int8, [KEYS // 128, D, 128], shared_layout(128))
+        for i in gl.static_range(KEYS // 128):
+            k_smem, v_smem = k_smem + (k_whole.index(i),), v_smem + (v_whole.index(i),)
+    for i in gl.static_range(len(k_smem), TILES):
         # the last queries take keys as rows of a product, of which there are at least 64
         k_smem = k_smem + (_allocate(max(WIDTHS[i], 64 if TAIL else 32), D),)
         v_smem = v_smem + (_allocate(D, depth(WIDTHS[i])),)
@@ -876,21 +1002,22 @@ def hopper_kernel(
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
 
     head_bits = 0
-    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK
+    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and not TWICE
     if QUANTIZE:
-        # every load is under way before the first use
-        k = ()
+        # every load is under way before the first use, as far as registers go
+        k = _all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL)
         v = ()
-        for i in gl.static_range(TILES):
-            k = k + (_load_quads(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, True, ALL, float_piece(ALL)),)
-        for i in gl.static_range(TILES):
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, False, ALL, float_piece(ALL)),)
+        if not TWICE:
+            v = _all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = _queries(
                 following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
         key_bits = _quantize_keys(k, k_smem, CENTER, ALL)
+        if TWICE:
+            # of keys and values registers hold one
+            v = _all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
         shift, half = 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
@@ -944,18 +1071,20 @@ def hopper_kernel(
     if QUANTIZE:
         factor = scale_smem.load(CO)
     sums = 0
-    if not FOLD:
+    if TWICE:
+        sums = _sums_aside(v_smem, ALL)
+    elif not FOLD:
         sums = _channel_sums(v_smem[0], WARPS, ACROSS)
         for i in gl.static_range(1, TILES):
             sums += _channel_sums(v_smem[i], WARPS, ACROSS)
         sums = 127 * sums
 
-    memory = v_smem, p_smem, most_smem, total_smem
+    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
     output = sums, factor, shift, half, o_base
     if EARLY:
         _block(
-            scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM, KEYS,
-            WARPS, ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+            q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
+            KEYS, WARPS, ACROSS, FOLD, TURN, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
@@ -970,10 +1099,12 @@ def hopper_kernel(
             q, query_bits = _queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
-            scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+            scores = ()
+            if not TWICE:
+                scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
-                scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS, WARPS,
-                ACROSS, FOLD, OFFSET, MOST, MOST_BITS,
+                q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
+                WARPS, ACROSS, FOLD, TURN, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
@@ -982,7 +1113,7 @@ def hopper_kernel(
             last_p_smem = ()
             for i in gl.static_range(TILES):
                 last_p_smem = last_p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
-            last_sums = gl.convert_layout(sums, gl.SliceLayout(1, L))
+            last_sums = _last_sums(sums, TWICE, L)
             last_output = last_sums, _across(factor, D, L), _across(shift, D, L), _across(half, D, L), o_base
             _last_rows(
                 last_smem, last_bits, row, keys_usable, units, k_smem, v_smem, last_p_smem, last_output, o_stride_n,

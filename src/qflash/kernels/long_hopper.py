@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .by_hand import (
     barrier,
     beside_rows,
-    first_of_four,
     least_score,
     magnitudes,
     may_wrap,
@@ -36,17 +35,19 @@ from .by_hand import (
     twice_probabilities,
 )
 from .hopper import (
-    SUM_FOUR,
     _aside,
+    _finished,
     _fold_columns,
     _load_queries,
     _queries,
+    _scores,
     _store,
     _stored,
     kernel_width,
     output_layout,
     product_layout,
-    rows_layout,
+    quarter_layout,
+    quarter_sums,
     score_layout,
 )
 from .integer import split_scale, usable_scale
@@ -58,12 +59,6 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # keys of a product
 TILE = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def quarter_layout(warps):
-    """Four numbers a row, one for each thread that has a part of it."""
-    return rows_layout(4, [[8, 0]], (1, 2), warps)
 
 
 @gluon.constexpr_function
@@ -91,21 +86,6 @@ def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q, smem, WARPS: gl.constexpr):
-    """Start the product of a block of queries with a tile of keys."""
-    COLUMNS: gl.constexpr = smem.shape[0]
-    zeros = gl.zeros((16 * WARPS, COLUMNS), gl.int32, product_layout(COLUMNS, WARPS))
-    return warpgroup_mma(q, smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr):
-    """The scores of a product, once no more than ``ahead`` of those started later are under way."""
-    s = warpgroup_mma_wait(ahead, [s])
-    return gl.convert_layout(s, score_layout(s.shape[1], WARPS), assert_trivial=True)
-
-
-@gluon.jit
 def _padded(s, there, filler):
     """Scores, and a filler for keys past the last."""
     L: gl.constexpr = s.type.layout
@@ -118,15 +98,6 @@ def _padded_rows(s, there, filler):
     """The same with a filler for each row."""
     L: gl.constexpr = s.type.layout
     return _padded(s, there, beside_rows(filler, L))
-
-
-@gluon.jit
-def _sums(p, WARPS: gl.constexpr):
-    """Sums of a tile's stored probabilities, four a row."""
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    parts = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, p * 0 + 1], gl.int32, True, 4))
-    return gl.convert_layout(gl.sum(gl.reshape(parts, (M, N // 16, 4)), 1), quarter_layout(WARPS), assert_trivial=True)
 
 
 @gluon.jit
@@ -235,7 +206,7 @@ def long_hopper_kernel(
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    scores = scores + (_start_scores(q, k, WARPS),)
+                    scores = scores + (_scores(q, k, k.shape[0], WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
@@ -277,7 +248,7 @@ def long_hopper_kernel(
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    s = _finished(_start_scores(q, k, WARPS), 0, WARPS)
+                    s = _finished(_scores(q, k, k.shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # nobody reads these keys any more, nor the values of the step before
                         barrier()
@@ -299,7 +270,7 @@ def long_hopper_kernel(
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
                     v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
                     accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
-                    total += _sums(p, WARPS)
+                    total += quarter_sums(p, 0, p.shape[1], p.shape[1], WARPS)
     if CHANNELS:
         factor = factor.load(CO)
     if CHANNELS and INT8:

@@ -26,8 +26,6 @@ from .tiles import kernel_width
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
 """Programs that look for ranges: fewer would leave processors idle, more would leave more ranges to read."""
-_HELD = 1152 * 64 * 2
-"""Most bytes of a head's keys that a program holds in registers."""
 _CHUNK = 256
 """Tokens a program quantises, or more."""
 
@@ -183,18 +181,6 @@ def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.const
 
 
 @triton.jit
-def _held_range(tiles, GUARD: tl.constexpr):
-    """Lowest and highest value of every channel of some tiles, NaN (in the interpreter infinity) where there is a NaN."""
-    low = tiles[0]
-    if GUARD:
-        low = low.to(tl.float32)
-    high = low
-    for i in tl.static_range(1, len(tiles)):
-        low, high = lower(low, tiles[i], GUARD), higher(high, tiles[i], GUARD)
-    return lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
-
-
-@triton.jit
 def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
     width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
@@ -219,77 +205,6 @@ def _values(
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
         sums += _store_values(packed, four, rows, start, padded, d, width, BLOCK_N, BLOCK_D)
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
-
-
-@triton.jit
-def _held_keys(
-    base, stride_n, stride_d, values, values_stride_n, scale_ptr, tokens, channels,
-    TILES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
-):  # fmt: skip
-    """Quantise the keys of a head, all of them in registers."""
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    tiles = ()
-    for i in tl.static_range(TILES):
-        tiles = tiles + (_load(base, stride_n, stride_d, i * BLOCK_N + n, tokens - 1, d, channels),)  # type: ignore[assignment]
-    low, high = _held_range(tiles, GUARD)
-    middle, scale = _key_scale(low, high, d, channels, CENTER)
-    tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale)
-    inverse = inverse_scale(scale, GUARD)
-    for i in tl.static_range(TILES):
-        y = tiles[i].to(tl.float32)  # type: ignore[var-annotated]
-        _store_keys(values, values_stride_n, y, middle, inverse, i * BLOCK_N + n, tokens, d, channels, CENTER, GUARD)
-
-
-@triton.jit
-def _held_values(
-    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, tokens, padded, channels, width,
-    TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
-):  # fmt: skip
-    """Quantise the values of a head, all of them in registers, and store them as :func:`_values` does, dealt."""
-    n, d = held_order(4 * tl.arange(0, BLOCK_N // 4)), tl.arange(0, BLOCK_D)
-    tiles = ()
-    for i in tl.static_range(TILES):
-        tiles = tiles + _load_values(base, stride_n, stride_d, i * BLOCK_N + n, tokens, d, channels, 8)
-    # zeros past the last make no magnitude larger
-    low, high = _held_range(tiles, GUARD)
-    scale = _value_scale(low, high, d, channels)
-    tl.store(scale_ptr + d[None, :], scale, mask=d[None, :] < channels)
-    inverse = inverse_scale(scale, GUARD)
-    sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
-    rows = dealt_channel(d, BLOCK_D)
-    for i in tl.static_range(TILES):
-        four = _four_int8(tiles[4 * i : 4 * i + 4], inverse, GUARD)
-        sums += _store_values(packed, four, rows, i * BLOCK_N, padded, d, width, BLOCK_N, BLOCK_D)
-    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
-
-
-@triton.jit
-def head_quantize_kernel(
-    k_ptr, v_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr, sums_ptr,
-    k_stride_z, k_stride_h, k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d,
-    tokens, padded, channels, key_stride_n, value_channels, width,
-    TILES: tl.constexpr, CENTER: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
-):  # fmt: skip
-    """Quantise a head's keys (program z even) or values (odd), which fit a program's registers and so are read once.
-
-    What :func:`long_range_kernel` and :func:`long_quantize_kernel` do for longer rows, with V dealt and without queries.
-    """
-    h, z = tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
-    head = z * tl.num_programs(1) + h
-    channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
-    if tl.program_id(2) % 2 == 0:
-        base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
-        _held_keys(
-            base, stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n, key_stride_n, key_scale_ptr + head, tokens,
-            channels, TILES, CENTER, BLOCK_N, BLOCK_D, GUARD,
-        )  # fmt: skip
-    else:
-        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
-        _held_values(
-            base, stride_n, v_stride_d, packed_ptr + head * width * padded, value_scale_ptr + head * value_channels,
-            sums_ptr + head * width, tokens, padded, value_channels, width, TILES, BLOCK_N, BLOCK_D, GUARD,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -377,7 +292,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
 ) -> LongQuantized:
-    """Quantise what a call with long rows needs in two launches, ranges, then values; a head that fits registers in one.
+    """Quantise what a call with long rows needs in two launches: ranges, then values.
 
     Scales are one a token for query, one a head for key, one a channel for value.
 
@@ -396,8 +311,7 @@ def launch_quantize_long(
     block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
     # what the copy engine takes: rows of whole sixteen bytes, all channels of the kernel's width
     key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
-    held = query is None and dealt and tokens * block_d * key.element_size() <= _HELD
-    chunk = padded if held else chunk_tokens(max(tokens, queries), _CHUNK)
+    chunk = chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
 
     # Triton itself looks no further than at multiples of sixteen
@@ -417,13 +331,6 @@ def launch_quantize_long(
         new(batch, key_heads, 1, value_channels),
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
-    if held:
-        head_quantize_kernel[(1, key_heads, 2 * batch)](
-            key, value, found.key, found.key_scale, packed, found.value_scale, found.value_sums, *key.stride(), *value.stride(),
-            tokens, padded, channels, key_row, value_channels, width, TILES=triton.cdiv(padded, block), CENTER=center,
-            UNIT=unit, BLOCK_N=block, BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=8,
-        )  # fmt: skip
-        return found
     range_chunk = _range_chunk(tokens, batch * key_heads)
     ranges = triton.cdiv(tokens, range_chunk)
     low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)

@@ -19,11 +19,13 @@ from ..recipe import Recipe
 
 SHORT_ROW = 256
 """Most keys of a row that is held whole by every kernel for such rows."""
-HOPPER_ROW = 288
-"""Most keys of a row that :mod:`.hopper` holds whole: 256 patches and some tokens that are none (CLIP, DINOv2)."""
-GENERAL, HOPPER, WINDOWS = range(3)
-"""Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.long_hopper` and :mod:`.windows` what they
-are written for."""
+_HELD = 288, 608
+"""Most scores of a row that :mod:`.hopper` holds whole, padding included: one warp's, or those of two that share it."""
+_SHARED, _RESERVED = 228 * 1024, 1024
+"""Bytes of shared memory of a processor (Hopper), and of these what each program takes besides its own."""
+GENERAL, HOPPER, WINDOWS, LONG_HOPPER = range(4)
+"""Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.windows` and :mod:`.long_hopper` what they
+are written for. What is not for HOPPER may still be for LONG_HOPPER."""
 
 HOPPER_BLOCKS = ((64, 4), (64, 8), (128, 8))
 """(queries a block, warps) of :mod:`.hopper`: a warp for every sixteen queries, or two."""
@@ -40,8 +42,8 @@ class Tiles(NamedTuple):
         registers: most registers a thread, 0 for the compiler's choice.
         splits: programs that share a head's query blocks (short rows), or warps that share a window's; 0 chooses by the size of
             the machine.
-        kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS none but its own; if
-            the call is not theirs, GENERAL has the other fields.
+        kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS and LONG_HOPPER none
+            but their own; if the call is not theirs, GENERAL has the other fields.
     """
 
     block_m: int
@@ -59,6 +61,45 @@ def most_queries(value_dim: int) -> int:
     Past it the accumulators crowd out everything else, and Triton 3.6 has been seen to emit broken kernels.
     """
     return 8192 // triton.next_power_of_2(value_dim)
+
+
+def row_widths(keys: int, across: int = 1) -> tuple[int, ...]:
+    """Return the tiles of a row of scores in :mod:`.hopper`: powers of two, and together not much wider than the row.
+
+    Where ``across`` warps share a row, each has at least sixteen neighbouring columns of a tile.
+    """
+    widths = keys // 128 * [128]
+    for width in (64, 32):
+        if sum(widths) + width <= keys:
+            widths.append(width)
+    left = keys - sum(widths)
+    least = 8 if across == 1 else 16 * across
+    return (*widths, max(least, 8 if left <= 8 else 16 if left <= 16 else 32)) if left else tuple(widths)
+
+
+def is_held(keys: int, across: int = 1) -> bool:
+    """Tell whether :mod:`.hopper` holds rows of scores whole, ``across`` warps a row. Others it walks over twice."""
+    return sum(row_widths(keys, across)) <= _HELD[across - 1]
+
+
+def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
+    """Return the shared memory that :mod:`.hopper` takes where it walks over rows.
+
+    Args:
+        keys: keys a row.
+        head_dim: channels.
+        tail: places for queries past whole blocks that are a matter of their own.
+    """
+    widths, channels = row_widths(keys), kernel_width(head_dim)
+    rows = sum(max(width, 64 if tail else 32) + max(width, 32) for width in widths)
+    # sums and scales of V's channels, and what reductions by eight warps pass through
+    aside = 16 * channels
+    return rows * channels + aside + tail * (channels + sum(max(width, 64) for width in widths))
+
+
+def most_programs(shared: int) -> int:
+    """Return how many programs with so much shared memory a processor has room for, on Hopper."""
+    return _SHARED // (shared + _RESERVED) if shared <= _SHARED - _RESERVED else 0
 
 
 def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
@@ -89,9 +130,17 @@ def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, key
         and 8 <= head_dim <= 128
         and head_dim % 8 == 0
         and queries > 32
-        and 64 < keys <= HOPPER_ROW
+        and keys > 64
+        and (is_held(keys) or most_programs(shared_bytes(keys, head_dim)) > 0)
         and _is_usual(recipe)
     )
+
+
+def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
+    """Tell whether :mod:`.hopper` can take so many queries and warps: a warp or two for sixteen queries, if registers do."""
+    across = 16 * warps // block_m
+    held = is_held(keys, across)
+    return (block_m, warps) in HOPPER_BLOCKS and (held or across == 1) and (block_m <= most_queries(head_dim) or not held)
 
 
 def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
@@ -143,6 +192,8 @@ def choose_tiles(
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
+        if not is_held(keys):
+            return Tiles(64, 128, 4, 3, kernel=HOPPER)
         # heads that wide are quantised by eight warps, which have the registers for it
         return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
@@ -168,7 +219,7 @@ def choose_tiles(
     # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
     general = Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
     if fits_long_hopper(recipe, head_dim, value_dim, queries, keys):
-        return general._replace(kernel=HOPPER)
+        return general._replace(kernel=LONG_HOPPER)
     return general
 
 

@@ -23,6 +23,8 @@ from qflash.recipe import ACCURATE, DEFAULT, PAPER
         ((1, 1, 500, 129, 20, 16, 1), ("every_second", "packed", "packed"), torch.float32, False),
         ((2, 3, 1, 400, 32, 128, 3), ("tokens_first", "expanded", "packed"), torch.float16, False),
         ((1, 1, 33, 2100, 8, 24, 1), ("contiguous", "contiguous", "contiguous"), torch.float16, True),
+        # so many heads that a program looks through all keys of one
+        ((4, 32, 5, 130, 32, 32, 32), ("contiguous", "contiguous", "contiguous"), torch.float16, True),
     ],
 )
 def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: torch.dtype, center: bool) -> None:

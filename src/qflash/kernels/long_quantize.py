@@ -343,10 +343,11 @@ def launch_quantize_long(
     # without queries their places are filled by anything
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
     # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
+    # With two it does so, too, for a single range of 32 channels: a place more stays empty.
     long_quantize_kernel[(chunks, heads, kinds * batch)](
         like, key, value, low, high, *query_out, found.key, found.key_scale, packed, found.value_scale, found.value_sums,
         *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, key_row, value_channels,
-        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=triton.next_power_of_2(ranges), CENTER=center, DEALT=dealt,
+        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, DEALT=dealt,
         UNIT=unit, BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

@@ -22,6 +22,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tiles, "_device_name", lambda index: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(tiles, "_processors", lambda index: 132)
     tiles._table.cache_clear()
     yield tiles.table_path()
     tiles._table.cache_clear()
@@ -95,6 +96,20 @@ def test_hopper_has_kernels_of_its_own() -> None:
     assert any(not t.kernel for t in tried)
 
 
+def test_a_round_of_programs_that_leaves_places_empty_is_not_begun() -> None:
+    def kernel(heads: int, keys: int = 1025, processors: int = 132) -> int:
+        return tiles.choose_tiles(DEFAULT, 64, 64, keys, keys, (9, 0), heads=heads, processors=processors).kernel
+
+    # measured: 96 heads of 1025 tokens are the other kernel's; few and many, or such as fill a round, are not
+    assert kernel(96) == tiles.LONG_HOPPER
+    assert {kernel(heads, keys) for heads in (12, 16, 128, 768) for keys in (1025, 1370)} == {tiles.HOPPER}
+    assert kernel(96, 785) == kernel(96, processors=96) == tiles.HOPPER
+    # 264 places: two rounds of three blocks rather than one of seven, but not from floats, where each program quantises
+    assert tiles.share_walk(785, 64, 96, 264, False) == (5, 7.0)
+    assert tiles.share_walk(785, 64, 96, 264, True) == (2, 9.0)
+    assert tiles.share_walk(64, 64, 0, 264, True) == (1, 0.0)
+
+
 @pytest.mark.parametrize("across", [1, 2])
 def test_tiles_of_a_row_cover_it_and_little_more(across: int) -> None:
     for keys in range(65, 2000):
@@ -142,7 +157,8 @@ def test_programs_that_a_processor_has_room_for() -> None:
         (577, 768, False, 1, 64, 4),
         (401, 96, False, 4, 64, 4),
         (401, 768, True, 1, 64, 4),
-        (1025, 16, True, 8, 128, 8),
+        (1025, 16, True, 5, 128, 8),
+        (785, 96, False, 5, 64, 4),
         (1025, 768, False, 1, 128, 8),
     ],
 )

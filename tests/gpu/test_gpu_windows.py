@@ -87,9 +87,9 @@ def tiles(chance: random.Random) -> Tiles:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let programs with a bias take several windows although there are few."""
-    from qflash.kernels import attention
+    from qflash.kernels import tiles
 
-    monkeypatch.setattr(attention, "_processors", lambda index: 1)
+    monkeypatch.setattr(tiles, "_processors", lambda index: 1)
 
 
 @pytest.mark.usefixtures("few_programs")

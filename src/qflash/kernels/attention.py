@@ -34,6 +34,8 @@ from .tiles import (
     kernel_width,
     most_programs,
     most_queries,
+    processors_of,
+    share_walk,
     shared_bytes,
     tiles_for,
 )
@@ -69,15 +71,6 @@ def kernel_constants(
 
 
 @functools.cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _processors_of(device: torch.device) -> int:
-    return _processors(device.index or 0) if device.type == "cuda" else 132
-
-
-@functools.cache
 def _by_hand(kernel: int) -> Any:
     # only where they run: they need a part of Triton that the interpreter has not
     if kernel == LONG_HOPPER:
@@ -97,7 +90,7 @@ def _side_by_side(x: torch.Tensor, piece: int = 16) -> bool:
     )
 
 
-def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, processors: int) -> Tiles:
+def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
     """:func:`_split` for rows that :mod:`.hopper` walks over twice."""
     room = most_programs(shared_bytes(keys, head_dim))
     if not tiles.splits and queries > 64:
@@ -108,7 +101,8 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             # eight warps to a processor, by which its keys are fetched once
             tiles = tiles._replace(block_m=128, warps=8)
     places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
-    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, places * processors // max(1, heads)))
+    splits = tiles.splits or share_walk(queries, tiles.block_m, heads, places * processors, fused)[0]
+    splits = min(triton.cdiv(queries, tiles.block_m), splits)
     registers = tiles.registers or (168 if places == 3 and splits * heads > 2 * processors else 0)
     return tiles._replace(splits=splits, registers=registers)
 
@@ -126,9 +120,9 @@ def _split(
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
-    processors = _processors_of(device)
+    processors = processors_of(device)
     if tiles.kernel == HOPPER and not is_held(keys, 16 * tiles.warps // tiles.block_m):
-        return _split_walked(tiles, queries, keys, heads, head_dim, processors)
+        return _split_walked(tiles, queries, keys, heads, head_dim, fused, processors)
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
     places = 3
     if tiles.kernel == HOPPER and (keys > SHORT_ROW or not narrow):
@@ -351,7 +345,7 @@ def _share_windows(
             the chip once.
     """
     programs = windows * heads * tiles.splits
-    each = triton.cdiv(programs, _BIAS_PROGRAMS * _processors_of(device)) if biased else 1
+    each = triton.cdiv(programs, _BIAS_PROGRAMS * processors_of(device)) if biased else 1
     groups = triton.cdiv(windows // periods, each)
     staged = groups * periods < windows
     if biased:
@@ -471,7 +465,7 @@ def _calls(
             if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
                 tail = 0
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
-            fold = not (tail or twice) and blocks * batch * heads <= _processors_of(query.device)
+            fold = not (tail or twice) and blocks * batch * heads <= processors_of(query.device)
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
             fixed["TURN"] = 0 if not twice else 1 if tiles.registers else 2
     else:

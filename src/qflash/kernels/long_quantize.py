@@ -347,7 +347,7 @@ def launch_quantize_long(
     long_quantize_kernel[(chunks, heads, kinds * batch)](
         like, key, value, low, high, *query_out, found.key, found.key_scale, packed, found.value_scale, found.value_sums,
         *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, key_row, value_channels,
-        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, DEALT=dealt,
-        UNIT=unit, BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center,
+        DEALT=dealt, UNIT=unit, BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

@@ -102,6 +102,39 @@ def most_programs(shared: int) -> int:
     return _SHARED // (shared + _RESERVED) if shared <= _SHARED - _RESERVED else 0
 
 
+def share_walk(queries: int, block_m: int, heads: int, places: int, fused: bool) -> tuple[int, float]:
+    """Return how many programs had best share a head in :mod:`.hopper`, and how long that takes, in blocks of queries.
+
+    Programs take their places in rounds. What one does with all keys before its first block takes as long as half a block, or
+    where it quantises two (both measured).
+
+    Args:
+        queries, block_m: queries of a head and of a block.
+        heads: heads times batch.
+        places: programs that the device has room for.
+        fused: whether the kernel quantises, too.
+    """
+    blocks, start = triton.cdiv(queries, block_m), 2.0 if fused else 0.5
+
+    def duration(splits: int) -> float:
+        return triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + start)
+
+    return min(((splits, duration(splits)) for splits in range(1, blocks + 1)), key=lambda found: found[1])
+
+
+def _walks_best(head_dim: int, queries: int, keys: int, heads: int, processors: int) -> bool:
+    """Tell whether :mod:`.hopper` is faster than :mod:`.long_hopper` on rows that it walks over, or as fast with a launch less.
+
+    With one program a processor rounds are few, and the last may leave many places empty; the other kernel's programs, three a
+    processor, are smaller. Durations are in blocks of 128 queries, from 12 to 768 heads of 1025 and 1370 tokens on an H200.
+    """
+    if head_dim <= 32 or head_dim > 64 or most_programs(shared_bytes(keys, head_dim)) > 1:
+        return True
+    rounds, left = divmod(triton.cdiv(queries, 64) * heads, 3 * processors)
+    other = 0.5 + 1.8 * rounds + (0.45 * (triton.cdiv(left, processors) + 1) if left else 0.0)
+    return share_walk(queries, 128, heads, processors, False)[1] <= 1.1 * other
+
+
 def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
     """Tell whether the rules hold a row whole, which makes attention one launch (:mod:`.short`)."""
     return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
@@ -178,6 +211,7 @@ def choose_tiles(
     heads: int = 1,
     fused: bool = False,
     masked: bool = False,
+    processors: int = 132,
 ) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
 
@@ -185,6 +219,7 @@ def choose_tiles(
         heads: heads times batch.
         fused: whether the kernel quantises, too.
         masked: whether there is a mask or a bias, a causal one included.
+        processors: streaming multiprocessors; an H100 or H200 has 132.
     """
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
@@ -193,7 +228,8 @@ def choose_tiles(
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
         if not is_held(keys):
-            return Tiles(64, 128, 4, 3, kernel=HOPPER)
+            walks = _walks_best(head_dim, queries, keys, heads, processors)
+            return Tiles(64, 128, 4, 3, 0 if walks else 168, kernel=HOPPER if walks else LONG_HOPPER)
         # heads that wide are quantised by eight warps, which have the registers for it
         return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
@@ -251,6 +287,16 @@ def _table() -> dict[str, Tiles]:
 
 
 @functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors_of(device: torch.device) -> int:
+    """Return a GPU's streaming multiprocessors; of another device those of an H100."""
+    return _processors(device.index or 0) if device.type == "cuda" else 132
+
+
+@functools.cache
 def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
@@ -269,7 +315,10 @@ def tiles_for(
 ) -> Tiles:
     """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    rule = choose_tiles(recipe, head_dim, value_dim, queries, keys, capability, heads=heads, fused=fused, masked=masked)
+    rule = choose_tiles(
+        recipe, head_dim, value_dim, queries, keys, capability,
+        heads=heads, fused=fused, masked=masked, processors=processors_of(device),
+    )  # fmt: skip
     if device.type != "cuda" or masked:
         return rule
     table = _table()

@@ -7,6 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qflash.kernels.attention import attention_calls, fusable, fused_calls
+from qflash.recipe import DEFAULT
+
+HELD_ROW = 288
+"""Keys of a row that is held whole (:func:`qflash.kernels.tiles.is_held`)."""
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
 
@@ -40,8 +47,8 @@ def latency() -> list[str]:
         "|" + "---|" * 15,
     ]
     names = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
-    # long rows have a later run of their own
-    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200"))
+    # long rows have a later run of their own, those of 1024 keys a still later one
+    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200")) | by_shape(rows_of("bench_1024_h200"))
     for (name, _), methods in found.items():
         time = {method: row["median_us"] for method, row in methods.items()}
         fp16 = min(time["sdpa flash"], time["sdpa cudnn"])
@@ -56,28 +63,59 @@ def latency() -> list[str]:
 
 
 def shapes() -> list[str]:
-    """Other shapes of vision transformers, with what was measured before they had kernels of their own."""
-    before, between = by_shape(rows_of("shapes_before_h200")), by_shape(rows_of("shapes_between_h200"))
+    """Other shapes of vision transformers, with what was measured before rows of more than 288 keys were walked over."""
+    before = by_shape(rows_of("shapes_before_h200")) | by_shape(rows_of("shapes_start_h200"))
     lines = [
         "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
         "|" + "---|" * 11,
     ]
     rows = by_shape(rows_of("shapes_h200"))
-    # an hour before, with the kernels that these have now
-    earlier = [("64x16x257x80", False)] + [(f"{batch}x12x{tokens}x64", False) for batch in (1, 8, 64) for tokens in (201, 261)]
-    for key in sorted([*earlier, *rows], key=lambda key: [int(part) for part in key[0].split("x")]):
-        methods = rows.get(key) or between[key]
+    # measured with the kernels that these have still
+    earlier = [key for key in before if int(key[0].split("x")[2]) <= HELD_ROW]
+    for key in sorted({*earlier, *rows}, key=lambda key: [int(part) for part in key[0].split("x")]):
+        methods = rows.get(key) or before[key]
         time = {method: row["median_us"] for method, row in methods.items()}
         fp16 = min(time["sdpa flash"], time["sdpa cudnn"])
         others = min(time[method] for method in time if method.endswith("kernel"))
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
         for method in ("qflash int8", "qflash"):
-            old = before[key][method]["median_us"] if key in before else None
+            old = before[key][method]["median_us"] if key in rows and key in before else None
             cells += [number(time[method]), number(fp16 / time[method])]
             cells += [number(min(fp16, others) / time[method])] if method == "qflash int8" else []
             cells.append(number(old))
         mark = "" if key in rows else " *"
         lines.append(f"| {key[0]}{mark} | {' | '.join(cells)} |")
+    return lines
+
+
+def division(shape: str, kind: str) -> tuple[int, int]:
+    """Return the queries of a block and the programs that share a head by the rules of the kernel for Hopper, 0 if not its."""
+    query = torch.empty([int(part) for part in shape.split("x")], dtype=torch.float16, device="meta")
+    if kind == "fp16":
+        if not fusable(query, query, query, None, False, DEFAULT):
+            return 0, 0
+        call = fused_calls(query, query, query, None, False, 1.0, query, DEFAULT)[-1]
+    else:
+        x, one = query.to(torch.int8), torch.empty(1, 1, 1, 1, device="meta")
+        call = attention_calls(x, one, x, one, x, one, None, False, 1.0, one, x, DEFAULT, capability=(9, 0))[-1]
+    return call.arguments["BLOCK_M"], call.grid[0]
+
+
+def walk() -> list[str]:
+    """The trial of rows that are walked over, where the rules' division of the work was tried."""
+    lines = [
+        "| shape | FA2 | cuDNN | **int8** | ratio | kernel for long rows | **fp16** | ratio | kernels for long rows |",
+        "|" + "---|" * 9,
+    ]
+    for row in rows_of("walk_trial_h200"):
+        fp16 = min(row["sdpa flash"], row["sdpa cudnn"])
+        cells = [row["sdpa flash"], row["sdpa cudnn"]]
+        for kind in ("int8", "fp16"):
+            chosen = division(row["shape"], kind)
+            tried = (one for one in row[kind] if not one["other_turn"])
+            ours = next((one["us"] for one in tried if chosen == (one["block_m"], one["splits"])), None)
+            cells += [ours, ours and fp16 / ours, row[f"long rows {kind}"]]
+        lines.append(f"| {row['shape']} | {' | '.join(map(number, cells))} |")
     return lines
 
 
@@ -155,7 +193,7 @@ def models() -> list[str]:
 def main() -> None:
     """Replace every table between its markers."""
     text = PAGE.read_text()
-    for make in (latency, shapes, models, bias, eager, energy, profile):
+    for make in (latency, shapes, walk, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -949,8 +949,8 @@ def hopper_kernel(
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. A turn of a
-    walk is TURN whole tiles; where rows are held whole it is 0.
+    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
+    walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)

@@ -102,6 +102,7 @@ def most_programs(shared: int) -> int:
     return _SHARED // (shared + _RESERVED) if shared <= _SHARED - _RESERVED else 0
 
 
+@functools.lru_cache(1024)
 def share_walk(queries: int, block_m: int, heads: int, places: int, fused: bool) -> tuple[int, float]:
     """Return how many programs had best share a head in :mod:`.hopper`, and how long that takes, in blocks of queries.
 

@@ -110,6 +110,14 @@ def test_a_round_of_programs_that_leaves_places_empty_is_not_begun() -> None:
     assert tiles.share_walk(64, 64, 0, 264, True) == (1, 0.0)
 
 
+def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.kernels import attention
+
+    monkeypatch.setattr(attention, "_lengths", set())
+    monkeypatch.setattr(attention, "_MOST_LENGTHS", 2)
+    assert [attention._worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
+
+
 @pytest.mark.parametrize("across", [1, 2])
 def test_tiles_of_a_row_cover_it_and_little_more(across: int) -> None:
     for keys in range(65, 2000):

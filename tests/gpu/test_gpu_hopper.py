@@ -210,6 +210,18 @@ def test_the_rules_take_it_at_every_load(heads: int, tokens: int, head_dim: int)
     assert same_bits(got.values, expected.values)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_lengths_that_are_not_compiled_for_go_elsewhere(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.kernels import attention
+
+    monkeypatch.setattr(attention, "_lengths", set())
+    monkeypatch.setattr(attention, "_MOST_LENGTHS", 1)
+    for tokens, taken in ((401, True), (402, False), (401, True)):
+        q, k, v = (torch.randn(1, 2, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))
+        assert attention.fusable(q, k, v, None, False, DEFAULT) == taken
+        assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
+
+
 @triton.jit
 def count_wrong_reciprocals(wrong_ptr, start, BLOCK: tl.constexpr):
     x = (start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.float32, bitcast=True)

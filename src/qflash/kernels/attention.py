@@ -224,6 +224,9 @@ _PACKED_KEYS = 256
 """Keys of V that are packed at a time."""
 _LONG_TILE = 128
 """Keys a tile of :mod:`.long_hopper`."""
+_MOST_LENGTHS = 32
+"""Lengths of rows, of those that are walked over, that :mod:`.hopper` is compiled for in a process unless tiles are given."""
+_lengths: set[int] = set()
 
 
 def _pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.Tensor, list[Call]]:
@@ -526,9 +529,21 @@ def _calls(
     return calls
 
 
+def _worth_compiling(keys: int) -> bool:
+    """Tell whether :mod:`.hopper` may be compiled for rows of so many keys: it takes seconds for each length."""
+    if keys not in _lengths and len(_lengths) < _MOST_LENGTHS:
+        _lengths.add(keys)
+    return keys in _lengths
+
+
 def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fused: bool, masked: bool, recipe: Recipe) -> Tiles:
     batch, heads, queries, head_dim = query.shape
-    return tiles_for(recipe, head_dim, value.shape[3], queries, key.shape[2], batch * heads, fused, query.device, masked=masked)
+    keys = key.shape[2]
+    tiles = tiles_for(recipe, head_dim, value.shape[3], queries, keys, batch * heads, fused, query.device, masked=masked)
+    if query.is_cuda and tiles.kernel == HOPPER and not is_held(keys) and not _worth_compiling(keys):
+        # what is compiled for any length
+        return Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+    return tiles
 
 
 def attention_calls(
@@ -599,7 +614,7 @@ def _finds_scales(recipe: Recipe) -> bool:
 def fusable(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, recipe: Recipe
 ) -> bool:
-    """Tell whether one launch can quantise and attend: rows held whole, and scales that one program can find by itself."""
+    """Tell whether one launch can quantise and attend: keys and values that a program holds, and scales that it can find."""
     head_dim, value_dim, keys = query.shape[3], value.shape[3], key.shape[2]
     if not _finds_scales(recipe):
         return False

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from qflash.kernels.attention import attention_calls, fusable, fused_calls
+from qflash.kernels.tiles import is_held
 from qflash.recipe import DEFAULT
 
-HELD_ROW = 288
-"""Keys of a row that is held whole (:func:`qflash.kernels.tiles.is_held`)."""
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
 
@@ -71,7 +70,7 @@ def shapes() -> list[str]:
     ]
     rows = by_shape(rows_of("shapes_h200"))
     # measured with the kernels that these have still
-    earlier = [key for key in before if int(key[0].split("x")[2]) <= HELD_ROW]
+    earlier = [key for key in before if is_held(int(key[0].split("x")[2]))]
     for key in sorted({*earlier, *rows}, key=lambda key: [int(part) for part in key[0].split("x")]):
         methods = rows.get(key) or before[key]
         time = {method: row["median_us"] for method, row in methods.items()}

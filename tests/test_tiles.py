@@ -116,6 +116,10 @@ def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "_lengths", set())
     monkeypatch.setattr(attention, "_MOST_LENGTHS", 2)
     assert [attention._worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
+    # what further ones take is compiled for any length
+    for dim, kernel in ((64, tiles.LONG_HOPPER), (128, tiles.LONG_HOPPER), (32, tiles.GENERAL)):
+        assert tiles.choose_tiles(DEFAULT, dim, dim, 577, 577, (9, 0), walk=False).kernel == kernel
+    assert tiles.choose_tiles(DEFAULT, 64, 64, 257, 257, (9, 0), walk=False).kernel == tiles.HOPPER
 
 
 @pytest.mark.parametrize("across", [1, 2])

@@ -539,10 +539,10 @@ def _worth_compiling(keys: int) -> bool:
 def _tiles_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fused: bool, masked: bool, recipe: Recipe) -> Tiles:
     batch, heads, queries, head_dim = query.shape
     keys = key.shape[2]
-    tiles = tiles_for(recipe, head_dim, value.shape[3], queries, keys, batch * heads, fused, query.device, masked=masked)
+    sizes = recipe, head_dim, value.shape[3], queries, keys, batch * heads, fused, query.device
+    tiles = tiles_for(*sizes, masked=masked)
     if query.is_cuda and tiles.kernel == HOPPER and not is_held(keys) and not _worth_compiling(keys):
-        # what is compiled for any length
-        return Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+        return tiles_for(*sizes, masked=masked, walk=False)
     return tiles
 
 

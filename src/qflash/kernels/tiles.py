@@ -213,6 +213,7 @@ def choose_tiles(
     fused: bool = False,
     masked: bool = False,
     processors: int = 132,
+    walk: bool = True,
 ) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
 
@@ -221,6 +222,7 @@ def choose_tiles(
         fused: whether the kernel quantises, too.
         masked: whether there is a mask or a bias, a causal one included.
         processors: streaming multiprocessors; an H100 or H200 has 132.
+        walk: whether :mod:`.hopper` may walk over rows that it does not hold, for which it is compiled for every length.
     """
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
@@ -228,11 +230,11 @@ def choose_tiles(
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
-        if not is_held(keys):
-            walks = _walks_best(head_dim, queries, keys, heads, processors)
-            return Tiles(64, 128, 4, 3, 0 if walks else 168, kernel=HOPPER if walks else LONG_HOPPER)
-        # heads that wide are quantised by eight warps, which have the registers for it
-        return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+        if is_held(keys):
+            # heads that wide are quantised by eight warps, which have the registers for it
+            return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+        if walk and _walks_best(head_dim, queries, keys, heads, processors):
+            return Tiles(64, 128, 4, 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
@@ -313,14 +315,18 @@ def tiles_for(
     device: torch.device,
     *,
     masked: bool = False,
+    walk: bool = True,
 ) -> Tiles:
-    """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`."""
+    """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`.
+
+    Without ``walk`` the rules' in any case: the table may have what is not to be compiled.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     rule = choose_tiles(
         recipe, head_dim, value_dim, queries, keys, capability,
-        heads=heads, fused=fused, masked=masked, processors=processors_of(device),
+        heads=heads, fused=fused, masked=masked, processors=processors_of(device), walk=walk,
     )  # fmt: skip
-    if device.type != "cuda" or masked:
+    if device.type != "cuda" or masked or not walk:
         return rule
     table = _table()
     if table and recipe.normalization == "two_pass":

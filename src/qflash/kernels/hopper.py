@@ -60,12 +60,14 @@ from .integer import (
 )
 from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
 from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, probability_words
+from .tiles import channel_spans as spans_of
 from .tiles import kernel_width as width_of
 from .tiles import row_widths as widths_of
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
+channel_spans = gluon.constexpr_function(spans_of)
 kernel_width = gluon.constexpr_function(width_of)
 row_widths = gluon.constexpr_function(widths_of)
 
@@ -81,6 +83,19 @@ def row_starts(keys):
 
 
 @gluon.constexpr_function
+def span_starts(channels):
+    """Where the spans of a head's channels begin."""
+    spans = channel_spans(channels)
+    return tuple(sum(spans[:index]) for index in range(len(spans)))
+
+
+@gluon.constexpr_function
+def span_widths(channels):
+    """Channels of the spans, those past a head's last included."""
+    return tuple(kernel_width(span) for span in channel_spans(channels))
+
+
+@gluon.constexpr_function
 def depth(width):
     """Keys that a tile's product with V takes: the tensor core's least is 32."""
     return max(width, 32)
@@ -90,6 +105,12 @@ def depth(width):
 def product_layout(width, warps, across=1):
     """A product with ``width`` columns; sixteen rows a warp, or ``across`` that share the columns."""
     return gl.NVMMADistributedLayout([3, 0], [warps, across], [16, width // across, 32])
+
+
+@gluon.constexpr_function
+def is_operand(layout):
+    """Whether a product finds this in registers."""
+    return isinstance(layout, gl.DotOperandLayout)
 
 
 @gluon.constexpr_function
@@ -249,13 +270,18 @@ def _all_quads(
     base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Every tile of keys or values, to be quantised."""
-    tiles = ()
+    """Every tile of keys or values, span by span, to be quantised."""
     START: gl.constexpr = row_starts(KEYS)
-    for i in gl.static_range(len(WIDTHS)):
-        x = _load_quads(base, stride_n, START[i], WIDTHS[i], KEYS, CHANNELS, KEY, WARPS, float_piece(WARPS))
-        tiles = tiles + (x,)
-    return tiles
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        tiles = ()
+        for i in gl.static_range(len(WIDTHS)):
+            x = _load_quads(base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(WARPS))
+            tiles = tiles + (x,)
+        spans = spans + (tiles,)
+    return spans
 
 
 @gluon.jit
@@ -285,9 +311,8 @@ def _beside(x, tile):
 
 
 @gluon.jit
-def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """Quantise the tiles of keys into shared memory; return the bits of their scale."""
-    D: gl.constexpr = k_smem[0].shape[1]
+def _key_amplitude(k, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels."""
     low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
     for i in gl.static_range(1, len(k)):
         low = lower(low, _own_extremes(k[i], lower, WARPS), False)
@@ -297,35 +322,58 @@ def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
     if CENTER:
         low, high = low - middle, high - middle
     # every warp for itself: a reduction by all of them would pass through shared memory twice
+    D: gl.constexpr = low.shape[0]
     amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [WARPS], [0]))
     # the bits of magnitudes have their order, NaN above all, and one instruction finds a warp's largest integer
-    amplitude = gl.max(amplitude.to(gl.int32, bitcast=True), 0)
-    scale = amplitude_to_scale(amplitude.to(gl.float32, bitcast=True))
+    return gl.max(amplitude.to(gl.int32, bitcast=True), 0), middle
+
+
+@gluon.jit
+def _quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """Quantise the spans of all tiles of keys into shared memory; return the bits of their scale."""
+    largest = 0
+    middles = ()
+    for c in gl.static_range(len(k)):
+        amplitude, middle = _key_amplitude(k[c], CENTER, WARPS)
+        middles = middles + (middle,)
+        largest = amplitude if c == 0 else gl.maximum(largest, amplitude)
+    scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
     inverse = inverse_scale(scale, False)
-    for i in gl.static_range(len(k)):
-        y = k[i].to(gl.float32)
-        if CENTER:
-            y = y - _beside(middle, y)
-        # a tile of 16 columns or fewer has 32 rows here, the last key repeated
-        k_smem[i].slice(0, k[i].shape[0], 0).store(round_to_int8(y, inverse))
+    for c in gl.static_range(len(k)):
+        for i in gl.static_range(len(k[c])):
+            y = k[c][i].to(gl.float32)
+            if CENTER:
+                y = y - _beside(middles[c], y)
+            # a tile of 16 columns or fewer has 32 rows here, the last key repeated
+            k_smem[i][c].slice(0, k[c][i].shape[0], 0).store(round_to_int8(y, inverse))
     return scale.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def _quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Quantise the tiles of values into shared memory, transposed; return the channels' scales."""
-    most = _own_extremes(gl.abs(v[0]), higher, WARPS)
-    for i in gl.static_range(1, len(v)):
-        most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
-    most = channel_maxima(most)
+    """Quantise the spans of all tiles of values into shared memory, transposed; return the channels' scales, of each span."""
+    maxima = ()
+    for c in gl.static_range(len(v)):
+        most = _own_extremes(gl.abs(v[c][0]), higher, WARPS)
+        for i in gl.static_range(1, len(v[c])):
+            most = higher(most, _own_extremes(gl.abs(v[c][i]), higher, WARPS), False)
+        maxima = maxima + (channel_maxima(most),)
     if not VALUE_CHANNEL:
-        most = most * 0.0 + gl.reduce(most, 0, nan_max)
-    scale = amplitude_to_scale(most)
-    inverse = inverse_scale(scale, False)
-    for i in gl.static_range(len(v)):
-        y = v[i].to(gl.float32)
-        v_smem[i].permute((1, 0)).store(_deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
-    return scale
+        largest = gl.reduce(maxima[0], 0, nan_max)
+        for c in gl.static_range(1, len(v)):
+            largest = nan_max(largest, gl.reduce(maxima[c], 0, nan_max))
+    scales = ()
+    for c in gl.static_range(len(v)):
+        most = maxima[c]
+        if not VALUE_CHANNEL:
+            most = most * 0.0 + largest
+        scale = amplitude_to_scale(most)
+        scales = scales + (scale,)
+        inverse = inverse_scale(scale, False)
+        for i in gl.static_range(len(v[c])):
+            y = v[c][i].to(gl.float32)
+            v_smem[i][c].permute((1, 0)).store(_deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
+    return scales
 
 
 @gluon.jit
@@ -369,7 +417,19 @@ def _undeal(x, ACROSS: gl.constexpr):
 def _load_queries(
     base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
 ):  # fmt: skip
-    """Queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    """Spans of queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        spans = spans + (_load_query_span(base + FROM[c], stride_n, first, queries, SPANS[c], WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _load_query_span(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
+):  # fmt: skip
     D: gl.constexpr = kernel_width(CHANNELS)
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
@@ -380,8 +440,19 @@ def _load_queries(
 
 
 @gluon.jit
-def _row_amplitude(x, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Largest magnitude of each row, as float32; two numbers an instruction while a thread is by itself."""
+def _row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Largest magnitude of each row, as float32."""
+    largest = _span_amplitude(spans[0])
+    for c in gl.static_range(1, len(spans)):
+        more = gl.convert_layout(_span_amplitude(spans[c]), largest.type.layout, assert_trivial=True)
+        largest = nan_max(largest, more)
+    L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+    return gl.convert_layout(gl.reduce(largest, 1, nan_max), L, assert_trivial=True)
+
+
+@gluon.jit
+def _span_amplitude(x):
+    """Eight magnitudes a row, of which one is the largest; two numbers an instruction while a thread is by itself."""
     ROWS: gl.constexpr = x.shape[0]
     x = gl.abs(x)
     if x.shape[1] == 128:
@@ -393,8 +464,27 @@ def _row_amplitude(x, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 16)), (0, 2, 1)))
     x = higher(a, b, False)
     a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
-    x = gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
-    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, eight_layout(WARPS, ACROSS)), assert_trivial=True)
+    return gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
+
+
+@gluon.jit
+def _unpack_queries(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    spans = ()
+    for c in gl.static_range(len(words)):
+        spans = spans + (_unpack_span(words[c], DTYPE, WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _unpack_span(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
+    return unpack(words, DTYPE, L)
+
+
+@gluon.jit
+def _round_rows(x, inverse):
+    L: gl.constexpr = x.type.layout
+    return round_to_int8(x, beside_rows(inverse, L))
 
 
 @gluon.jit
@@ -402,18 +492,23 @@ def _queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
     QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """A block of queries as int8, and the bits of its scale or of its rows'."""
-    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
-    q = unpack(words, DTYPE, L)
+    """A block of queries as int8, span by span, and the bits of its scale or of its rows'."""
+    q = _unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
     if QUANTIZE:
-        y = q.to(gl.float32)
+        floats = ()
+        for c in gl.static_range(len(q)):
+            floats = floats + (q[c].to(gl.float32),)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q, WARPS, ACROSS))
-            q = round_to_int8(y, beside_rows(inverse_scale(scale, False), L))
+            inverse = inverse_scale(scale, False)
             bits = scale.to(gl.int32, bitcast=True)
         else:
-            q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
+            inverse = inverse_scale(head_bits.to(gl.float32, bitcast=True), False)
+        rounded = ()
+        for c in gl.static_range(len(q)):
+            rounded = rounded + (_round_rows(floats[c], inverse),)
+        q = rounded
     elif QUERY_TOKEN:
         n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, eight_layout(WARPS, ACROSS)))
         bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
@@ -428,45 +523,70 @@ def _tile_sums(smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _channel_sums(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """The same beside a product with V."""
+def _channel_sums(v_smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """127 times the sums of V's channels, span by span, beside a product with V."""
+    spans = ()
+    for c in gl.static_range(len(v_smem[0])):
+        sums = _sums_beside(v_smem[0][c], WARPS, ACROSS)
+        for i in gl.static_range(1, len(v_smem)):
+            sums += _sums_beside(v_smem[i][c], WARPS, ACROSS)
+        spans = spans + (127 * sums,)
+    return spans
+
+
+@gluon.jit
+def _sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     D: gl.constexpr = smem.shape[0]
     return gl.convert_layout(_tile_sums(smem, WARPS * ACROSS), gl.SliceLayout(0, product_layout(D, WARPS, ACROSS)))
 
 
 @gluon.jit
 def _sums_aside(v_smem, WARPS: gl.constexpr):
-    """127 times the sums of V's channels, left in shared memory for everybody."""
-    sums = _tile_sums(v_smem[0], WARPS)
-    for i in gl.static_range(1, len(v_smem)):
-        sums += gl.convert_layout(_tile_sums(v_smem[i], WARPS), sums.type.layout)
-    smem = _aside(127 * sums)
+    """127 times the sums of V's channels, span by span, left in shared memory for everybody."""
+    spans = ()
+    for c in gl.static_range(len(v_smem[0])):
+        sums = _tile_sums(v_smem[0][c], WARPS)
+        for i in gl.static_range(1, len(v_smem)):
+            sums += gl.convert_layout(_tile_sums(v_smem[i][c], WARPS), sums.type.layout)
+        spans = spans + (_aside(127 * sums),)
     barrier()
-    return smem
+    return spans
 
 
 @gluon.jit
-def _less_sums(accumulator, smem, M: gl.constexpr, PV: gl.constexpr):
-    """Start the product of -127 with a tile of V: in every row -127 times its channels' sums."""
-    KEYS: gl.constexpr = smem.shape[1]
-    number = gl.full((M, KEYS), -127, gl.int8, gl.DotOperandLayout(0, PV, 4))
-    return warpgroup_mma(number, smem.permute((1, 0)), accumulator, is_async=True)
+def _add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the products of a tile of probabilities with the spans of a tile of V."""
+    spans = ()
+    for c in gl.static_range(len(v)):
+        spans = spans + (_add_span(accumulator[c], p, v[c], WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = product_layout(v.shape[0], WARPS, ACROSS)
+    if is_operand(p.type.layout):
+        # the order of probabilities is that of any product
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+    return warpgroup_mma(p, v.permute((1, 0)), accumulator, is_async=True)
 
 
 @gluon.jit
 def _scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the product of a block of queries with a tile of keys."""
+    """Start the product of a block of queries with a tile of keys, span by span."""
     L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
-    zeros = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
-    k = k_smem.slice(0, WIDTH, 0)
-    # the layout of the queries is that of any product
-    q = gl.convert_layout(q, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
+    for c in gl.static_range(len(q)):
+        k = k_smem[c].slice(0, WIDTH, 0)
+        # the layout of the queries is that of any product
+        q_c = gl.convert_layout(q[c], gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+        s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @gluon.jit
 def _finished(s, ahead: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
-    """The scores of a product, once no more than ``ahead`` of those started later are under way."""
+    """The scores of a product, once no more than ``ahead`` of those started later, spans by themselves, are under way."""
     s = warpgroup_mma_wait(ahead, [s])
     return gl.convert_layout(s, score_layout(s.shape[1], WARPS, ACROSS), assert_trivial=True)
 
@@ -583,21 +703,36 @@ def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, AC
 
 @gluon.jit
 def _store(
-    numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first, queries, count,
+    numerators, total, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, count,
     CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`.
 
     ``total`` adds up ``count`` stored probabilities of each row.
     """
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    if ACROSS == 1:
+        total = _one_row(total, WARPS)
+    bits, inverse = row_inverse(127 * count - total, False)
+    for c in gl.static_range(len(SPANS)):
+        _store_span(
+            numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c], WARPS, ACROSS
+        )
+
+
+@gluon.jit
+def _store_span(
+    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Normalise and store a span of outputs."""
+    factor, shift, half = factors
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS, ACROSS)
     x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
-    if ACROSS == 1:
-        total = _one_row(total, WARPS)
-    bits, inverse = row_inverse(127 * count - total, False)
     if o_base.dtype.element_ty == gl.int8:
         scaled = x * _beside_outputs(1 << (24 - bits), D, L, WARPS, ACROSS)
         if factor.type.is_block():
@@ -629,6 +764,11 @@ def _allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _allocate_tiles(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int8, [COUNT, ROWS, COLUMNS], shared_layout(COLUMNS))
+
+
+@gluon.jit
 def _aside(x):
     """Numbers of channels, left in shared memory."""
     smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -637,18 +777,28 @@ def _aside(x):
 
 
 @gluon.jit
-def _last_queries(
-    q_ptr, q_stride_n: gl.constexpr, smem, qs_base, qs_stride_n, head_bits, first, queries, CHANNELS: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
+def _load_last_span(
+    q_ptr, q_stride_n: gl.constexpr, smem, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Bring the last few queries to shared memory; return the bits of their scale or scales."""
     ROWS: gl.constexpr = smem.shape[0]
     D: gl.constexpr = smem.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    ptrs = q_ptr + n[:, None] * q_stride_n + d[None, :]
-    smem.store(_load_channels(ptrs, n, d, CHANNELS, D))
+    smem.store(_load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D))
+
+
+@gluon.jit
+def _last_queries(
+    q_ptr, q_stride_n: gl.constexpr, spans, qs_base, qs_stride_n, head_bits, first, queries, CHANNELS: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring the last few queries to shared memory; return the bits of their scale or scales."""
+    ROWS: gl.constexpr = spans[0].shape[0]
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    for c in gl.static_range(len(SPANS)):
+        _load_last_span(q_ptr + FROM[c], q_stride_n, spans[c], first, queries, SPANS[c], WARPS)
     bits = head_bits
     if QUERY_TOKEN:
         n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, product_layout(ROWS, WARPS))), queries - 1)
@@ -660,28 +810,39 @@ def _last_queries(
 def _across(x, D: gl.constexpr, L: gl.constexpr):
     """A number, or one for each (dealt) channel, beside outputs whose rows are the channels."""
     if x.type.is_block():
-        x = gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,))
-        x = gl.convert_layout(x, gl.SliceLayout(1, L))[:, None]
+        x = _beside_last(gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,)), L)[:, None]
     return x
+
+
+@gluon.jit
+def _beside_last(x, L: gl.constexpr):
+    """A number for each column of V beside the rows of its transposed product, of which there are 64 at least."""
+    if x.shape[0] < 64:
+        x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (64,))
+    return gl.convert_layout(x, gl.SliceLayout(1, L))
 
 
 @gluon.jit
 def _last_sums(sums, ASIDE: gl.constexpr, L: gl.constexpr):
     """What is added to outputs whose rows are the channels, from registers or from shared memory."""
-    if ASIDE:
+    if ASIDE and sums.shape[0] >= 64:
         sums = sums.load(gl.SliceLayout(1, L))
+    elif ASIDE:
+        sums = _beside_last(sums.load(gl.BlockedLayout([1], [32], [4], [0])), L)
     else:
-        sums = gl.convert_layout(sums, gl.SliceLayout(1, L))
+        sums = _beside_last(sums, L)
     return sums
 
 
 @gluon.jit
 def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
-    """Start the product of a tile of keys with the last few queries."""
-    M: gl.constexpr = k_smem.shape[0]
-    N: gl.constexpr = q_smem.shape[0]
-    zeros = gl.zeros((M, N), gl.int32, product_layout(N, WARPS))
-    return warpgroup_mma(k_smem, q_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    """Start the product of a tile of keys with the last few queries, span by span."""
+    M: gl.constexpr = k_smem[0].shape[0]
+    N: gl.constexpr = q_smem[0].shape[0]
+    s = gl.zeros((M, N), gl.int32, product_layout(N, WARPS))
+    for c in gl.static_range(len(q_smem)):
+        s = warpgroup_mma(k_smem[c], q_smem[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -708,23 +869,48 @@ def _last_stored(
 
 
 @gluon.jit
+def _last_outputs(p_smem, v_smem, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Start the products of a span of V, channels as rows, with the last few queries' probabilities."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    D: gl.constexpr = v_smem[0][c].shape[0]
+    N: gl.constexpr = p_smem[0].shape[0]
+    accumulator = warpgroup_mma_init(gl.zeros((D, N), gl.int32, product_layout(N, WARPS)))
+    for t in gl.static_range(len(WIDTHS)):
+        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1)
+        accumulator = warpgroup_mma(v_smem[t][c], p_t.permute((1, 0)), accumulator, is_async=True)
+    return accumulator
+
+
+@gluon.jit
 def _last_rows(
-    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, p_smem, output, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, output, ASIDE: gl.constexpr, o_stride_n: gl.constexpr, first,
+    queries, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
     MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
 
     Both products are transposed: rows are keys and channels, columns the queries.
     """
-    N: gl.constexpr = q_smem.shape[0]
-    D: gl.constexpr = q_smem.shape[1]
+    N: gl.constexpr = q_smem[0].shape[0]
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    COUNT: gl.constexpr = len(SPANS)
     WIDTHS: gl.constexpr = row_widths(KEYS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
     L: gl.constexpr = product_layout(N, WARPS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    sums, factor, shift, half, o_base = output
+    D: gl.constexpr = span_widths(CHANNELS)
+    p_smem = ()
+    for i in gl.static_range(TILES):
+        p_smem = p_smem + (_allocate(N, max(WIDTHS[i], 64)),)
+    sums, factors, o_base = output
+    last_sums = ()
+    last_factors = ()
+    for c in gl.static_range(COUNT):
+        factor, shift, half = factors[c]
+        last_sums = last_sums + (_last_sums(sums[c], ASIDE, L),)
+        last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
@@ -734,7 +920,7 @@ def _last_rows(
         scores = scores + (_last_scores(q_smem, k_smem[t], WARPS),)
     ready = ()
     for t in gl.static_range(TILES):
-        s = warpgroup_mma_wait(TILES - 1 - t, [scores[t]])
+        s = warpgroup_mma_wait(COUNT * (TILES - 1 - t), [scores[t]])
         if WIDTHS[t] <= 32:
             # nobody has written the second half of the tile
             n = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -760,12 +946,24 @@ def _last_rows(
     total = gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
     fence_async_shared()
     barrier()
-    accumulator = warpgroup_mma_init(gl.zeros((D, N), gl.int32, L))
-    for t in gl.static_range(TILES):
-        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1)
-        accumulator = warpgroup_mma(v_smem[t], p_t.permute((1, 0)), accumulator, is_async=True)
+    accumulators = ()
+    for c in gl.static_range(COUNT):
+        accumulators = accumulators + (_last_outputs(p_smem, v_smem, c, KEYS, WARPS),)
     bits, inverse = row_inverse(127 * KEYS - total, False)
-    numerator = sums[:, None] - warpgroup_mma_wait(0, [accumulator])
+    for c in gl.static_range(COUNT):
+        numerator = last_sums[c][:, None] - warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
+        _store_last(
+            numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c]
+        )
+
+
+@gluon.jit
+def _store_last(
+    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr
+):  # fmt: skip
+    """Normalise and store a span of outputs whose rows are the channels."""
+    factor, shift, half = factors
+    L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:
         result = requantize(
             numerator << (24 - bits)[None, :], multiply_high(inverse[None, :], factor, False), shift, half, False
@@ -774,11 +972,26 @@ def _last_rows(
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]
         result = (numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
-    place = gl.arange(0, D, layout=gl.SliceLayout(1, L))
+    D: gl.constexpr = kernel_width(CHANNELS)
+    place = gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, L))
     channels = channel_of_row(place, D)
-    rows = first + gl.arange(0, N, layout=COLUMN)
+    rows = first + gl.arange(0, numerator.shape[1], layout=gl.SliceLayout(0, L))
     inside = (rows[None, :] < queries) & (channels[:, None] < CHANNELS)
+    if D < numerator.shape[0]:
+        inside = inside & (place[:, None] < D)
     gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)
+
+
+@gluon.jit
+def _first_rows(v, D: gl.constexpr):
+    """Spans of a tile of V without rows past their channels."""
+    spans = ()
+    for c in gl.static_range(len(D)):
+        if v[c].shape[0] > D[c]:
+            spans = spans + (v[c].slice(0, D[c], 0),)
+        else:
+            spans = spans + (v[c],)
+    return spans
 
 
 @gluon.jit
@@ -791,6 +1004,15 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
 
 
 @gluon.jit
+def _tile_at(whole, i):
+    """The spans of whole tile ``i``."""
+    spans = ()
+    for c in gl.static_range(len(whole)):
+        spans = spans + (whole[c].index(i),)
+    return spans
+
+
+@gluon.jit
 def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
     """Maxima of columns eight apart of a block's scores, which are not kept."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
@@ -799,12 +1021,13 @@ def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARP
     for turn in range(TURNS):
         scores = ()
         for i in gl.static_range(TURN):
-            scores = scores + (_scores(q, k_whole.index(turn * TURN + i), 128, WARPS, 1),)
+            scores = scores + (_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1),)
         for i in gl.static_range(TURN):
-            largest = gl.maximum(largest, _fold_columns(_finished(scores[i], TURN - 1 - i, WARPS), WARPS))
+            s = _finished(scores[i], len(q) * (TURN - 1 - i), WARPS)
+            largest = gl.maximum(largest, _fold_columns(s, WARPS))
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        s = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
-        largest = gl.maximum(largest, _fold_columns(s, WARPS))
+        s_t = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
+        largest = gl.maximum(largest, _fold_columns(s_t, WARPS))
     return largest
 
 
@@ -821,19 +1044,24 @@ def _second_walk(
     total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
     for turn in range(TURNS):
         for i in gl.static_range(TURN):
-            s = _finished(_scores(q, k_whole.index(turn * TURN + i), 128, WARPS, 1), 0, WARPS)
+            s = _finished(_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1), 0, WARPS)
             s = raised_if_needed((s,), least, EIGHT, 1)[0]
             p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
-            v = v_whole.index(turn * TURN + i).permute((1, 0))
-            accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
+            accumulator = _add_values(accumulator, p, _tile_at(v_whole, turn * TURN + i), WARPS, 1)
             total += quarter_sums(p, 0, 128, KEYS, WARPS)
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
         s_t = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
         s_t = raised_if_needed((s_t,), least, EIGHT, 1)[0]
         p_t = _stored(s_t, slope, begin, constant, OPERAND, WARPS, 1)
-        accumulator = warpgroup_mma(p_t, v_smem[t].permute((1, 0)), accumulator, is_async=True)
+        accumulator = _add_values(accumulator, p_t, v_smem[t], WARPS, 1)
         total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
     return accumulator, gl.sum(total, 1)
+
+
+@gluon.jit
+def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A span of zeros for products with V to add to."""
+    return warpgroup_mma_init(gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS)))
 
 
 @gluon.jit
@@ -847,25 +1075,30 @@ def _block(
     Args:
         scores: their products with the keys, under way; none where rows are walked over twice.
         row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
-        memory: keys and values, in the order of tiles and the whole tiles in one piece, and where warps that share a row
-            leave probabilities, maxima and sums.
-        output: 127 times the sums of channels, what outputs are multiplied with and shifted by, where they go.
+        memory: keys and values, in the order of tiles and the whole tiles in one piece, each span by span, and where warps
+            that share a row leave probabilities, maxima and sums.
+        output: 127 times the sums of channels and what outputs are multiplied with and shifted by, span by span; where they go.
     """
     k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
-    sums, factor, shift, half, o_base = output
+    sums, factors, o_base = output
     TWICE: gl.constexpr = TURN > 0
     M: gl.constexpr = 16 * WARPS
-    D: gl.constexpr = v_smem[0].shape[0]
+    SPANS: gl.constexpr = len(q)
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    PV: gl.constexpr = product_layout(D, WARPS, ACROSS)
+    PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
-    accumulator = warpgroup_mma_init(gl.zeros((M, D), gl.int32, PV))
+    accumulator = ()
+    for c in gl.static_range(SPANS):
+        accumulator = accumulator + (_no_outputs(v_smem[0][c].shape[0], WARPS, ACROSS),)
     BEHIND: gl.constexpr = TILES if FOLD else 0
     if FOLD:
         for t in gl.static_range(TILES):
-            accumulator = _less_sums(accumulator, v_smem[t], M, PV)
+            # -127 times the sums of V's channels, in every row
+            number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
+            accumulator = _add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
@@ -874,17 +1107,16 @@ def _block(
     if TWICE:
         largest = _first_walk(q, k_whole, k_smem, KEYS, TURN, WARPS)
     else:
-        ready = (_finished(scores[0], TILES - 1 + BEHIND, WARPS, ACROSS),)
+        ready = (_finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
         largest = _fold_columns(ready[0], WARPS, ACROSS)
         for t in gl.static_range(1, TILES):
-            ready = ready + (_finished(scores[t], TILES - 1 - t + BEHIND, WARPS, ACROSS),)
+            ready = ready + (_finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
             largest = gl.maximum(largest, _fold_columns(ready[t], WARPS, ACROSS))
     if ACROSS == 1:
         row_max = gl.max(largest, 1)
     else:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
@@ -901,7 +1133,7 @@ def _block(
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
         p = _stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:
-            accumulator = warpgroup_mma(p, v_smem[t].permute((1, 0)), accumulator, is_async=True)
+            accumulator = _add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
         if t == 0:
@@ -916,15 +1148,18 @@ def _block(
         fence_async_shared()
         barrier()
         for t in gl.static_range(TILES):
-            accumulator = warpgroup_mma(p_smem[t], v_smem[t].permute((1, 0)), accumulator, is_async=True)
+            accumulator = _add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1)
     total = gl.convert_layout(total, RL, assert_trivial=True)
-    numerator = 0 - warpgroup_mma_wait(0, [accumulator])
-    if TWICE:
-        numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
-    elif not FOLD:
-        numerator += sums[None, :]
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, queries, KEYS, CHANNELS, WARPS, ACROSS)
+    numerators = ()
+    for c in gl.static_range(SPANS):
+        numerator = 0 - warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
+        if TWICE:
+            numerator += sums[c].load(gl.SliceLayout(0, numerator.type.layout))[None, :]
+        elif not FOLD:
+            numerator += sums[c][None, :]
+        numerators = numerators + (numerator,)
+    _store(numerators, total, usable, factors, o_base, o_stride_n, first, queries, KEYS, CHANNELS, WARPS, ACROSS)
 
 
 @gluon.jit
@@ -964,35 +1199,46 @@ def hopper_kernel(
     o_base = o_ptr + z * o_stride_z + h * o_stride_h
     blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
     block = gl.program_id(0)
-    D: gl.constexpr = kernel_width(HEAD_DIM)
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(SPANS)
     WARPS: gl.constexpr = BLOCK_M // 16
     ALL: gl.constexpr = WARPS * ACROSS
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS, ACROSS))
     TWICE: gl.constexpr = TURN > 0
 
     # queries are on their way while keys and values, or the block before, are worked on
     following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
+    # the last queries take keys and values as rows of products, of which there are at least 64
+    LEAST: gl.constexpr = 64 if TAIL else 32
     k_smem = ()
-    v_smem = ()
+    v_tall = ()
     p_smem = ()
-    k_whole = 0
-    v_whole = 0
+    k_whole = ()
+    v_whole = ()
     if TWICE:
         # in one piece, for loops
-        k_whole = gl.allocate_shared_memory(gl.int8, [KEYS // 128, 128, D], shared_layout(D))
-        v_whole = gl.allocate_shared_memory(gl.int8, [KEYS // 128, D, 128], shared_layout(128))
+        for c in gl.static_range(COUNT):
+            k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
+            v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(D[c], LEAST), 128),)
         for i in gl.static_range(KEYS // 128):
-            k_smem, v_smem = k_smem + (k_whole.index(i),), v_smem + (v_whole.index(i),)
+            k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
     for i in gl.static_range(len(k_smem), TILES):
-        # the last queries take keys as rows of a product, of which there are at least 64
-        k_smem = k_smem + (_allocate(max(WIDTHS[i], 64 if TAIL else 32), D),)
-        v_smem = v_smem + (_allocate(D, depth(WIDTHS[i])),)
+        keys = ()
+        values = ()
+        for c in gl.static_range(COUNT):
+            keys = keys + (_allocate(max(WIDTHS[i], LEAST), D[c]),)
+            values = values + (_allocate(max(D[c], LEAST), depth(WIDTHS[i])),)
+        k_smem, v_tall = k_smem + (keys,), v_tall + (values,)
         if ACROSS > 1:
             p_smem = p_smem + (_allocate(BLOCK_M, WIDTHS[i]),)
+    v_smem = ()
+    for i in gl.static_range(TILES):
+        v_smem = v_smem + (_first_rows(v_tall[i], D),)
 
     most_smem = 0
     total_smem = 0
@@ -1002,12 +1248,14 @@ def hopper_kernel(
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
 
     head_bits = 0
-    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and not TWICE
+    factors = ()
+    TOGETHER: gl.constexpr = not TWICE and COUNT == 1
+    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER
     if QUANTIZE:
         # every load is under way before the first use, as far as registers go
         k = _all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL)
         v = ()
-        if not TWICE:
+        if TOGETHER:
             v = _all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
@@ -1015,35 +1263,46 @@ def hopper_kernel(
                 following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
         key_bits = _quantize_keys(k, k_smem, CENTER, ALL)
-        if TWICE:
+        if not TOGETHER:
             # of keys and values registers hold one
             v = _all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
-        shift, half = 0, 0
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
             words = _load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS)
-            Q: gl.constexpr = query_layout(D, 1, WARPS, ACROSS)
-            largest = _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS)
+            largest = _row_amplitude(_unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
                 words = _load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS)
-                largest = nan_max(largest, _row_amplitude(unpack(words, DTYPE, Q), WARPS, ACROSS))
+                more = _row_amplitude(_unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
+                largest = nan_max(largest, more)
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):
-            _copy_keys(k_base, k_stride_n, k_smem[i].slice(0, depth(WIDTHS[i]), 0), STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, ALL)
+            for c in gl.static_range(COUNT):
+                rows = k_smem[i][c].slice(0, depth(WIDTHS[i]), 0)
+                _copy_keys(k_base + FROM[c], k_stride_n, rows, STARTS[i], WIDTHS[i], KEYS, SPANS[c], ALL)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
             # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
-            v = v + (_load_quads(v_base, v_stride_n, STARTS[i], WIDTHS[i], KEYS, HEAD_DIM, False, ALL, depth(WIDTHS[i])),)
+            values = ()
+            for c in gl.static_range(COUNT):
+                x = _load_quads(
+                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i])
+                )
+                values = values + (x,)
+            v = v + (values,)
         key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
         if not QUERY_TOKEN:
             head_bits = gl.load(qs_base)
-        factor, shift, half = output_factors(
-            o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, CO
-        )
+        for c in gl.static_range(COUNT):
+            factor = output_factors(
+                o_ptr, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c], D[c],
+                VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(D[c], WARPS, ACROSS)),
+            )  # fmt: skip
+            factors = factors + (factor,)
         for i in gl.static_range(TILES):
-            v_smem[i].permute((1, 0)).store(_deal(v[i], ACROSS))
+            for c in gl.static_range(COUNT):
+                v_smem[i][c].permute((1, 0)).store(_deal(v[i][c], ACROSS))
         async_copy.wait_group(0)
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
@@ -1052,7 +1311,9 @@ def hopper_kernel(
     if not QUERY_TOKEN:
         row = row_factors(head_bits, units, "none", MOST, MOST_BITS)
     if TAIL:
-        last_smem = _allocate(TAIL, D)
+        last_smem = ()
+        for c in gl.static_range(COUNT):
+            last_smem = last_smem + (_allocate(TAIL, D[c]),)
         last_bits = _last_queries(
             q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, HEAD_DIM,
             QUERY_TOKEN, WARPS,
@@ -1063,24 +1324,25 @@ def hopper_kernel(
         barrier()
         scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
     if QUANTIZE:
-        value_scale = _quantize_values(v, v_smem, VALUE_CHANNEL, ALL, ACROSS)
+        value_scales = _quantize_values(v, v_smem, VALUE_CHANNEL, ALL, ACROSS)
         # in outputs' order they are read later, once everybody has to wait anyway
-        scale_smem = _aside(value_scale)
+        scale_smem = ()
+        for c in gl.static_range(COUNT):
+            scale_smem = scale_smem + (_aside(value_scales[c]),)
     fence_async_shared()
     barrier()
     if QUANTIZE:
-        factor = scale_smem.load(CO)
-    sums = 0
+        for c in gl.static_range(COUNT):
+            factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(D[c], WARPS, ACROSS)))
+            factors = factors + ((factor, 0, 0),)
+    sums = ()
     if TWICE:
         sums = _sums_aside(v_smem, ALL)
     elif not FOLD:
-        sums = _channel_sums(v_smem[0], WARPS, ACROSS)
-        for i in gl.static_range(1, TILES):
-            sums += _channel_sums(v_smem[i], WARPS, ACROSS)
-        sums = 127 * sums
+        sums = _channel_sums(v_smem, WARPS, ACROSS)
 
     memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
-    output = sums, factor, shift, half, o_base
+    output = sums, factors, o_base
     if EARLY:
         _block(
             q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
@@ -1088,7 +1350,8 @@ def hopper_kernel(
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
-            k_smem[i]._keep_alive()
+            for c in gl.static_range(COUNT):
+                k_smem[i][c]._keep_alive()
     else:
         while block < blocks:
             first = block * BLOCK_M
@@ -1109,13 +1372,7 @@ def hopper_kernel(
 
     if TAIL:
         if gl.program_id(0) + 1 == gl.num_programs(0):
-            L: gl.constexpr = product_layout(TAIL, WARPS)
-            last_p_smem = ()
-            for i in gl.static_range(TILES):
-                last_p_smem = last_p_smem + (_allocate(TAIL, max(WIDTHS[i], 64)),)
-            last_sums = _last_sums(sums, TWICE, L)
-            last_output = last_sums, _across(factor, D, L), _across(shift, D, L), _across(half, D, L), o_base
             _last_rows(
-                last_smem, last_bits, row, keys_usable, units, k_smem, v_smem, last_p_smem, last_output, o_stride_n,
-                blocks * BLOCK_M, queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, output, TWICE, o_stride_n, blocks * BLOCK_M,
+                queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip

@@ -90,11 +90,13 @@ def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
         head_dim: channels.
         tail: places for queries past whole blocks that are a matter of their own.
     """
-    widths, channels = row_widths(keys), kernel_width(head_dim)
-    rows = sum(max(width, 64 if tail else 32) + max(width, 32) for width in widths)
+    widths, spans = row_widths(keys), [kernel_width(span) for span in channel_spans(head_dim)]
+    least = 64 if tail else 32
+    key_rows, value_rows = (sum(max(width, rows) for width in widths) for rows in (least, 32))
+    held = key_rows * sum(spans) + value_rows * sum(max(span, least) for span in spans)
     # sums and scales of V's channels, and what reductions by eight warps pass through
-    aside = 16 * channels
-    return rows * channels + aside + tail * (channels + sum(max(width, 64) for width in widths))
+    aside = 16 * sum(spans)
+    return held + aside + tail * (sum(spans) + sum(max(width, 64) for width in widths))
 
 
 def most_programs(shared: int) -> int:
@@ -144,6 +146,14 @@ def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
 def kernel_width(channels: int) -> int:
     """Return the channels that kernels for Hopper take for a head of ``channels``: those past the last are zero."""
     return 32 if channels <= 32 else 64 if channels <= 64 else 128
+
+
+def channel_spans(channels: int) -> tuple[int, ...]:
+    """Return the parts in which :mod:`.hopper` takes a head's channels, each with the :func:`kernel_width` of its own.
+
+    Its products need powers of two, of which 64 and 32 are nearer to 72, 80 and 96 channels than 128.
+    """
+    return (64, channels - 64) if 64 < channels <= 96 else (channels,)
 
 
 def _is_usual(recipe: Recipe) -> bool:

@@ -470,7 +470,8 @@ def _calls(
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
             fold = not (tail or twice) and blocks * batch * heads <= processors_of(query.device)
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
-            fixed["TURN"] = 0 if not twice else 1 if tiles.registers else 2
+            # a loop of one turn is none, and its four tiles are more than registers hold
+            fixed["TURN"] = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

@@ -983,18 +983,6 @@ def _store_last(
 
 
 @gluon.jit
-def _first_rows(v, D: gl.constexpr):
-    """Spans of a tile of V without rows past their channels."""
-    spans = ()
-    for c in gl.static_range(len(D)):
-        if v[c].shape[0] > D[c]:
-            spans = spans + (v[c].slice(0, D[c], 0),)
-        else:
-            spans = spans + (v[c],)
-    return spans
-
-
-@gluon.jit
 def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Start the products of a block of queries with all keys."""
     scores = ()
@@ -1009,6 +997,18 @@ def _tile_at(whole, i):
     spans = ()
     for c in gl.static_range(len(whole)):
         spans = spans + (whole[c].index(i),)
+    return spans
+
+
+@gluon.jit
+def _first_rows(v, D: gl.constexpr):
+    """Spans of a tile of V without rows past their channels."""
+    spans = ()
+    for c in gl.static_range(len(D)):
+        if v[c].shape[0] > D[c]:
+            spans = spans + (v[c].slice(0, D[c], 0),)
+        else:
+            spans = spans + (v[c],)
     return spans
 
 
@@ -1033,8 +1033,8 @@ def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARP
 
 @gluon.jit
 def _second_walk(
-    q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, KEYS: gl.constexpr, TURN: gl.constexpr,
-    WARPS: gl.constexpr, OPERAND: gl.constexpr,
+    q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS: gl.constexpr,
+    KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Start the products of a block's probabilities with V, the last still under way, and sum the probabilities up."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
@@ -1047,7 +1047,8 @@ def _second_walk(
             s = _finished(_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1), 0, WARPS)
             s = raised_if_needed((s,), least, EIGHT, 1)[0]
             p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
-            accumulator = _add_values(accumulator, p, _tile_at(v_whole, turn * TURN + i), WARPS, 1)
+            v = _first_rows(_tile_at(v_whole, turn * TURN + i), span_widths(CHANNELS))
+            accumulator = _add_values(accumulator, p, v, WARPS, 1)
             total += quarter_sums(p, 0, 128, KEYS, WARPS)
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
         s_t = _finished(_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
@@ -1122,7 +1123,7 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     if TWICE:
         accumulator, total = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, KEYS, TURN, WARPS, OPERAND
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS, KEYS, TURN, WARPS, OPERAND
         )
     elif not FOLD:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)

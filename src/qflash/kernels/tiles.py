@@ -184,7 +184,8 @@ def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     """Tell whether :mod:`.hopper` can take so many queries and warps: a warp or two for sixteen queries, if registers do."""
     across = 16 * warps // block_m
     held = is_held(keys, across)
-    return (block_m, warps) in HOPPER_BLOCKS and (held or across == 1) and (block_m <= most_queries(head_dim) or not held)
+    fits = not held or block_m <= most_queries(max(channel_spans(head_dim)))
+    return (block_m, warps) in HOPPER_BLOCKS and (held or across == 1) and fits
 
 
 def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:

@@ -460,7 +460,7 @@ def _calls(
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             # measured: it pays where one program walks over int8 queries
-            alone = blocks == 1 and scales is not None and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
+            alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
             left = queries % tiles.block_m
             tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
             across = 16 * tiles.warps // tiles.block_m

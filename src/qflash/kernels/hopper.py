@@ -778,31 +778,63 @@ def _aside(x):
 
 @gluon.jit
 def _load_last_span(
-    q_ptr, q_stride_n: gl.constexpr, smem, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    ROWS: gl.constexpr = smem.shape[0]
-    D: gl.constexpr = smem.shape[1]
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
-    n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
+    D: gl.constexpr = kernel_width(CHANNELS)
+    # rows lie alike in spans of 64 and of 32
+    EACH: gl.constexpr = 4 if D == 128 else D // 16
+    L: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
+    n = gl.minimum(first + gl.arange(0, TAIL, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    smem.store(_load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D))
+    return _load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D)
+
+
+@gluon.jit
+def _load_last(
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """The spans of the last few queries."""
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        spans = spans + (_load_last_span(q_ptr + FROM[c], q_stride_n, first, queries, TAIL, SPANS[c], WARPS),)
+    return spans
+
+
+@gluon.jit
+def _last_maximum(x, L: gl.constexpr):
+    """Largest magnitudes of the rows of all spans, as float32."""
+    largest = gl.reduce(gl.abs(x[0]).to(gl.float32), 1, nan_max)
+    for c in gl.static_range(1, len(x)):
+        more = gl.reduce(gl.abs(x[c]).to(gl.float32), 1, nan_max)
+        largest = nan_max(largest, gl.convert_layout(more, gl.SliceLayout(1, L), assert_trivial=True))
+    return largest
 
 
 @gluon.jit
 def _last_queries(
-    q_ptr, q_stride_n: gl.constexpr, spans, qs_base, qs_stride_n, head_bits, first, queries, CHANNELS: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr,
+    x, smem, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Bring the last few queries to shared memory; return the bits of their scale or scales."""
-    ROWS: gl.constexpr = spans[0].shape[0]
-    SPANS: gl.constexpr = channel_spans(CHANNELS)
-    FROM: gl.constexpr = span_starts(CHANNELS)
-    for c in gl.static_range(len(SPANS)):
-        _load_last_span(q_ptr + FROM[c], q_stride_n, spans[c], first, queries, SPANS[c], WARPS)
+    """Leave the last few queries in shared memory, as int8; return the bits of their scale or scales."""
+    ROWS: gl.constexpr = x[0].shape[0]
+    L: gl.constexpr = x[0].type.layout
+    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS, WARPS))
     bits = head_bits
-    if QUERY_TOKEN:
-        n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, product_layout(ROWS, WARPS))), queries - 1)
-        bits = gl.load(qs_base + n * qs_stride_n)
+    if QUANTIZE:
+        scale = head_bits.to(gl.float32, bitcast=True) if not QUERY_TOKEN else amplitude_to_scale(_last_maximum(x, L))
+        inverse = inverse_scale(scale, False)
+        for c in gl.static_range(len(x)):
+            smem[c].store(_round_rows(x[c].to(gl.float32), inverse))
+        if QUERY_TOKEN:
+            bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), COLUMN)
+    else:
+        for c in gl.static_range(len(x)):
+            smem[c].store(x[c])
+        if QUERY_TOKEN:
+            n = gl.minimum(first + gl.arange(0, ROWS, layout=COLUMN), queries - 1)
+            bits = gl.load(qs_base + n * qs_stride_n)
     return bits
 
 
@@ -1183,7 +1215,7 @@ def hopper_kernel(
     """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries; with TAIL (int8) up to so many past whole blocks, 8 or 16, are a
+    program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
     its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
     walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
@@ -1214,6 +1246,8 @@ def hopper_kernel(
 
     # queries are on their way while keys and values, or the block before, are worked on
     following = _load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
+    if TAIL and QUANTIZE:
+        last = _load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
     # the last queries take keys and values as rows of products, of which there are at least 64
     LEAST: gl.constexpr = 64 if TAIL else 32
     k_smem = ()
@@ -1315,10 +1349,11 @@ def hopper_kernel(
         last_smem = ()
         for c in gl.static_range(COUNT):
             last_smem = last_smem + (_allocate(TAIL, D[c]),)
+        if not QUANTIZE:
+            last = _load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
         last_bits = _last_queries(
-            q_base, q_stride_n, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, HEAD_DIM,
-            QUERY_TOKEN, WARPS,
-        )  # fmt: skip
+            last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
+        )
     if EARLY:
         # scores are on their way while the values are quantised
         fence_async_shared()

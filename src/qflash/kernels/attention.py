@@ -101,10 +101,37 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             # eight warps to a processor, by which its keys are fetched once
             tiles = tiles._replace(block_m=128, warps=8)
     places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
-    splits = tiles.splits or share_walk(queries, tiles.block_m, heads, places * processors, fused)[0]
+    splits, duration = share_walk(queries, tiles.block_m, heads, places * processors, fused)
+    if places == 2 and not tiles.splits and 1.5 * processors < splits * heads <= 2 * processors:
+        # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two
+        one, alone = share_walk(queries, 128, heads, processors, fused)
+        if alone <= duration:
+            tiles, places, splits = tiles._replace(block_m=128, warps=8), 1, one
+    splits = tiles.splits or splits
     splits = min(triton.cdiv(queries, tiles.block_m), splits)
     registers = tiles.registers or (168 if places == 3 and splits * heads > 2 * processors else 0)
     return tiles._replace(splits=splits, registers=registers)
+
+
+def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
+    """:func:`_split` for rows that :mod:`.hopper` holds whole."""
+    narrow, middling = head_dim <= 64, 64 < head_dim <= 96
+    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
+    places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
+    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, places * processors // max(1, heads)))
+    if not tiles.splits:
+        if splits * heads <= processors and (middling or (narrow and fused)):
+            # with processors to spare a call takes as long as one warp's chain of instructions: two share it
+            return tiles._replace(warps=8, splits=splits)
+        if splits * heads > processors >= heads > 0 and (places == 3 or (middling and fused)):
+            # A program a processor fetches the keys fewer times than several; if it has to quantise, too, with eight warps.
+            if fused:
+                return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), processors // heads))
+            if processors // heads > 1:
+                return tiles._replace(splits=processors // heads)
+    # three programs a processor instead of two, at the price of a few spills
+    registers = 168 if places == 3 and splits * heads > 2 * processors else 0
+    return tiles._replace(splits=splits, registers=tiles.registers or registers)
 
 
 def _split(
@@ -121,13 +148,10 @@ def _split(
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = processors_of(device)
-    if tiles.kernel == HOPPER and not is_held(keys, 16 * tiles.warps // tiles.block_m):
-        return _split_walked(tiles, queries, keys, heads, head_dim, fused, processors)
-    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
-    places = 3
-    if tiles.kernel == HOPPER and (keys > SHORT_ROW or not narrow):
-        places = 1 if tiles.warps == 8 else 2
-    splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
+    if tiles.kernel == HOPPER:
+        split = _split_held if is_held(keys, 16 * tiles.warps // tiles.block_m) else _split_walked
+        return split(tiles, queries, keys, heads, head_dim, fused, processors)
+    splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
         # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
@@ -140,21 +164,7 @@ def _split(
         # sixteen programs a processor instead of fourteen
         registers = 128 if fused and not masked else 0
         return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
-    if tiles.kernel == HOPPER and narrow and fused and not tiles.splits and splits * heads <= processors:
-        # with processors to spare a call takes as long as one warp's chain of instructions: two share it
-        return tiles._replace(warps=8, splits=splits)
-    if places < 3:
-        return tiles._replace(splits=splits)
-    if tiles.kernel == HOPPER and narrow and not tiles.splits and splits * heads > processors >= heads > 0:
-        # A program a processor fetches the keys fewer times than several; where it has to quantise them, too, with eight warps.
-        if fused:
-            return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), processors // heads))
-        if processors // heads > 1:
-            return tiles._replace(splits=processors // heads)
-    if tiles.kernel == HOPPER and not registers and splits * heads > 2 * processors:
-        # three programs a processor instead of two, at the price of a few spills
-        registers = 168
-    elif not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
+    if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
         programs = splits * heads
         if fused and programs > 2 * processors:
             # three programs a processor instead of two, where there are enough of them
@@ -459,16 +469,19 @@ def _calls(
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
-            # measured: it pays where one program walks over int8 queries
-            alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
-            left = queries % tiles.block_m
-            tail = 0 if not alone or left > 16 or not left else 8 if left <= 8 else 16
             across = 16 * tiles.warps // tiles.block_m
             twice = not is_held(keys, across)
+            # measured: it pays where one program walks over int8 queries, and from floats where a block takes longest
+            alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
+            pays = scales is not None or (twice and head_dim <= 64 and not tiles.registers)
+            left = queries % tiles.block_m
+            tail = 0 if not (alone and pays) or left > 16 or not left else 8 if left <= 8 else 16
             if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
                 tail = 0
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
+            # (beside wide heads' outputs registers have no room for it)
             fold = not (tail or twice) and blocks * batch * heads <= processors_of(query.device)
+            fold = fold and (head_dim <= 64 or across > 1)
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
             # a loop of one turn is none, and its four tiles are more than registers hold
             fixed["TURN"] = 0 if not twice else 1 if tiles.registers or keys < 512 else 2

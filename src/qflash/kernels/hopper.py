@@ -63,12 +63,14 @@ from .tile import MASKED, _high_bytes, channel_of_row, held_order, key_order, pr
 from .tiles import channel_spans as spans_of
 from .tiles import kernel_width as width_of
 from .tiles import row_widths as widths_of
+from .tiles import value_width as value_width_of
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 channel_spans = gluon.constexpr_function(spans_of)
 kernel_width = gluon.constexpr_function(width_of)
+value_width = gluon.constexpr_function(value_width_of)
 row_widths = gluon.constexpr_function(widths_of)
 
 # the sum of four bytes, each times its weight, and nothing in the other three of four places
@@ -93,6 +95,12 @@ def span_starts(channels):
 def span_widths(channels):
     """Channels of the spans, those past a head's last included."""
     return tuple(kernel_width(span) for span in channel_spans(channels))
+
+
+@gluon.constexpr_function
+def value_widths(channels):
+    """The same of values, whose channels are columns of a product."""
+    return tuple(value_width(span) for span in channel_spans(channels))
 
 
 @gluon.constexpr_function
@@ -133,7 +141,7 @@ def quad_layout(rows, channels, warps, piece):
     ``piece`` keys at a time, each warp's part of them shared out by channels, up to sixteen a thread. A tile of fewer
     ``rows`` than that has fewer keys a thread.
     """
-    each = min(16, channels * piece // (128 * warps))
+    each = max(1, min(16, channels * piece // (128 * warps)))
     lanes = min(8, channels // each)
     across = channels // (lanes * each)
     groups = 32 // lanes * (warps // across)
@@ -141,9 +149,10 @@ def quad_layout(rows, channels, warps, piece):
 
 
 @gluon.constexpr_function
-def float_piece(warps):
+def float_piece(channels, warps):
     """Keys at a time where they are to be quantised: for ranges of channels a thread had better have few of these."""
-    return 8 * warps
+    # two at least
+    return 8 * warps * max(1, 32 // channels)
 
 
 @gluon.constexpr_function
@@ -239,7 +248,7 @@ def _load_quads(
     PIECE keys at a time (:func:`quad_layout`). A wide tile deals the keys by :func:`.tile.key_order`, one of 8 or 16 the
     values by :func:`held_order`.
     """
-    D: gl.constexpr = kernel_width(CHANNELS)
+    D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
         a = _load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE)
@@ -274,11 +283,12 @@ def _all_quads(
     START: gl.constexpr = row_starts(KEYS)
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
+    D: gl.constexpr = span_widths(CHANNELS) if KEY else value_widths(CHANNELS)
     spans = ()
     for c in gl.static_range(len(SPANS)):
         tiles = ()
         for i in gl.static_range(len(WIDTHS)):
-            x = _load_quads(base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(WARPS))
+            x = _load_quads(base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS))
             tiles = tiles + (x,)
         spans = spans + (tiles,)
     return spans
@@ -287,7 +297,7 @@ def _all_quads(
 @gluon.jit
 def _own_halves(x, WARPS: gl.constexpr):
     """Two halves of the rows, the same part of each a thread's: of pieces, or of what a thread has of one."""
-    if x.shape[0] > float_piece(WARPS):
+    if x.shape[0] > float_piece(x.shape[1], WARPS):
         a, b = halves(x)
     else:
         a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
@@ -300,7 +310,7 @@ def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
         x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
-    return gl.convert_layout(x, quad_layout(32, x.shape[1], WARPS, float_piece(WARPS)), assert_trivial=True)
+    return gl.convert_layout(x, quad_layout(32, x.shape[1], WARPS, float_piece(x.shape[1], WARPS)), assert_trivial=True)
 
 
 @gluon.jit
@@ -683,7 +693,8 @@ def _spread(x, D: gl.constexpr, L: gl.constexpr):
     """Four numbers a row, all alike, each for a quarter of the channels."""
     x = gl.join(x, x)
     x = gl.join(x, x)
-    x = gl.join(x, x)
+    if D >= 32:
+        x = gl.join(x, x)
     if D >= 64:
         x = gl.join(x, x)
     if D == 128:
@@ -717,7 +728,18 @@ def _store(
     bits, inverse = row_inverse(127 * count - total, False)
     for c in gl.static_range(len(SPANS)):
         _store_span(
-            numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c], WARPS, ACROSS
+            numerators[c],
+            bits,
+            inverse,
+            usable,
+            factors[c],
+            o_base + FROM[c],
+            o_stride_n,
+            first,
+            queries,
+            SPANS[c],
+            WARPS,
+            ACROSS,
         )
 
 
@@ -850,6 +872,8 @@ def _across(x, D: gl.constexpr, L: gl.constexpr):
 def _beside_last(x, L: gl.constexpr):
     """A number for each column of V beside the rows of its transposed product, of which there are 64 at least."""
     if x.shape[0] < 64:
+        x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (2 * x.shape[0],))
+    if x.shape[0] < 64:
         x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (64,))
     return gl.convert_layout(x, gl.SliceLayout(1, L))
 
@@ -932,7 +956,7 @@ def _last_rows(
     TILES: gl.constexpr = len(WIDTHS)
     L: gl.constexpr = product_layout(N, WARPS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    D: gl.constexpr = span_widths(CHANNELS)
+    D: gl.constexpr = value_widths(CHANNELS)
     p_smem = ()
     for i in gl.static_range(TILES):
         p_smem = p_smem + (_allocate(N, max(WIDTHS[i], 64)),)
@@ -984,9 +1008,7 @@ def _last_rows(
     bits, inverse = row_inverse(127 * KEYS - total, False)
     for c in gl.static_range(COUNT):
         numerator = last_sums[c][:, None] - warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
-        _store_last(
-            numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c]
-        )
+        _store_last(numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c])
 
 
 @gluon.jit
@@ -1004,12 +1026,12 @@ def _store_last(
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]
         result = (numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
-    D: gl.constexpr = kernel_width(CHANNELS)
+    D: gl.constexpr = value_width(CHANNELS)
     place = gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, L))
     channels = channel_of_row(place, D)
     rows = first + gl.arange(0, numerator.shape[1], layout=gl.SliceLayout(0, L))
     inside = (rows[None, :] < queries) & (channels[:, None] < CHANNELS)
-    if D < numerator.shape[0]:
+    if numerator.shape[0] > D:
         inside = inside & (place[:, None] < D)
     gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)
 
@@ -1079,7 +1101,7 @@ def _second_walk(
             s = _finished(_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1), 0, WARPS)
             s = raised_if_needed((s,), least, EIGHT, 1)[0]
             p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
-            v = _first_rows(_tile_at(v_whole, turn * TURN + i), span_widths(CHANNELS))
+            v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
             accumulator = _add_values(accumulator, p, v, WARPS, 1)
             total += quarter_sums(p, 0, 128, KEYS, WARPS)
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
@@ -1155,7 +1177,21 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     if TWICE:
         accumulator, total = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS, KEYS, TURN, WARPS, OPERAND
+            q,
+            k_whole,
+            v_whole,
+            k_smem,
+            v_smem,
+            accumulator,
+            least,
+            slope,
+            begin,
+            constant,
+            CHANNELS,
+            KEYS,
+            TURN,
+            WARPS,
+            OPERAND,
         )
     elif not FOLD:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
@@ -1236,6 +1272,7 @@ def hopper_kernel(
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     D: gl.constexpr = span_widths(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
     COUNT: gl.constexpr = len(SPANS)
     WARPS: gl.constexpr = BLOCK_M // 16
     ALL: gl.constexpr = WARPS * ACROSS
@@ -1250,6 +1287,7 @@ def hopper_kernel(
         last = _load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
     # the last queries take keys and values as rows of products, of which there are at least 64
     LEAST: gl.constexpr = 64 if TAIL else 32
+    VALUE_LEAST: gl.constexpr = 64 if TAIL else 16
     k_smem = ()
     v_tall = ()
     p_smem = ()
@@ -1259,7 +1297,7 @@ def hopper_kernel(
         # in one piece, for loops
         for c in gl.static_range(COUNT):
             k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
-            v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(D[c], LEAST), 128),)
+            v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
         for i in gl.static_range(KEYS // 128):
             k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
     for i in gl.static_range(len(k_smem), TILES):
@@ -1267,13 +1305,13 @@ def hopper_kernel(
         values = ()
         for c in gl.static_range(COUNT):
             keys = keys + (_allocate(max(WIDTHS[i], LEAST), D[c]),)
-            values = values + (_allocate(max(D[c], LEAST), depth(WIDTHS[i])),)
+            values = values + (_allocate(max(DV[c], VALUE_LEAST), depth(WIDTHS[i])),)
         k_smem, v_tall = k_smem + (keys,), v_tall + (values,)
         if ACROSS > 1:
             p_smem = p_smem + (_allocate(BLOCK_M, WIDTHS[i]),)
     v_smem = ()
     for i in gl.static_range(TILES):
-        v_smem = v_smem + (_first_rows(v_tall[i], D),)
+        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
 
     most_smem = 0
     total_smem = 0
@@ -1331,8 +1369,8 @@ def hopper_kernel(
             head_bits = gl.load(qs_base)
         for c in gl.static_range(COUNT):
             factor = output_factors(
-                o_ptr, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c], D[c],
-                VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(D[c], WARPS, ACROSS)),
+                o_ptr, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c],
+                DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
             )  # fmt: skip
             factors = factors + (factor,)
         for i in gl.static_range(TILES):
@@ -1369,7 +1407,7 @@ def hopper_kernel(
     barrier()
     if QUANTIZE:
         for c in gl.static_range(COUNT):
-            factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(D[c], WARPS, ACROSS)))
+            factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)))
             factors = factors + ((factor, 0, 0),)
     sums = ()
     if TWICE:

@@ -91,9 +91,9 @@ def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
         tail: places for queries past whole blocks that are a matter of their own.
     """
     widths, spans = row_widths(keys), [kernel_width(span) for span in channel_spans(head_dim)]
-    least = 64 if tail else 32
-    key_rows, value_rows = (sum(max(width, rows) for width in widths) for rows in (least, 32))
-    held = key_rows * sum(spans) + value_rows * sum(max(span, least) for span in spans)
+    values = [max(value_width(span), 64 if tail else 16) for span in channel_spans(head_dim)]
+    key_rows, value_rows = (sum(max(width, rows) for width in widths) for rows in (64 if tail else 32, 32))
+    held = key_rows * sum(spans) + value_rows * sum(values)
     # sums and scales of V's channels, and what reductions by eight warps pass through
     aside = 16 * sum(spans)
     return held + aside + tail * (sum(spans) + sum(max(width, 64) for width in widths))
@@ -146,6 +146,11 @@ def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
 def kernel_width(channels: int) -> int:
     """Return the channels that kernels for Hopper take for a head of ``channels``: those past the last are zero."""
     return 32 if channels <= 32 else 64 if channels <= 64 else 128
+
+
+def value_width(channels: int) -> int:
+    """Return the same of values in :mod:`.hopper`."""
+    return 16 if channels <= 16 else 32 if channels <= 32 else 64 if channels <= 64 else 128
 
 
 def channel_spans(channels: int) -> tuple[int, ...]:
@@ -243,7 +248,7 @@ def choose_tiles(
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
         if is_held(keys):
             # heads that wide are quantised by eight warps, which have the registers for it
-            return Tiles(64, 128, 8 if fused and wide else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+            return Tiles(64, 128, 8 if fused and head_dim > 96 else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
         if walk and _walks_best(head_dim, queries, keys, heads, processors):
             return Tiles(64, 128, 4, 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):

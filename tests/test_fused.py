@@ -62,8 +62,8 @@ def test_what_one_launch_can_do() -> None:
     assert not can(DEFAULT, 64, 64, 257, masked=True)
     assert not can(DEFAULT, 64, 64, 257, aligned=False)
     # as are rows whose keys and values fit a processor's shared memory
-    assert can(DEFAULT, 64, 64, 577) and can(DEFAULT, 72, 72, 729)
-    assert not can(DEFAULT, 64, 64, 1825) and not can(DEFAULT, 72, 72, 897)
+    assert can(DEFAULT, 64, 64, 577) and can(DEFAULT, 72, 72, 1025)
+    assert not can(DEFAULT, 64, 64, 1825) and not can(DEFAULT, 72, 72, 1345) and not can(DEFAULT, 104, 104, 897)
     assert not can(DEFAULT, 84, 84, 257)
     query = torch.empty(1, 2, 257, 64, device="meta")
     with pytest.raises(ValueError, match="257 keys"):

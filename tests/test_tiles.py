@@ -72,7 +72,9 @@ def test_hopper_has_kernels_of_its_own() -> None:
     assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
     assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.HOPPER
     assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.HOPPER
-    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=72).kernel == tiles.LONG_HOPPER
+    assert rule(keys=1281, dim=72).kernel == rule(keys=1152, dim=96).kernel == tiles.HOPPER
+    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=104).kernel == tiles.LONG_HOPPER
+    assert rule(keys=1345, dim=72).kernel == rule(keys=1217, dim=96).kernel == tiles.LONG_HOPPER
     others = [
         rule(keys=4096, dim=32),
         rule(keys=257, queries=32),
@@ -158,7 +160,8 @@ def test_programs_that_a_processor_has_room_for() -> None:
         # programs that a processor has room for two of
         (257, 16, False, 5, 64, 4),
         (257, 16, True, 5, 64, 8),
-        (257, 128, False, 2, 64, 4),
+        (257, 128, False, 1, 64, 4),
+        (257, 48, False, 5, 64, 4),
         (257, 96, True, 2, 64, 4),
         (257, 1024, False, 1, 64, 4),
         # rows that are not held whole, or by two warps
@@ -166,6 +169,8 @@ def test_programs_that_a_processor_has_room_for() -> None:
         (577, 12, True, 10, 64, 8),
         (577, 16, False, 5, 128, 8),
         (577, 96, True, 2, 64, 4),
+        (577, 128, True, 1, 128, 8),
+        (577, 768, True, 1, 64, 4),
         (577, 768, False, 1, 64, 4),
         (401, 96, False, 4, 64, 4),
         (401, 768, True, 1, 64, 4),
@@ -185,13 +190,66 @@ def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid
         scales = (one, x, one, x, one)
         (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
-    # a few queries past whole blocks
-    assert call.arguments["TAIL"] == (8 if not fused and grid == 1 and warps == 4 and tokens % 64 <= 8 else 0)
     held = tiles.is_held(tokens, 16 * warps // block)
-    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options else 2)
+    # a few queries past whole blocks
+    few = grid == 1 and warps == 4 and tokens % 64 <= 8
+    assert call.arguments["TAIL"] == (8 if few and (tokens > 512 if fused else heads > 132) else 0)
+    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
     assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == 16 * warps // block
     assert call.arguments["FOLD"] == (held and grid * heads <= 132)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "grid", "block", "warps"),
+    [
+        (256, 72, 16, False, 4, 64, 8),
+        (256, 72, 128, False, 2, 64, 4),
+        (257, 80, 128, False, 1, 64, 4),
+        (256, 72, 128, True, 1, 128, 8),
+        (257, 80, 1024, True, 1, 64, 4),
+        (256, 128, 16, False, 4, 64, 8),
+        (257, 128, 1024, True, 1, 64, 8),
+        (577, 80, 16, True, 5, 128, 8),
+        (577, 80, 96, False, 1, 128, 8),
+        (577, 80, 1024, True, 1, 64, 4),
+        (729, 72, 1024, False, 1, 128, 8),
+        (401, 128, 128, True, 1, 128, 8),
+        (401, 128, 1024, True, 1, 64, 4),
+    ],
+)
+def test_wider_heads_are_shared_out_by_load(
+    tokens: int, dim: int, heads: int, fused: bool, grid: int, block: int, warps: int
+) -> None:
+    from qflash.kernels.attention import attention_calls, fused_calls
+
+    x = torch.zeros(heads, 1, tokens, dim, dtype=torch.float16 if fused else torch.int8, device="meta")
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    if fused:
+        rule = tiles.choose_tiles(DEFAULT, dim, dim, tokens, tokens, (9, 0), heads=heads, fused=True)
+        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=rule)
+    else:
+        (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
+    assert call.kernel.__name__ == "hopper_kernel"
+    assert (call.grid[0], call.arguments["BLOCK_M"], call.options["num_warps"]) == (grid, block, warps)
+    across = 16 * warps // block
+    # sums of V by products take registers that wide outputs have, unless two warps share them
+    assert call.arguments["FOLD"] == (across > 1 and grid * heads <= 132)
+    assert call.arguments["TURN"] == (0 if tiles.is_held(tokens, across) else 1 if tokens < 512 else 2)
+
+
+def test_spans_of_a_head_cover_its_channels() -> None:
+    for channels in range(8, 129, 8):
+        spans = tiles.channel_spans(channels)
+        assert sum(spans) == channels
+        widths, value_widths = [tiles.kernel_width(span) for span in spans], [tiles.value_width(span) for span in spans]
+        assert all(width >= span for width, span in zip(value_widths, spans, strict=True))
+        # the tensor core takes 32 channels of queries and keys at a time, of values eight
+        assert all(value <= key and key % 32 == 0 for value, key in zip(value_widths, widths, strict=True))
+    assert tiles.channel_spans(64) == (64,) and tiles.channel_spans(104) == (104,)
+    assert tiles.channel_spans(72) == (64, 8) and tiles.channel_spans(96) == (64, 32)
+    assert tiles.shared_bytes(577, 80) == 608 * (96 + 80) + 16 * 96
+    assert tiles.shared_bytes(577, 80, 8) == 640 * 96 + 608 * (64 + 64) + 16 * 96 + 8 * (96 + 640)
 
 
 def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):

@@ -102,10 +102,10 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             tiles = tiles._replace(block_m=128, warps=8)
     places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
     splits, duration = share_walk(queries, tiles.block_m, heads, places * processors, fused)
-    if places == 2 and not tiles.splits and 1.5 * processors < splits * heads <= 2 * processors:
+    if places == 2 and not tiles.splits and heads <= processors and (head_dim > 64 or 2 * splits * heads > 3 * processors):
         # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two
         one, alone = share_walk(queries, 128, heads, processors, fused)
-        if alone <= duration:
+        if alone <= duration * (1.1 if head_dim > 64 else 1.0):
             tiles, places, splits = tiles._replace(block_m=128, warps=8), 1, one
     splits = tiles.splits or splits
     splits = min(triton.cdiv(queries, tiles.block_m), splits)
@@ -118,17 +118,21 @@ def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int
     narrow, middling = head_dim <= 64, 64 < head_dim <= 96
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
     places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
-    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, places * processors // max(1, heads)))
+    blocks = triton.cdiv(queries, tiles.block_m)
+    splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     if not tiles.splits:
-        if splits * heads <= processors and (middling or (narrow and fused)):
+        if splits * heads <= processors and (fused or not narrow):
             # with processors to spare a call takes as long as one warp's chain of instructions: two share it
             return tiles._replace(warps=8, splits=splits)
-        if splits * heads > processors >= heads > 0 and (places == 3 or (middling and fused)):
+        if splits * heads > processors >= heads > 0:
             # A program a processor fetches the keys fewer times than several; if it has to quantise, too, with eight warps.
-            if fused:
-                return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), processors // heads))
-            if processors // heads > 1:
-                return tiles._replace(splits=processors // heads)
+            alone = processors // heads
+            if fused and (places == 3 or middling):
+                return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), alone))
+            # of two programs each has half of the processor
+            pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
+            if not fused and head_dim <= 96 and pays:
+                return tiles._replace(splits=alone)
     # three programs a processor instead of two, at the price of a few spills
     registers = 168 if places == 3 and splits * heads > 2 * processors else 0
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
@@ -473,7 +477,8 @@ def _calls(
             twice = not is_held(keys, across)
             # measured: it pays where one program walks over int8 queries, and from floats where a block takes longest
             alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
-            pays = scales is not None or (twice and head_dim <= 64 and not tiles.registers)
+            many = batch * heads > processors_of(query.device)
+            pays = many if scales is not None else twice and head_dim <= 64 and not tiles.registers
             left = queries % tiles.block_m
             tail = 0 if not (alone and pays) or left > 16 or not left else 8 if left <= 8 else 16
             if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):

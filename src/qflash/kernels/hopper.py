@@ -438,7 +438,7 @@ def _load_queries(
 
 @gluon.jit
 def _load_query_span(
-    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
 ):  # fmt: skip
     D: gl.constexpr = kernel_width(CHANNELS)
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
@@ -713,42 +713,19 @@ def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, AC
 
 
 @gluon.jit
-def _store(
-    numerators, total, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, count,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
-):  # fmt: skip
-    """Normalise a block of outputs and store those of its rows that there are: :func:`.tile.finish`.
-
-    ``total`` adds up ``count`` stored probabilities of each row.
-    """
-    SPANS: gl.constexpr = channel_spans(CHANNELS)
-    FROM: gl.constexpr = span_starts(CHANNELS)
+def row_inverses(total, count, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """What :func:`_store_span` normalises by: ``total`` adds up ``count`` stored probabilities of each row."""
     if ACROSS == 1:
         total = _one_row(total, WARPS)
-    bits, inverse = row_inverse(127 * count - total, False)
-    for c in gl.static_range(len(SPANS)):
-        _store_span(
-            numerators[c],
-            bits,
-            inverse,
-            usable,
-            factors[c],
-            o_base + FROM[c],
-            o_stride_n,
-            first,
-            queries,
-            SPANS[c],
-            WARPS,
-            ACROSS,
-        )
+    return row_inverse(127 * count - total, False)
 
 
 @gluon.jit
 def _store_span(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Normalise and store a span of outputs."""
+    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.tile.finish`."""
     factor, shift, half = factors
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
@@ -1228,7 +1205,24 @@ def _block(
         elif not FOLD:
             numerator += sums[c][None, :]
         numerators = numerators + (numerator,)
-    _store(numerators, total, usable, factors, o_base, o_stride_n, first, queries, KEYS, CHANNELS, WARPS, ACROSS)
+    bits, inverse = row_inverses(total, KEYS, WARPS, ACROSS)
+    SPAN: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    for c in gl.static_range(SPANS):
+        _store_span(
+            numerators[c],
+            bits,
+            inverse,
+            usable,
+            factors[c],
+            o_base + FROM[c],
+            o_stride_n,
+            first,
+            queries,
+            SPAN[c],
+            WARPS,
+            ACROSS,
+        )
 
 
 @gluon.jit

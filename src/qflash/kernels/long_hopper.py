@@ -38,16 +38,17 @@ from .hopper import (
     _aside,
     _finished,
     _fold_columns,
-    _load_queries,
+    _load_query_span,
     _queries,
     _scores,
-    _store,
+    _store_span,
     _stored,
     kernel_width,
     output_layout,
     product_layout,
     quarter_layout,
     quarter_sums,
+    row_inverses,
     score_layout,
 )
 from .integer import split_scale, usable_scale
@@ -168,7 +169,7 @@ def long_hopper_kernel(
     mbarrier.expect(first_values, SIZE)
     for half in gl.static_range(HALVES):
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
-    words = _load_queries(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
+    words = _load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
     sums = _aside(127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS))
     factor, shift, rounding = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
@@ -184,10 +185,10 @@ def long_hopper_kernel(
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
-    q, query_bits = _queries(
-        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
+    spans, query_bits = _queries(
+        (words,), q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
     )
-    q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 4), assert_trivial=True)
+    q = gl.convert_layout(spans[0], gl.DotOperandLayout(0, S, 4), assert_trivial=True)
     usable = usable_scale(key_bits) & usable_scale(query_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
@@ -206,7 +207,7 @@ def long_hopper_kernel(
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    scores = scores + (_scores(q, k, k.shape[0], WARPS, 1),)
+                    scores = scores + (_scores((q,), (k,), k.shape[0], WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
@@ -248,7 +249,7 @@ def long_hopper_kernel(
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    s = _finished(_scores(q, k, k.shape[0], WARPS, 1), 0, WARPS)
+                    s = _finished(_scores((q,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # nobody reads these keys any more, nor the values of the step before
                         barrier()
@@ -283,7 +284,8 @@ def long_hopper_kernel(
     if HEAD_DIM % 16:
         # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
         o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
-    _store(
-        numerator, total, usable, factor, shift, rounding, o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries,
-        count, HEAD_DIM, WARPS,
+    bits, inverse = row_inverses(total, count, WARPS)
+    _store_span(
+        numerator, bits, inverse, usable, (factor, shift, rounding), o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first,
+        queries, HEAD_DIM, WARPS,
     )  # fmt: skip

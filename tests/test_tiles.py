@@ -150,7 +150,8 @@ def test_programs_that_a_processor_has_room_for() -> None:
     [
         (197, 6, False, 4, 64, 4),
         (197, 24, True, 4, 64, 8),
-        (197, 48, False, 2, 64, 4),
+        (197, 48, False, 2, 128, 8),
+        (197, 40, False, 3, 64, 4),
         (197, 48, True, 2, 128, 8),
         (197, 96, False, 4, 64, 4),
         (197, 96, True, 1, 128, 8),

@@ -178,7 +178,8 @@ def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     sizes = Shape(2, 2, 1, queries, keys, head_dim).sizes()
-    for recipe, dtype in itertools.product(RECIPES, (torch.float16, torch.bfloat16)):
+    # two of eight recipes each, or compiling would take minutes
+    for recipe, dtype in zip(RECIPES[(queries + keys + head_dim // 8) % 4 :: 4], (torch.float16, torch.bfloat16), strict=True):
         q, k, v = (torch.randn(size, generator=generator, device=CUDA).to(dtype) for size in sizes)
         q[0, 0, -1] = torch.nan
         out = torch.empty_like(q)

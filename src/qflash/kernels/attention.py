@@ -132,6 +132,9 @@ def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int
             # of two programs each has half of the processor
             pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
             if not fused and head_dim <= 96 and pays:
+                if places == 3 and alone == triton.cdiv(queries, 128):
+                    # a block of 128 by eight warps is sooner done than two of 64, one behind the other
+                    return tiles._replace(block_m=128, warps=8, splits=alone)
                 return tiles._replace(splits=alone)
     # three programs a processor instead of two, at the price of a few spills
     registers = 168 if places == 3 and splits * heads > 2 * processors else 0

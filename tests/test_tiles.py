@@ -198,7 +198,8 @@ def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid
     assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
     assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == 16 * warps // block
-    assert call.arguments["FOLD"] == (held and grid * heads <= 132)
+    # sums of V by products where a program has a block or two
+    assert call.arguments["FOLD"] == (held and grid * heads <= 132 and 2 * grid * block >= tokens)
 
 
 @pytest.mark.parametrize(

@@ -486,10 +486,10 @@ def _calls(
             tail = 0 if not (alone and pays) or left > 16 or not left else 8 if left <= 8 else 16
             if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
                 tail = 0
-            # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, even once a block
-            # (beside wide heads' outputs registers have no room for it)
+            # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
+            # beside the outputs of wide heads registers have no room for it
             fold = not (tail or twice) and blocks * batch * heads <= processors_of(query.device)
-            fold = fold and (head_dim <= 64 or across > 1)
+            fold = fold and (head_dim <= 64 or across > 1) and 2 * blocks * tiles.block_m >= queries
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
             # a loop of one turn is none, and its four tiles are more than registers hold
             fixed["TURN"] = 0 if not twice else 1 if tiles.registers or keys < 512 else 2

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qflash.kernels.attention import attention_calls, fusable, fused_calls
 from qflash.kernels.tiles import is_held
-from qflash.recipe import DEFAULT
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
@@ -68,7 +64,10 @@ def shapes() -> list[str]:
         "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
         "|" + "---|" * 11,
     ]
-    rows = by_shape(rows_of("shapes_h200"))
+    first = by_shape(rows_of("shapes_h200"))
+    rows = dict(first)
+    for name in ("shapes_8_h200", "shapes_64_h200", "shapes_wide_h200"):
+        rows |= {key: methods for key, methods in by_shape(rows_of(name)).items() if not key[0].startswith("A")}
     # measured with the kernels that these have still
     earlier = [key for key in before if is_held(int(key[0].split("x")[2]))]
     for key in sorted({*earlier, *rows}, key=lambda key: [int(part) for part in key[0].split("x")]):
@@ -82,39 +81,10 @@ def shapes() -> list[str]:
             cells += [number(time[method]), number(fp16 / time[method])]
             cells += [number(min(fp16, others) / time[method])] if method == "qflash int8" else []
             cells.append(number(old))
-        mark = "" if key in rows else " *"
+        # wide heads were measured anew but for one
+        stale = key in rows and rows[key] is first.get(key) and int(key[0].split("x")[3]) > 64
+        mark = " †" if stale else "" if key in rows else " *"
         lines.append(f"| {key[0]}{mark} | {' | '.join(cells)} |")
-    return lines
-
-
-def division(shape: str, kind: str) -> tuple[int, int]:
-    """Return the queries of a block and the programs that share a head by the rules of the kernel for Hopper, 0 if not its."""
-    query = torch.empty([int(part) for part in shape.split("x")], dtype=torch.float16, device="meta")
-    if kind == "fp16":
-        if not fusable(query, query, query, None, False, DEFAULT):
-            return 0, 0
-        call = fused_calls(query, query, query, None, False, 1.0, query, DEFAULT)[-1]
-    else:
-        x, one = query.to(torch.int8), torch.empty(1, 1, 1, 1, device="meta")
-        call = attention_calls(x, one, x, one, x, one, None, False, 1.0, one, x, DEFAULT, capability=(9, 0))[-1]
-    return call.arguments["BLOCK_M"], call.grid[0]
-
-
-def walk() -> list[str]:
-    """The trial of rows that are walked over, where the rules' division of the work was tried."""
-    lines = [
-        "| shape | FA2 | cuDNN | **int8** | ratio | kernel for long rows | **fp16** | ratio | kernels for long rows |",
-        "|" + "---|" * 9,
-    ]
-    for row in rows_of("walk_trial_h200"):
-        fp16 = min(row["sdpa flash"], row["sdpa cudnn"])
-        cells = [row["sdpa flash"], row["sdpa cudnn"]]
-        for kind in ("int8", "fp16"):
-            chosen = division(row["shape"], kind)
-            tried = (one for one in row[kind] if not one["other_turn"])
-            ours = next((one["us"] for one in tried if chosen == (one["block_m"], one["splits"])), None)
-            cells += [ours, ours and fp16 / ours, row[f"long rows {kind}"]]
-        lines.append(f"| {row['shape']} | {' | '.join(map(number, cells))} |")
     return lines
 
 
@@ -192,7 +162,7 @@ def models() -> list[str]:
 def main() -> None:
     """Replace every table between its markers."""
     text = PAGE.read_text()
-    for make in (latency, shapes, walk, models, bias, eager, energy, profile):
+    for make in (latency, shapes, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -79,6 +79,7 @@ CASES = (
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),
+    Case("vit-257-80", 257, 80, batch=128, kernel="long_kernel"),  # ViT-H: channels in two spans on Hopper
     Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads

@@ -34,21 +34,23 @@ from .by_hand import (
     row_factors,
     twice_probabilities,
 )
-from .hopper import (
-    _aside,
-    _finished,
-    _fold_columns,
-    _load_query_span,
-    _queries,
-    _scores,
-    _store_span,
-    _stored,
+from .hopper_blocks import (
+    aside,
+    finished,
+    fold_columns,
+    load_query_span,
+    quarter_sums,
+    read_queries,
+    row_inverses,
+    start_scores,
+    store_span,
+    stored,
+)
+from .hopper_layouts import (
     kernel_width,
     output_layout,
     product_layout,
     quarter_layout,
-    quarter_sums,
-    row_inverses,
     score_layout,
 )
 from .integer import split_scale, usable_scale
@@ -169,8 +171,8 @@ def long_hopper_kernel(
     mbarrier.expect(first_values, SIZE)
     for half in gl.static_range(HALVES):
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
-    words = _load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
-    sums = _aside(127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS))
+    words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
+    sums = aside(127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS))
     factor, shift, rounding = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
         os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
@@ -178,14 +180,14 @@ def long_hopper_kernel(
     INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
     CHANNELS: gl.constexpr = factor.type.is_block()
     if CHANNELS:
-        factor = _aside(factor)
+        factor = aside(factor)
     if CHANNELS and INT8:
-        shift, rounding = _aside(shift), _aside(rounding)
+        shift, rounding = aside(shift), aside(rounding)
     head_bits = 0
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
-    spans, query_bits = _queries(
+    spans, query_bits = read_queries(
         (words,), q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
     )
     q = gl.convert_layout(spans[0], gl.DotOperandLayout(0, S, 4), assert_trivial=True)
@@ -207,14 +209,14 @@ def long_hopper_kernel(
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    scores = scores + (_scores((q,), (k,), k.shape[0], WARPS, 1),)
+                    scores = scores + (start_scores((q,), (k,), k.shape[0], WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
-                s = _finished(scores[tile], len(scores) - 1 - tile, WARPS)
+                s = finished(scores[tile], len(scores) - 1 - tile, WARPS)
                 if last:
                     s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
-                largest = gl.maximum(largest, _fold_columns(s, WARPS))
+                largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
                     # nobody reads these keys any more; behind the last the second walk begins, in the first slots
                     barrier()
@@ -249,7 +251,7 @@ def long_hopper_kernel(
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    s = _finished(_scores((q,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
+                    s = finished(start_scores((q,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # nobody reads these keys any more, nor the values of the step before
                         barrier()
@@ -265,7 +267,7 @@ def long_hopper_kernel(
                     elif not APART:  # noqa: SIM102, what the compiler knows is no part of a condition
                         if wrap:
                             s = raised(s, least)
-                    p = _stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+                    p = stored(s, slope, begin, constant, OPERAND, WARPS, 1)
                     if half == 0:
                         # these values, and the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
@@ -285,7 +287,7 @@ def long_hopper_kernel(
         # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
         o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
     bits, inverse = row_inverses(total, count, WARPS)
-    _store_span(
+    store_span(
         numerator, bits, inverse, usable, (factor, shift, rounding), o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first,
         queries, HEAD_DIM, WARPS,
     )  # fmt: skip

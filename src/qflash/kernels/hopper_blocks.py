@@ -1,0 +1,391 @@
+"""What the kernels for Hopper do to a block of queries: load and quantise it, its products and probabilities, its outputs."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .by_hand import (
+    beside_channels,
+    beside_rows,
+    first_of_four,
+    pack,
+    round_to_int8,
+    twice_probabilities,
+    unpack,
+)
+from .hopper_layouts import (
+    channel_spans,
+    eight_layout,
+    is_operand,
+    kernel_width,
+    output_layout,
+    product_layout,
+    quarter_layout,
+    query_layout,
+    score_layout,
+    shared_layout,
+    span_starts,
+    stored_layout,
+)
+from .integer import (
+    multiply_high,
+    requantize,
+    row_inverse,
+    row_weight,
+    usable_scale,
+)
+from .quantize import (
+    amplitude_to_scale,
+    higher,
+    inverse_scale,
+    nan_max,
+)
+from .tile import held_order
+
+# the sum of four bytes, each times its weight, and nothing in the other three of four places
+SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
+
+
+@gluon.jit
+def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr):
+    """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
+    if D == CHANNELS:
+        x = gl.load(ptrs)
+    else:
+        x = gl.load(ptrs, mask=(n[:, None] >= 0) & (channels[None, :] < CHANNELS), other=0)
+    return x
+
+
+@gluon.jit
+def deal(x, ACROSS: gl.constexpr):
+    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs.
+
+    The same in each part of the channels that warps of a row share.
+    """
+    N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (N, ACROSS, 8, D // (8 * ACROSS))), (0, 1, 3, 2)), (N, D))
+
+
+@gluon.jit
+def _undeal(x, ACROSS: gl.constexpr):
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (M, ACROSS, D // (8 * ACROSS), 8)), (0, 1, 3, 2)), (M, D))
+
+
+@gluon.jit
+def load_queries(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+):  # fmt: skip
+    """Spans of queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        spans = spans + (load_query_span(base + FROM[c], stride_n, first, queries, SPANS[c], WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def load_query_span(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+):  # fmt: skip
+    """One of them: CHANNELS numbers a row from ``base`` on, and zeros up to the kernel's width."""
+    D: gl.constexpr = kernel_width(CHANNELS)
+    EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
+    n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
+    d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
+    ptrs = base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :]
+    return load_channels(ptrs, n, d * EACH, CHANNELS, D)
+
+
+@gluon.jit
+def row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Largest magnitude of each row, as float32."""
+    largest = _span_amplitude(spans[0])
+    for c in gl.static_range(1, len(spans)):
+        more = gl.convert_layout(_span_amplitude(spans[c]), largest.type.layout, assert_trivial=True)
+        largest = nan_max(largest, more)
+    L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+    return gl.convert_layout(gl.reduce(largest, 1, nan_max), L, assert_trivial=True)
+
+
+@gluon.jit
+def _span_amplitude(x):
+    """Eight magnitudes a row, of which one is the largest; two numbers an instruction while a thread is by itself."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.abs(x)
+    if x.shape[1] == 128:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 64)), (0, 2, 1)))
+        x = higher(a, b, False)
+    if x.shape[1] == 64:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 32)), (0, 2, 1)))
+        x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 16)), (0, 2, 1)))
+    x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
+    return gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
+
+
+@gluon.jit
+def unpack_queries(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The numbers in what :func:`load_queries` returned."""
+    spans = ()
+    for c in gl.static_range(len(words)):
+        spans = spans + (_unpack_span(words[c], DTYPE, WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _unpack_span(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
+    return unpack(words, DTYPE, L)
+
+
+@gluon.jit
+def round_rows(x, inverse):
+    """Floats times the inverse of their row's scale, or of all rows', as int8."""
+    L: gl.constexpr = x.type.layout
+    return round_to_int8(x, beside_rows(inverse, L))
+
+
+@gluon.jit
+def read_queries(
+    words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
+    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+):  # fmt: skip
+    """A block of queries as int8, span by span, and the bits of its scale or of its rows'."""
+    q = unpack_queries(words, DTYPE, WARPS, ACROSS)
+    bits = head_bits
+    if QUANTIZE:
+        floats = ()
+        for c in gl.static_range(len(q)):
+            floats = floats + (q[c].to(gl.float32),)
+        if QUERY_TOKEN:
+            scale = amplitude_to_scale(row_amplitude(q, WARPS, ACROSS))
+            inverse = inverse_scale(scale, False)
+            bits = scale.to(gl.int32, bitcast=True)
+        else:
+            inverse = inverse_scale(head_bits.to(gl.float32, bitcast=True), False)
+        rounded = ()
+        for c in gl.static_range(len(q)):
+            rounded = rounded + (round_rows(floats[c], inverse),)
+        q = rounded
+    elif QUERY_TOKEN:
+        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, eight_layout(WARPS, ACROSS)))
+        bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
+    return q, bits
+
+
+@gluon.jit
+def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the products of a tile of probabilities with the spans of a tile of V."""
+    spans = ()
+    for c in gl.static_range(len(v)):
+        spans = spans + (_add_span(accumulator[c], p, v[c], WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = product_layout(v.shape[0], WARPS, ACROSS)
+    if is_operand(p.type.layout):
+        # the order of probabilities is that of any product
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+    return warpgroup_mma(p, v.permute((1, 0)), accumulator, is_async=True)
+
+
+@gluon.jit
+def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the product of a block of queries with a tile of keys, span by span."""
+    L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
+    s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
+    for c in gl.static_range(len(q)):
+        k = k_smem[c].slice(0, WIDTH, 0)
+        # the layout of the queries is that of any product
+        q_c = gl.convert_layout(q[c], gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+        s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def finished(s, ahead: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """The scores of a product, once no more than ``ahead`` of those started later, spans by themselves, are under way."""
+    s = warpgroup_mma_wait(ahead, [s])
+    return gl.convert_layout(s, score_layout(s.shape[1], WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """Maxima of columns eight apart, which a thread holds."""
+    M: gl.constexpr = s.shape[0]
+    if s.shape[1] > 8 * ACROSS:
+        s = gl.max(gl.reshape(s, (M, ACROSS, s.shape[1] // (8 * ACROSS), 8)), 2)
+        s = gl.reshape(s, (M, 8 * ACROSS))
+    return gl.convert_layout(s, score_layout(8 * ACROSS, WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Stored probabilities of a tile of scores, as a product with V takes them: an operand, or on its way to memory."""
+    M: gl.constexpr = s.shape[0]
+    L: gl.constexpr = s.type.layout
+    STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
+    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    if s.shape[1] == 8:
+        p = _twice(p)
+    if s.shape[1] <= 16:
+        p = _twice(p)
+    N: gl.constexpr = p.shape[1]
+    p = gl.permute(gl.reshape(p, (M, N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return pack(gl.convert_layout(gl.reshape(p, (M, N)), STORED, assert_trivial=True))
+
+
+@gluon.jit
+def _twice(p):
+    """The columns, and the same again: what stands there meets values of zero."""
+    return gl.reshape(gl.permute(gl.join(p, p), (0, 2, 1)), (p.shape[0], 2 * p.shape[1]))
+
+
+@gluon.jit
+def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """Sums of four neighbouring stored probabilities, those past the last key left out, at the first of them; else zero."""
+    N: gl.constexpr = p.shape[1]
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
+    if WIDTH < 32:
+        n = held_order(n)
+    if START + N <= KEYS:
+        weight = p * 0 + 1
+    else:
+        weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
+    return gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+
+
+@gluon.jit
+def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of a tile's stored probabilities, four a row."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
+    return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
+    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = _sums_of_four(p, START, WIDTH, KEYS)
+    return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
+
+
+@gluon.jit
+def _one_row(x, WARPS: gl.constexpr):
+    """Of numbers of rows, which four neighbours have, one for each thread: of its two rows they take one each."""
+    L: gl.constexpr = eight_layout(WARPS)
+    x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None] + gl.zeros((16 * WARPS, 8), gl.int32, L)
+    x, _ = gl.split(gl.reshape(x, (16 * WARPS, 4, 2)))
+    x, y = gl.split(gl.permute(gl.reshape(x, (WARPS, 2, 8, 4)), (0, 2, 3, 1)))
+    R: gl.constexpr = x.type.layout
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, R)))
+    return gl.where((c & 1)[None, None, :] == 0, x, y)
+
+
+@gluon.jit
+def _all_rows(x, WARPS: gl.constexpr):
+    """What :func:`_one_row` distributed, back: (rows, 4), the same in all columns."""
+    x = gl.reshape(x, (WARPS, 8, 2, 2))
+    R: gl.constexpr = x.type.layout
+    even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, R)))) == 0)[None, None, None, :]
+    first = gl.expand_dims(gl.sum(gl.where(even, x, x * 0), 3), 3) + gl.zeros_like(x)
+    second = gl.expand_dims(gl.sum(gl.where(even, x * 0, x), 3), 3) + gl.zeros_like(x)
+    return gl.reshape(gl.permute(gl.join(first, second), (0, 4, 1, 2, 3)), (16 * WARPS, 4))
+
+
+@gluon.jit
+def _spread(x, D: gl.constexpr, L: gl.constexpr):
+    """Four numbers a row, all alike, each for a quarter of the channels."""
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    if D >= 32:
+        x = gl.join(x, x)
+    if D >= 64:
+        x = gl.join(x, x)
+    if D == 128:
+        x = gl.join(x, x)
+    return gl.convert_layout(gl.reshape(x, (x.shape[0], D)), L, assert_trivial=True)
+
+
+@gluon.jit
+def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Numbers of rows, as :func:`store_span` has them, beside outputs."""
+    if ACROSS == 1:
+        x = _spread(_all_rows(x, WARPS), D, L)
+    else:
+        x = beside_rows(x, L)
+    return x
+
+
+@gluon.jit
+def row_inverses(total, count, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """What :func:`store_span` normalises by: ``total`` adds up ``count`` stored probabilities of each row."""
+    if ACROSS == 1:
+        total = _one_row(total, WARPS)
+    return row_inverse(127 * count - total, False)
+
+
+@gluon.jit
+def store_span(
+    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+):  # fmt: skip
+    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.tile.finish`."""
+    factor, shift, half = factors
+    M: gl.constexpr = numerator.shape[0]
+    D: gl.constexpr = numerator.shape[1]
+    L: gl.constexpr = output_layout(D, WARPS, ACROSS)
+    x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
+    factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
+    if o_base.dtype.element_ty == gl.int8:
+        scaled = x * _beside_outputs(1 << (24 - bits), D, L, WARPS, ACROSS)
+        if factor.type.is_block():
+            row_factor = multiply_high(_beside_outputs(inverse, D, L, WARPS, ACROSS), factor, False)
+        else:
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), D, L, WARPS, ACROSS)
+        result = requantize(scaled, row_factor, shift, half, False)
+    else:
+        good = usable_scale(factor.to(gl.int32, bitcast=True))
+        weight = row_weight(inverse, bits)
+        if ACROSS == 1:
+            weight = _all_rows(weight.to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
+            W: gl.constexpr = weight.type.layout
+            # NaN in a factor a row is cheaper than a choice an element
+            weight = gl.where(beside_rows(usable, W), weight, float("nan"))
+            weight = _spread(weight, D, L)
+        else:
+            weight = beside_rows(gl.where(usable, weight, float("nan")), L)
+        result = (x.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+    rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    inside = (rows[:, None] < queries) & (channels[None, :] < CHANNELS)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
+
+
+@gluon.jit
+def allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))
+
+
+@gluon.jit
+def aside(x):
+    """Numbers of channels, left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem.store(x)
+    return smem

@@ -478,7 +478,8 @@ def _calls(
             walk = blocks < triton.cdiv(queries, tiles.block_m)
             across = 16 * tiles.warps // tiles.block_m
             twice = not is_held(keys, across)
-            # measured: it pays where one program walks over int8 queries, and from floats where a block takes longest
+            # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
+            # from floats where a block takes longest
             alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
             many = batch * heads > processors_of(query.device)
             pays = many if scales is not None else twice and head_dim <= 64 and not tiles.registers

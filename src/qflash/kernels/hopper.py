@@ -26,20 +26,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
-from .by_hand import (
-    barrier,
-    least_if_needed,
-    output_factors,
-    raised_if_needed,
-    row_exponents,
-    row_factors,
-)
+from .by_hand import barrier, least_if_needed, output_factors, raised_if_needed, row_exponents, row_factors
 from .hopper_blocks import (
     add_values,
     allocate,
@@ -58,20 +47,8 @@ from .hopper_blocks import (
     stored,
     unpack_queries,
 )
-from .hopper_heads import (
-    all_quads,
-    channel_sums,
-    copy_keys,
-    load_quads,
-    quantize_keys,
-    quantize_values,
-    sums_aside,
-)
-from .hopper_last import (
-    last_queries,
-    last_rows,
-    load_last,
-)
+from .hopper_heads import all_quads, channel_sums, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside
+from .hopper_last import last_queries, last_rows, load_last
 from .hopper_layouts import (
     channel_spans,
     depth,
@@ -88,14 +65,8 @@ from .hopper_layouts import (
     span_widths,
     value_widths,
 )
-from .integer import (
-    split_scale,
-    usable_scale,
-)
-from .quantize import (
-    amplitude_to_scale,
-    nan_max,
-)
+from .integer import split_scale, usable_scale
+from .quantize import amplitude_to_scale, nan_max
 from .tile import MASKED
 
 
@@ -245,22 +216,9 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     if TWICE:
         accumulator, total = _second_walk(
-            q,
-            k_whole,
-            v_whole,
-            k_smem,
-            v_smem,
-            accumulator,
-            least,
-            slope,
-            begin,
-            constant,
-            CHANNELS,
-            KEYS,
-            TURN,
-            WARPS,
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS, KEYS, TURN, WARPS,
             OPERAND,
-        )
+        )  # fmt: skip
     elif not FOLD:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
     for t in gl.static_range(len(ready)):
@@ -301,19 +259,9 @@ def _block(
     FROM: gl.constexpr = span_starts(CHANNELS)
     for c in gl.static_range(SPANS):
         store_span(
-            numerators[c],
-            bits,
-            inverse,
-            usable,
-            factors[c],
-            o_base + FROM[c],
-            o_stride_n,
-            first,
-            queries,
-            SPAN[c],
-            WARPS,
+            numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPAN[c], WARPS,
             ACROSS,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit

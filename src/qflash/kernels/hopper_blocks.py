@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .by_hand import (
-    beside_channels,
-    beside_rows,
-    first_of_four,
-    pack,
-    round_to_int8,
-    twice_probabilities,
-    unpack,
-)
+from .by_hand import beside_channels, beside_rows, first_of_four, pack, round_to_int8, twice_probabilities, unpack
 from .hopper_layouts import (
     channel_spans,
     eight_layout,
@@ -32,19 +21,8 @@ from .hopper_layouts import (
     span_starts,
     stored_layout,
 )
-from .integer import (
-    multiply_high,
-    requantize,
-    row_inverse,
-    row_weight,
-    usable_scale,
-)
-from .quantize import (
-    amplitude_to_scale,
-    higher,
-    inverse_scale,
-    nan_max,
-)
+from .integer import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from .quantize import amplitude_to_scale, higher, inverse_scale, nan_max
 from .tile import held_order
 
 # the sum of four bytes, each times its weight, and nothing in the other three of four places

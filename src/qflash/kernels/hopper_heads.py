@@ -6,20 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .by_hand import (
-    barrier,
-    beside_channels,
-    channel_maxima,
-    channel_ranges,
-    halves,
-    round_to_int8,
-)
-from .hopper_blocks import (
-    SUM_FOUR,
-    aside,
-    deal,
-    load_channels,
-)
+from .by_hand import barrier, beside_channels, channel_maxima, channel_ranges, halves, round_to_int8
+from .hopper_blocks import SUM_FOUR, aside, deal, load_channels
 from .hopper_layouts import (
     channel_spans,
     depth,
@@ -34,17 +22,8 @@ from .hopper_layouts import (
     value_width,
     value_widths,
 )
-from .quantize import (
-    amplitude_to_scale,
-    higher,
-    inverse_scale,
-    lower,
-    nan_max,
-)
-from .tile import (
-    held_order,
-    key_order,
-)
+from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
+from .tile import held_order, key_order
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

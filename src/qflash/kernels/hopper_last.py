@@ -11,16 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .by_hand import (
-    barrier,
-    halves,
-    row_factors,
-)
-from .hopper_blocks import (
-    allocate,
-    load_channels,
-    round_rows,
-)
+from .by_hand import barrier, halves, row_factors
+from .hopper_blocks import allocate, load_channels, round_rows
 from .hopper_layouts import (
     channel_spans,
     depth,
@@ -32,25 +24,9 @@ from .hopper_layouts import (
     value_width,
     value_widths,
 )
-from .integer import (
-    multiply_high,
-    requantize,
-    row_inverse,
-    row_weight,
-    usable_scale,
-)
-from .quantize import (
-    amplitude_to_scale,
-    inverse_scale,
-    nan_max,
-)
-from .tile import (
-    MASKED,
-    _high_bytes,
-    channel_of_row,
-    key_order,
-    probability_words,
-)
+from .integer import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from .quantize import amplitude_to_scale, inverse_scale, nan_max
+from .tile import MASKED, _high_bytes, channel_of_row, key_order, probability_words
 
 
 @gluon.jit

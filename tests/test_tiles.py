@@ -145,6 +145,21 @@ def test_programs_that_a_processor_has_room_for() -> None:
     assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
 
 
+def hopper_call(heads: int, tokens: int, dim: int, fused: bool):
+    """Return the launch that the rules choose for so many heads."""
+    from qflash.kernels.attention import attention_calls, fused_calls
+
+    x = torch.zeros(heads, 1, tokens, dim, dtype=torch.float16 if fused else torch.int8, device="meta")
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    if fused:
+        rule = tiles.choose_tiles(DEFAULT, dim, dim, tokens, tokens, (9, 0), heads=heads, fused=True)
+        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=rule)
+    else:
+        (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
+    assert call.kernel.__name__ == "hopper_kernel"
+    return call
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "fused", "grid", "block", "warps"),
     [
@@ -181,15 +196,7 @@ def test_programs_that_a_processor_has_room_for() -> None:
     ],
 )
 def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
-    from qflash.kernels.attention import attention_calls, fused_calls
-
-    x = torch.zeros(heads, 1, tokens, 64, dtype=torch.float16 if fused else torch.int8, device="meta")
-    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
-    if fused:
-        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER))
-    else:
-        scales = (one, x, one, x, one)
-        (call,) = attention_calls(x, *scales, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
+    call = hopper_call(heads, tokens, 64, fused)
     assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
     held = tiles.is_held(tokens, 16 * warps // block)
     # a few queries past whole blocks
@@ -223,16 +230,7 @@ def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid
 def test_wider_heads_are_shared_out_by_load(
     tokens: int, dim: int, heads: int, fused: bool, grid: int, block: int, warps: int
 ) -> None:
-    from qflash.kernels.attention import attention_calls, fused_calls
-
-    x = torch.zeros(heads, 1, tokens, dim, dtype=torch.float16 if fused else torch.int8, device="meta")
-    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
-    if fused:
-        rule = tiles.choose_tiles(DEFAULT, dim, dim, tokens, tokens, (9, 0), heads=heads, fused=True)
-        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=rule)
-    else:
-        (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
-    assert call.kernel.__name__ == "hopper_kernel"
+    call = hopper_call(heads, tokens, dim, fused)
     assert (call.grid[0], call.arguments["BLOCK_M"], call.options["num_warps"]) == (grid, block, warps)
     across = 16 * warps // block
     # sums of V by products take registers that wide outputs have, unless two warps share them

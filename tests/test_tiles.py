@@ -53,6 +53,23 @@ def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     assert len(json.loads(table.read_text())["tiles"]) == 2
 
 
+def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> None:
+    from qflash.kernels.attention import attention_calls
+
+    for keys, dim in ((256, 80), (577, 80), (401, 128)):
+        rule = tiles.choose_tiles(DEFAULT, dim, dim, keys, keys, (9, 0), heads=48)
+        wide = rule._replace(block_m=128, warps=8, splits=1)
+        assert wide in candidates(rule, dim, keys, keys)
+        tiles.save_table({tiles.table_key("GPU", False, DEFAULT, dim, dim, keys, keys, 48): wide}, {})
+        assert tiles.tiles_for(DEFAULT, dim, dim, keys, keys, 48, False, torch.device("cuda:0")) == wide
+        # where rows do not begin at multiples of eight bytes another kernel has them
+        one = torch.ones(1, 1, 1, 1, device="meta")
+        for row, kernel, block in ((dim, "hopper_kernel", 128), (dim + 1, "long_kernel" if keys > 256 else "short_kernel", 64)):
+            x = torch.zeros(48, 1, keys, row, dtype=torch.int8, device="meta")[..., :dim]
+            call = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, tiles=wide)[-1]
+            assert (call.kernel.__name__, call.arguments["BLOCK_M"]) == (kernel, block)
+
+
 def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> None:
     def windows(heads: int, **kind: bool) -> Tiles:
         return tiles.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=heads, **kind)

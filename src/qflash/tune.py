@@ -26,6 +26,7 @@ from .kernels.tiles import (
     choose_tiles,
     fits_block,
     most_queries,
+    processors_of,
     save_table,
     table_key,
 )
@@ -50,7 +51,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             # three programs a processor, if they have four warps each
             for registers in ((0, 168) if warps == 4 else (0,))
             for splits in range(1, 1 + -(-queries // m))
-            if hopper and m in blocks_m and fits_block(m, warps, value_dim, keys)
+            if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
@@ -112,6 +113,7 @@ def tune_shape(
         torch.cuda.get_device_capability(device),
         heads=batch * heads,
         fused=fused,
+        processors=processors_of(device),
     )
     factor = head_dim**-0.5
     if fused:

@@ -156,7 +156,7 @@ def _split(
     blocks = triton.cdiv(queries, tiles.block_m)
     processors = processors_of(device)
     if tiles.kernel == HOPPER:
-        split = _split_held if is_held(keys, 16 * tiles.warps // tiles.block_m) else _split_walked
+        split = _split_held if is_held(keys, tiles.across) else _split_walked
         return split(tiles, queries, keys, heads, head_dim, fused, processors)
     splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
@@ -414,6 +414,9 @@ def _calls(
     plain = not (is_causal or mask is not None or key_token or guard)
     hopper = plain and not dealt and _held_by_hand(tiles, recipe, query, key, value) and _side_by_side(out, 8)
     most = most_queries(value_dim)
+    if tiles.kernel == HOPPER and not hopper:
+        # meant for tensors that lie otherwise; the kernel that has these takes fewer queries of wide heads
+        tiles = tiles._replace(block_m=min(tiles.block_m, most))
     if tiles.block_m > most and not hopper:
         raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
     short = two_pass and (hopper or row_tiles <= 2) and max(block_d, block_dv) <= 128
@@ -476,7 +479,7 @@ def _calls(
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
         if hopper:
             walk = blocks < triton.cdiv(queries, tiles.block_m)
-            across = 16 * tiles.warps // tiles.block_m
+            across = tiles.across
             twice = not is_held(keys, across)
             # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
             # from floats where a block takes longest

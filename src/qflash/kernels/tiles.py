@@ -54,6 +54,11 @@ class Tiles(NamedTuple):
     splits: int = 0
     kernel: int = GENERAL
 
+    @property
+    def across(self) -> int:
+        """Warps that share sixteen queries in :mod:`.hopper`."""
+        return 16 * self.warps // self.block_m
+
 
 def most_queries(value_dim: int) -> int:
     """Return the largest BLOCK_M for a value dimension.
@@ -348,7 +353,7 @@ def tiles_for(
     if table and recipe.normalization == "two_pass":
         name = _device_name(device.index or 0)
         found = table.get(table_key(name, fused, recipe, head_dim, value_dim, queries, keys, heads))
-        if found is not None and found.block_m <= most_queries(value_dim):
+        if found is not None and (found.kernel == HOPPER or found.block_m <= most_queries(value_dim)):
             return found
     return rule
 

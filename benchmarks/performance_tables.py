@@ -57,17 +57,65 @@ def latency() -> list[str]:
     return lines
 
 
-def shapes() -> list[str]:
-    """Other shapes of vision transformers, with what was measured before rows of more than 288 keys were walked over."""
-    before = by_shape(rows_of("shapes_before_h200")) | by_shape(rows_of("shapes_start_h200"))
-    lines = [
-        "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
-        "|" + "---|" * 11,
-    ]
+OTHERS = {
+    "CLIP L/14, 224 pixels": "16x257x64",
+    "DINOv2-B, 224 pixels, with registers": "12x261x64",
+    "ViT-B/16, 320 pixels": "12x401x64",
+    "ViT-B/16, 384 pixels": "12x577x64",
+    "CLIP L/14, 336 pixels": "16x577x64",
+    "ViT-B/16, 448 pixels": "12x785x64",
+    "ViT-B/16, 512 pixels": "12x1025x64",
+    "DINOv2-B, 518 pixels": "12x1370x64",
+    "SigLIP So400m, 224 pixels": "16x256x72",
+    "SigLIP So400m, 384 pixels": "16x729x72",
+    "ViT-H/14, 224 pixels": "16x257x80",
+    "ViT-H/14, 336 pixels": "16x577x80",
+}
+"""Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
+
+Methods = dict[str, dict[str, Any]]
+
+
+def newest_shapes() -> tuple[dict[tuple[str, bool], Methods], dict[tuple[str, bool], Methods]]:
+    """Return the newest run of every other shape, and the first of that day alone."""
     first = by_shape(rows_of("shapes_h200"))
     rows = dict(first)
     for name in ("shapes_8_h200", "shapes_64_h200", "shapes_wide_h200"):
         rows |= {key: methods for key, methods in by_shape(rows_of(name)).items() if not key[0].startswith("A")}
+    return rows, first
+
+
+def earlier_shapes() -> dict[tuple[str, bool], Methods]:
+    """Return the runs before rows of more than 288 keys were walked over."""
+    return by_shape(rows_of("shapes_before_h200")) | by_shape(rows_of("shapes_start_h200"))
+
+
+def ratios() -> list[str]:
+    """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
+    found = earlier_shapes()
+    # measured with the kernels that these have still
+    found = {key: methods for key, methods in found.items() if is_held(int(key[0].split("x")[2]))} | newest_shapes()[0]
+    lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
+    for name, shape in OTHERS.items():
+        cells = []
+        for method in ("qflash int8", "qflash"):
+            for batch in (1, 8, 64):
+                methods = found.get((f"{batch}x{shape}", False))
+                time = {name: row["median_us"] for name, row in (methods or {}).items()}
+                ratio = min(time["sdpa flash"], time["sdpa cudnn"]) / time[method] if time else None
+                cells.append(f"**{ratio:.2f}**" if ratio and ratio > 1 else number(ratio))
+        lines.append(f"| {name} | {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
+    return lines
+
+
+def shapes() -> list[str]:
+    """Other shapes of vision transformers, with what was measured before rows of more than 288 keys were walked over."""
+    before = earlier_shapes()
+    rows, first = newest_shapes()
+    lines = [
+        "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
+        "|" + "---|" * 11,
+    ]
     # measured with the kernels that these have still
     earlier = [key for key in before if is_held(int(key[0].split("x")[2]))]
     for key in sorted({*earlier, *rows}, key=lambda key: [int(part) for part in key[0].split("x")]):
@@ -162,7 +210,7 @@ def models() -> list[str]:
 def main() -> None:
     """Replace every table between its markers."""
     text = PAGE.read_text()
-    for make in (latency, shapes, models, bias, eager, energy, profile):
+    for make in (latency, ratios, shapes, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -253,6 +254,37 @@ def test_wider_heads_are_shared_out_by_load(
     # sums of V by products take registers that wide outputs have, unless two warps share them
     assert call.arguments["FOLD"] == (across > 1 and grid * heads <= 132)
     assert call.arguments["TURN"] == (0 if tiles.is_held(tokens, across) else 1 if tokens < 512 else 2)
+
+
+@pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])
+def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.kernels import attention
+
+    monkeypatch.setattr(attention, "processors_of", lambda device: processors)
+    chance = random.Random(processors)
+    for _ in range(400):
+        dim, fused = 8 * chance.randint(1, 16), chance.random() < 0.5
+        keys, heads = chance.choice((chance.randint(65, 300), chance.randint(289, 1900))), chance.randint(1, 40) ** 2
+        queries = chance.choice((keys, chance.randint(33, 2000)))
+        sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
+        rule = tiles.choose_tiles(*sizes, heads=heads, fused=fused, processors=processors)
+        if rule.kernel != tiles.HOPPER:
+            continue
+        dtype = torch.float16 if fused else torch.int8
+        q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
+        one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
+        if fused:
+            (call,) = attention.fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
+        else:
+            (call,) = attention.attention_calls(q, one, k, one, k, one, None, False, 0.1, one, out, DEFAULT, tiles=rule)
+        assert call.kernel.__name__ == "hopper_kernel"
+        given, warps, programs = call.arguments, call.options["num_warps"], call.grid[0]
+        blocks = -(-queries // given["BLOCK_M"])
+        assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys) and 1 <= programs <= blocks
+        assert given["WALK"] == (programs < blocks)
+        assert (given["TURN"] == 0) == tiles.is_held(keys, given["ACROSS"])
+        if given["TAIL"]:
+            assert (programs, warps, given["FOLD"]) == (1, 4, False) and 0 < queries % given["BLOCK_M"] <= given["TAIL"]
 
 
 def test_spans_of_a_head_cover_its_channels() -> None:

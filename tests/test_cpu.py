@@ -52,6 +52,7 @@ AVX512_IN_C = """
 #define __AVX512BW__ 1
 typedef union {
     __m512i all;
+    int8_t bytes[64];
     int16_t halves[32];
     int32_t words[16];
     int64_t longs[8];
@@ -62,9 +63,9 @@ static inline __m512i madd(__m512i a, __m512i b) {
         z.words[i] = x.halves[2 * i] * y.halves[2 * i] + x.halves[2 * i + 1] * y.halves[2 * i + 1];
     return z.all;
 }
-static inline __m512i add_madd(__m512i sum, __m512i a, __m512i b) {
-    parts x = {sum}, y = {madd(a, b)};
-    for (int i = 0; i < 16; i++) x.words[i] += y.words[i];
+static inline __m512i add_bytes(__m512i sum, __m512i a, __m512i b) {
+    parts x = {sum}, y = {a}, z = {b};
+    for (int i = 0; i < 64; i++) x.words[i / 4] += (uint8_t)y.bytes[i] * z.bytes[i];
     return x.all;
 }
 static inline __m512i multiply(__m512i a, __m512i b) {
@@ -83,26 +84,33 @@ static inline __m512i blend(int mask, __m512i a, __m512i b) {
     return x.all;
 }
 #define _mm512_madd_epi16 madd
-#define _mm512_dpwssd_epi32 add_madd
+#define _mm512_dpbusd_epi32 add_bytes
 #define _mm512_mul_epi32 multiply
 #define _mm512_srli_epi64 shift
 #define _mm512_mask_blend_epi32 blend
 """
 
 
-@pytest.mark.parametrize("width", ["baseline", "avx2", "avx512", "avx512-vnni"])
+@pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni"])
 def test_other_vector_widths_have_the_reference_bits(
     width: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     known = pathlib.Path("/proc/cpuinfo").read_text() if pathlib.Path("/proc/cpuinfo").is_file() else ""
-    if width == "avx2" and "avx2" not in known:
-        pytest.skip("this CPU has no AVX2")
+    if width in ("avx2", "avx-vnni") and width.replace("-", "_") not in known.split():
+        pytest.skip("this CPU has not these vectors")
     if width.startswith("avx512") and platform.machine() != "x86_64":
         pytest.skip("not this kind of CPU")
     header = tmp_path / "avx512.h"
     header.write_text(AVX512_IN_C + ("#define __AVX512VNNI__ 1\n" if width == "avx512-vnni" else ""))
     written_out = ("-w", "-include", str(header))
-    flags = {"baseline": (), "avx2": ("-march=haswell", "-fopenmp"), "avx512": written_out, "avx512-vnni": written_out}
+    haswell = ("-march=haswell", "-fopenmp")
+    flags = {
+        "baseline": (),
+        "avx2": haswell,
+        "avx-vnni": (*haswell, "-mavxvnni"),
+        "avx512": written_out,
+        "avx512-vnni": written_out,
+    }
     monkeypatch.setattr(cpu, "_TRIES", (flags[width],))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = cpu.load.__wrapped__()

@@ -1,8 +1,8 @@
 /* Integer attention and quantisation on the CPU: the bits of reference.py and quantization.py, fused.
  *
- * Names follow fixed_point.py, which has the bounds. The matrix products take pairs of 16-bit integers and add up in 32 bits,
- * for which CPUs have vectors and in which no sum overflows. A few rows of scores are worked on at a time, so that they stay
- * in the cache.
+ * Names follow fixed_point.py, which has the bounds. The matrix products take pairs of 16-bit integers, or where the CPU has
+ * the instruction (VNNI) four bytes, unsigned times signed, and add up in 32 bits, in which no sum overflows. A few rows of
+ * scores are worked on at a time, so that they stay in the cache.
  *
  * Compiled on first use by cpu.py; plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
  */
@@ -37,8 +37,20 @@
 #define BIAS_POISON INT32_MAX
 #define INLINE static inline __attribute__((always_inline))
 
+/* Operands of a product: left queries and probabilities, right keys and values. A group of them fills a lane. */
+#if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__))
+typedef uint8_t left_operand;
+typedef int8_t right_operand;
+#define SHIFTED 128 /* what is added to a query, which makes it unsigned */
+#else
+typedef int16_t left_operand;
+typedef int16_t right_operand;
+#define SHIFTED 0
+#endif
+#define GROUP ((int)(4 / sizeof(left_operand)))
+
 typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t pair_of_halves __attribute__((aligned(2), may_alias));
+typedef int32_t group __attribute__((aligned(1), may_alias));
 
 /* --- fixed point, one to one with fixed_point.py ------------------------------------------------------------ */
 
@@ -116,14 +128,14 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
 
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
-/* sum + a0 * b0 + a1 * b1 in every lane, of whose 16-bit halves these are */
+/* sum + a0 * b0 + a1 * b1 + ... in every lane, whose groups these are */
 INLINE vector add_products(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
-    return (vector)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+    return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
     return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__)
-    return (vector)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+    return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
     return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
@@ -133,30 +145,36 @@ INLINE vector add_products(vector sum, vector a, vector b) {
 #endif
 }
 
-/* c[r][0:WIDTH] (+)= sum over k of a[r][k] * b[k][0:WIDTH]; of a narrow tile only the first LANES columns. Of b two values of k
- * stand beside one another, b[k / 2][0:WIDTH][2]; an odd depth has a zero behind it. */
+/* c[r][0:WIDTH] (+)= sum over k of a[r][k] * b[k][0:WIDTH]; of a narrow tile only the first LANES columns. Of b a group of
+ * values of k stands side by side, b[k / GROUP][0:WIDTH][GROUP]; behind a depth that is no multiple of it a or b has zeros.
+ * What c is not added to begins with the columns' `begin`, or with 0 if that is NULL. */
 typedef struct {
-    const int16_t *a, *b;
+    const left_operand *a;
+    const right_operand *b;
     int32_t *c;
     int64_t a_stride, c_stride, depth;
     int add, narrow;
+    const int32_t *begin;
 } product;
 
 INLINE void tile_rows(const int rows, const int narrow, const product *by) {
-    const int16_t *a = by->a, *b = by->b;
+    const left_operand *a = by->a;
+    const right_operand *b = by->b;
     int32_t *c = by->c;
     const int64_t a_stride = by->a_stride, c_stride = by->c_stride, depth = by->depth;
     vector low[ROWS], high[ROWS];
+    const vector begin_low = by->begin ? *(const vector *)by->begin : (vector){0};
+    const vector begin_high = by->begin ? *(const vector *)(by->begin + LANES) : (vector){0};
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        low[r] = by->add ? *(const vector *)(c + r * c_stride) : (vector){0};
-        high[r] = by->add && !narrow ? *(const vector *)(c + r * c_stride + LANES) : (vector){0};
+        low[r] = by->add ? *(const vector *)(c + r * c_stride) : begin_low;
+        high[r] = by->add && !narrow ? *(const vector *)(c + r * c_stride + LANES) : begin_high;
     }
-    for (int64_t k = 0; k < depth; k += 2) {
-        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + 2 * LANES);
+    for (int64_t k = 0; k < depth; k += GROUP) {
+        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + GROUP * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            vector x = (vector){0} + *(const pair_of_halves *)(a + r * a_stride + k);
+            vector x = (vector){0} + *(const group *)(a + r * a_stride + k);
             low[r] = add_products(low[r], x, b_low);
             if (!narrow) high[r] = add_products(high[r], x, b_high);
         }
@@ -204,7 +222,7 @@ INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplie
 /* Turns scores [0, n) into probabilities `p`; of 15 bits the high part goes to `upper`. Returns their sum. */
 INLINE int64_t probabilities(
     const int kind, const int quadratic, const int wide, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
-    int32_t multiplier, int fraction_bits, int16_t *restrict p, int16_t *restrict upper
+    int32_t multiplier, int fraction_bits, left_operand *restrict p, left_operand *restrict upper
 ) {
     const uint32_t begin = (uint32_t)((((int64_t)by->offset << fraction_bits) + 511) >> 9);
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
@@ -221,17 +239,16 @@ INLINE int64_t probabilities(
         value = s[j] == MASKED ? 0 : value;
         total += value;
         if (wide) {
-            upper[j] = (int16_t)(value >> 8);
+            upper[j] = (left_operand)(value >> 8);
             value &= 255;
         }
-        p[j] = (int16_t)value;
+        p[j] = (left_operand)value;
     }
     return total;
 }
 
 static int64_t row_probabilities(
-    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, int16_t *p,
-    int16_t *upper
+    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, left_operand *p, left_operand *upper
 ) {
 #define CASE(k, q, w) \
     if (kind == k && by->quadratic == q && (by->bits == 15) == w) \
@@ -264,8 +281,10 @@ typedef struct {
 } problem;
 
 typedef struct {
-    int16_t *key, *value, *query, *p, *upper;
+    right_operand *key, *value;
+    left_operand *query, *p, *upper;
     int32_t *s, *column;
+    int32_t *begin;              /* what SHIFTED adds to a key's scores, less */
     int32_t *sum;                /* products with V; 8 bits of P times 65536 keys fit */
     int64_t *numerator;          /* what sum cannot hold: online, or 15 bits of P */
     int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel, */
@@ -277,14 +296,14 @@ typedef struct {
     int usable_key;
 } workspace;
 
-INLINE int64_t even(int64_t n) { return (n + 1) & -2; }
+INLINE int64_t grouped(int64_t n) { return (n + GROUP - 1) / GROUP * GROUP; }
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 INLINE int64_t in_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 /* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
 
-/* A row of int8 as 16-bit integers. */
-INLINE void widen(const int8_t *from, int64_t stride, int64_t n, int16_t *to) {
+/* A row of int8 as right operands. */
+INLINE void copy_right(const int8_t *from, int64_t stride, int64_t n, right_operand *to) {
     if (stride == 1 && n == WIDTH)
         for (int64_t k = 0; k < WIDTH; k++) to[k] = from[k];
     else if (stride == 1)
@@ -293,34 +312,47 @@ INLINE void widen(const int8_t *from, int64_t stride, int64_t n, int16_t *to) {
         for (int64_t k = 0; k < n; k++) to[k] = from[k * stride];
 }
 
+/* A query as left operands. */
+INLINE void copy_left(const int8_t *from, int64_t stride, int64_t n, left_operand *to) {
+    if (stride == 1)
+        for (int64_t k = 0; k < n; k++) to[k] = (left_operand)(from[k] + SHIFTED);
+    else
+        for (int64_t k = 0; k < n; k++) to[k] = (left_operand)(from[k * stride] + SHIFTED);
+}
+
 static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     const int64_t d = x->head_dim, n = x->keys;
     const int8_t *key = x->key + z * x->k[0] + head * x->k[1], *value = x->value + z * x->v[0] + head * x->v[1];
     for (int64_t start = 0; start < n; start += WIDTH) {
-        int16_t *panel = w->key + start * even(d);
+        right_operand *panel = w->key + start * grouped(d);
         int64_t inside = at_most(WIDTH, n - start);
-        int16_t rows[WIDTH * 256];
+        right_operand rows[WIDTH * 256];
         for (int64_t j = 0; j < WIDTH; j++) {
             const int8_t *from = key + (start + j) * x->k[2];
-            int16_t *row = rows + j * even(d);
-            if (j >= inside) memset(row, 0, 2 * d);
-            else widen(from, x->k[3], d, row);
-            if (d & 1) row[d] = 0;
+            right_operand *row = rows + j * grouped(d);
+            if (j >= inside) memset(row, 0, sizeof(right_operand) * d);
+            else copy_right(from, x->k[3], d, row);
+            for (int64_t k = d; k < grouped(d); k++) row[k] = 0;
+            int32_t sum = 0;
+            for (int64_t k = 0; SHIFTED && k < d; k++) sum += row[k];
+            w->begin[start + j] = -SHIFTED * sum;
         }
-        for (int64_t k = 0; k < even(d); k += 2)
+        for (int64_t k = 0; k < grouped(d); k += GROUP)
             for (int64_t j = 0; j < WIDTH; j++)
-                ((pair_of_halves *)(panel + k * WIDTH))[j] = *(const pair_of_halves *)(rows + j * even(d) + k);
+                ((group *)(panel + k * WIDTH))[j] = *(const group *)(rows + j * grouped(d) + k);
     }
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
-        int16_t *panel = w->value + start * even(n);
+        right_operand *panel = w->value + start * grouped(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
-        for (int64_t j = 0; j < n; j += 2) {
-            int16_t first[WIDTH] = {0}, second[WIDTH] = {0};
-            const int8_t *from = value + j * x->v[2] + start * x->v[3];
-            widen(from, x->v[3], inside, first);
-            if (j + 1 < n) widen(from + x->v[2], x->v[3], inside, second);
-            for (int64_t c = 0; c < WIDTH; c++)
-                ((pair_of_halves *)(panel + j * WIDTH))[c] = (int32_t)((uint32_t)(uint16_t)first[c] | (uint32_t)second[c] << 16);
+        for (int64_t j = 0; j < n; j += GROUP) {
+            right_operand rows[GROUP][WIDTH] = {0};
+            for (int64_t g = 0; g < at_most(GROUP, n - j); g++)
+                copy_right(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, rows[g]);
+            for (int64_t c = 0; c < WIDTH; c++) {
+                uint32_t together = 0;
+                for (int g = 0; g < GROUP; g++) together |= ((uint32_t)rows[g][c] & UINT32_MAX >> (32 - 32 / GROUP)) << (32 / GROUP * g);
+                ((group *)(panel + j * WIDTH))[c] = (int32_t)together;
+            }
         }
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
@@ -481,11 +513,13 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
-        widen(from, x->q[3], d, w->query + r * even(d));
-        if (d & 1) w->query[r * even(d) + d] = 0;
+        copy_left(from, x->q[3], d, w->query + r * grouped(d));
     }
     for (int64_t start = 0; start < n; start += WIDTH)
-        tile(rows, (product){w->query, w->key + start * even(d), w->s + start, even(d), line, d, 0, n - start <= LANES});
+        tile(rows, (product){
+            w->query, w->key + start * grouped(d), w->s + start, grouped(d), line, d, 0, n - start <= LANES,
+            SHIFTED ? w->begin + start : NULL,
+        });
     for (int r = 0; r < rows; r++) {
         const float scale = x->query_scale[z * x->qs[0] + h * x->qs[1] + (first + r) * x->qs[2]];
         if (r == 0 || x->qs[2]) {
@@ -532,8 +566,10 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                     total[r] = total[r] * release >> 24;
                 }
                 row_max[r] = most;
-                w->p[r * line + start + depth] = 0; /* an odd number of keys */
-                if (by.bits == 15) w->upper[r * line + start + depth] = 0;
+                for (int64_t j = depth; j < grouped(depth); j++) {
+                    w->p[r * line + start + j] = 0;
+                    if (by.bits == 15) w->upper[r * line + start + j] = 0;
+                }
                 total[r] += row_probabilities(
                     kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
                     w->upper + r * line + start
@@ -542,11 +578,11 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         }
         for (int64_t c = 0; c < channels; c += WIDTH) {
             for (int high = by.bits == 15; high >= 0; high--) {
-                const int16_t *p = high ? w->upper : w->p;
+                const left_operand *p = high ? w->upper : w->p;
                 const int32_t weight = high ? 256 : 1;
                 tile(rows, (product){
-                    p + start, w->value + c * even(x->keys) + start * WIDTH, w->sum + c, line, channels, depth, !wide && block > 0,
-                    x->value_dim - c <= LANES,
+                    p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, line, channels, depth,
+                    !wide && block > 0, x->value_dim - c <= LANES, NULL,
                 });
                 for (int r = 0; wide && r < rows; r++) {
                     int64_t *restrict numerator = w->numerator + r * channels + c;
@@ -568,24 +604,25 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
-    const size_t halves = line * even(d) + channels * even(x->keys) + BLOCK * (even(d) + line + (x->bits == 15 ? line : 0));
-    const size_t integers = BLOCK * line + line + 3 * channels + BLOCK * channels + channels;
+    const size_t operands = line * grouped(d) + channels * grouped(x->keys) + BLOCK * (grouped(d) + line + (x->bits == 15 ? line : 0));
+    const size_t integers = BLOCK * line + 2 * line + 3 * channels + BLOCK * channels + channels;
     const size_t longs = BLOCK * channels;
     /* of vectors no lane may be read before it is written */
-    *memory = calloc(8 * longs + 4 * integers + 2 * halves, 1);
+    *memory = calloc(8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
     w->s = (int32_t *)(w->numerator + longs);
     w->column = w->s + BLOCK * line;
-    w->multiplier = w->column + line;
+    w->begin = w->column + line;
+    w->multiplier = w->begin + line;
     w->shift = w->multiplier + channels;
     w->round = w->shift + channels;
     w->sum = w->round + channels;
     w->scale = (float *)(w->sum + BLOCK * channels);
-    w->key = (int16_t *)(w->scale + channels);
-    w->value = w->key + line * even(d);
-    w->query = w->value + channels * even(x->keys);
-    w->p = w->query + BLOCK * even(d);
+    w->key = (right_operand *)(w->scale + channels);
+    w->value = w->key + line * grouped(d);
+    w->query = (left_operand *)(w->value + channels * grouped(x->keys));
+    w->p = w->query + BLOCK * grouped(d);
     w->upper = w->p + BLOCK * line;
     w->head = w->out_head = -1;
     return 1;

@@ -163,73 +163,59 @@ def test_programs_that_a_processor_has_room_for() -> None:
     assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
 
 
-def hopper_call(heads: int, tokens: int, dim: int, fused: bool):
-    """Return the launch that the rules choose for so many heads."""
+def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, processors: int = 132):
+    """Return the launch that the rules choose for so many heads, None if it is not for the kernel that has them for itself."""
     from qflash.kernels.attention import attention_calls, fused_calls
 
-    x = torch.zeros(heads, 1, tokens, dim, dtype=torch.float16 if fused else torch.int8, device="meta")
-    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
+    rule = tiles.choose_tiles(*sizes, heads=heads, fused=fused, processors=processors)
+    if rule.kernel != tiles.HOPPER:
+        return None
+    dtype = torch.float16 if fused else torch.int8
+    q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
     if fused:
-        rule = tiles.choose_tiles(DEFAULT, dim, dim, tokens, tokens, (9, 0), heads=heads, fused=True)
-        (call,) = fused_calls(x, x, x, None, False, 0.1, out, DEFAULT, tiles=rule)
+        (call,) = fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
     else:
-        (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, out, DEFAULT, capability=(9, 0))
+        (call,) = attention_calls(q, one, k, one, k, one, None, False, 0.1, one, out, DEFAULT, tiles=rule)
     assert call.kernel.__name__ == "hopper_kernel"
     return call
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "fused", "grid", "block", "warps"),
-    [
-        (197, 6, False, 4, 64, 4),
-        (197, 24, True, 4, 64, 8),
-        (197, 48, False, 2, 128, 8),
-        (197, 40, False, 3, 64, 4),
-        (197, 48, True, 2, 128, 8),
-        (197, 96, False, 4, 64, 4),
-        (197, 96, True, 1, 128, 8),
-        (197, 192, True, 2, 64, 4),
-        (197, 384, False, 1, 64, 4),
-        (197, 384, True, 1, 64, 4),
-        # programs that a processor has room for two of
-        (257, 16, False, 5, 64, 4),
-        (257, 16, True, 5, 64, 8),
-        (257, 128, False, 1, 64, 4),
-        (257, 48, False, 5, 64, 4),
-        (257, 96, True, 2, 64, 4),
-        (257, 1024, False, 1, 64, 4),
-        # rows that are not held whole, or by two warps
-        (401, 12, False, 7, 64, 8),
-        (577, 12, True, 10, 64, 8),
-        (577, 16, False, 5, 128, 8),
-        (577, 96, True, 2, 64, 4),
-        (577, 128, True, 1, 128, 8),
-        (577, 768, True, 1, 64, 4),
-        (577, 768, False, 1, 64, 4),
-        (401, 96, False, 4, 64, 4),
-        (401, 768, True, 1, 64, 4),
-        (1025, 16, True, 5, 128, 8),
-        (785, 96, False, 5, 64, 4),
-        (1025, 768, False, 1, 128, 8),
-    ],
-)
-def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid: int, block: int, warps: int) -> None:
-    call = hopper_call(heads, tokens, 64, fused)
-    assert (call.grid[0], call.options["num_warps"]) == (grid, warps)
-    held = tiles.is_held(tokens, 16 * warps // block)
-    # a few queries past whole blocks
-    few = grid == 1 and warps == 4 and tokens % 64 <= 8
-    assert call.arguments["TAIL"] == (8 if few and (tokens > 512 if fused else heads > 132) else 0)
-    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
-    assert call.arguments["BLOCK_M"] == block and call.arguments["WALK"] == (grid < -(-tokens // block))
-    assert call.arguments["ACROSS"] == 16 * warps // block
-    # sums of V by products where a program has a block or two
-    assert call.arguments["FOLD"] == (held and grid * heads <= 132 and 2 * grid * block >= tokens)
-
-
-@pytest.mark.parametrize(
     ("tokens", "dim", "heads", "fused", "grid", "block", "warps"),
     [
+        (197, 64, 6, False, 4, 64, 4),
+        (197, 64, 24, True, 4, 64, 8),
+        (197, 64, 48, False, 2, 128, 8),
+        (197, 64, 40, False, 3, 64, 4),
+        (197, 64, 48, True, 2, 128, 8),
+        (197, 64, 96, False, 4, 64, 4),
+        (197, 64, 96, True, 1, 128, 8),
+        (197, 64, 192, True, 2, 64, 4),
+        (197, 64, 384, False, 1, 64, 4),
+        (197, 64, 384, True, 1, 64, 4),
+        # programs that a processor has room for two of
+        (257, 64, 16, False, 5, 64, 4),
+        (257, 64, 16, True, 5, 64, 8),
+        (257, 64, 128, False, 1, 64, 4),
+        (257, 64, 48, False, 5, 64, 4),
+        (257, 64, 96, True, 2, 64, 4),
+        (257, 64, 1024, False, 1, 64, 4),
+        # rows that are not held whole, or by two warps
+        (401, 64, 12, False, 7, 64, 8),
+        (577, 64, 12, True, 10, 64, 8),
+        (577, 64, 16, False, 5, 128, 8),
+        (577, 64, 96, True, 2, 64, 4),
+        (577, 64, 128, True, 1, 128, 8),
+        (577, 64, 768, True, 1, 64, 4),
+        (577, 64, 768, False, 1, 64, 4),
+        (401, 64, 96, False, 4, 64, 4),
+        (401, 64, 768, True, 1, 64, 4),
+        (1025, 64, 16, True, 5, 128, 8),
+        (785, 64, 96, False, 5, 64, 4),
+        (1025, 64, 768, False, 1, 128, 8),
+        # wider heads
         (256, 72, 16, False, 4, 64, 8),
         (256, 72, 128, False, 2, 64, 4),
         (257, 80, 128, False, 1, 64, 4),
@@ -245,15 +231,23 @@ def test_heads_are_shared_out_by_load(tokens: int, heads: int, fused: bool, grid
         (401, 128, 1024, True, 1, 64, 4),
     ],
 )
-def test_wider_heads_are_shared_out_by_load(
+def test_heads_are_shared_out_by_load(
     tokens: int, dim: int, heads: int, fused: bool, grid: int, block: int, warps: int
 ) -> None:
-    call = hopper_call(heads, tokens, dim, fused)
+    call = hopper_call(heads, tokens, tokens, dim, fused)
     assert (call.grid[0], call.arguments["BLOCK_M"], call.options["num_warps"]) == (grid, block, warps)
     across = 16 * warps // block
-    # sums of V by products take registers that wide outputs have, unless two warps share them
-    assert call.arguments["FOLD"] == (across > 1 and grid * heads <= 132)
-    assert call.arguments["TURN"] == (0 if tiles.is_held(tokens, across) else 1 if tokens < 512 else 2)
+    held = tiles.is_held(tokens, across)
+    # a few queries past whole blocks
+    few = grid == 1 and warps == 4 and tokens % 64 <= 8
+    many = tokens > 512 and dim <= 64 if fused else heads > 132
+    assert call.arguments["TAIL"] == (8 if few and many else 0)
+    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
+    assert call.arguments["WALK"] == (grid < -(-tokens // block))
+    assert call.arguments["ACROSS"] == across
+    # sums of V by products where a program has a block or two, and registers that wide outputs need unless two warps share them
+    room = dim <= 64 or across > 1
+    assert call.arguments["FOLD"] == (held and room and grid * heads <= 132 and 2 * grid * block >= tokens)
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])
@@ -266,18 +260,9 @@ def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, 
         dim, fused = 8 * chance.randint(1, 16), chance.random() < 0.5
         keys, heads = chance.choice((chance.randint(65, 300), chance.randint(289, 1900))), chance.randint(1, 40) ** 2
         queries = chance.choice((keys, chance.randint(33, 2000)))
-        sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
-        rule = tiles.choose_tiles(*sizes, heads=heads, fused=fused, processors=processors)
-        if rule.kernel != tiles.HOPPER:
+        call = hopper_call(heads, queries, keys, dim, fused, processors)
+        if call is None:
             continue
-        dtype = torch.float16 if fused else torch.int8
-        q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
-        one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
-        if fused:
-            (call,) = attention.fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
-        else:
-            (call,) = attention.attention_calls(q, one, k, one, k, one, None, False, 0.1, one, out, DEFAULT, tiles=rule)
-        assert call.kernel.__name__ == "hopper_kernel"
         given, warps, programs = call.arguments, call.options["num_warps"], call.grid[0]
         blocks = -(-queries // given["BLOCK_M"])
         assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys) and 1 <= programs <= blocks

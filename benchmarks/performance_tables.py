@@ -34,6 +34,16 @@ def by_shape(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, bool], dict[str,
     return found
 
 
+def medians(methods: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the microseconds of every method of a shape."""
+    return {method: row["median_us"] for method, row in methods.items()}
+
+
+def fastest_fp16(time: dict[str, float]) -> float:
+    """Return the faster of FA2 and cuDNN, against which ratios are."""
+    return min(time["sdpa flash"], time["sdpa cudnn"])
+
+
 def latency() -> list[str]:
     """Every shape: PyTorch's kernels, the baselines, ours, with ratios and accuracy."""
     lines = [
@@ -45,8 +55,8 @@ def latency() -> list[str]:
     # long rows have a later run of their own, those of 1024 keys a still later one
     found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200")) | by_shape(rows_of("bench_1024_h200"))
     for (name, _), methods in found.items():
-        time = {method: row["median_us"] for method, row in methods.items()}
-        fp16 = min(time["sdpa flash"], time["sdpa cudnn"])
+        time = medians(methods)
+        fp16 = fastest_fp16(time)
         best = min(fp16, *(time[method] for method in names[3:]))
         ours, whole = methods["qflash int8"], methods["qflash"]
         cells = [number(time[method]) for method in (*names, "i-vit kernel")]
@@ -73,36 +83,32 @@ OTHERS = {
 }
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
-Methods = dict[str, dict[str, Any]]
+EARLIER = ("shapes_before_h200", "shapes_start_h200")
+"""Runs before rows that are not held whole were walked over in shared memory."""
+NEWER = ("shapes_h200", "shapes_8_h200", "shapes_64_h200", "shapes_wide_h200")
 
 
-def newest_shapes() -> tuple[dict[tuple[str, bool], Methods], dict[tuple[str, bool], Methods]]:
-    """Return the newest run of every other shape, and the first of that day alone."""
-    first = by_shape(rows_of("shapes_h200"))
-    rows = dict(first)
-    for name in ("shapes_8_h200", "shapes_64_h200", "shapes_wide_h200"):
-        rows |= {key: methods for key, methods in by_shape(rows_of(name)).items() if not key[0].startswith("A")}
-    return rows, first
-
-
-def earlier_shapes() -> dict[tuple[str, bool], Methods]:
-    """Return the runs before rows of more than 288 keys were walked over."""
-    return by_shape(rows_of("shapes_before_h200")) | by_shape(rows_of("shapes_start_h200"))
+def newest_shapes() -> dict[tuple[str, bool], tuple[str, dict[str, dict[str, Any]]]]:
+    """Return the newest run of every other shape by the kernels that it has still, with the run's name."""
+    found = {}
+    for name in (*EARLIER, *NEWER):
+        for key, methods in by_shape(rows_of(name)).items():
+            if "x" in key[0] and (name in NEWER or is_held(int(key[0].split("x")[2]))):
+                found[key] = name, methods
+    return found
 
 
 def ratios() -> list[str]:
     """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
-    found = earlier_shapes()
-    # measured with the kernels that these have still
-    found = {key: methods for key, methods in found.items() if is_held(int(key[0].split("x")[2]))} | newest_shapes()[0]
+    found = newest_shapes()
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
         cells = []
         for method in ("qflash int8", "qflash"):
             for batch in (1, 8, 64):
-                methods = found.get((f"{batch}x{shape}", False))
-                time = {name: row["median_us"] for name, row in (methods or {}).items()}
-                ratio = min(time["sdpa flash"], time["sdpa cudnn"]) / time[method] if time else None
+                _, methods = found.get((f"{batch}x{shape}", False), ("", {}))
+                time = medians(methods)
+                ratio = fastest_fp16(time) / time[method] if time else None
                 cells.append(f"**{ratio:.2f}**" if ratio and ratio > 1 else number(ratio))
         lines.append(f"| {name} | {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
     return lines
@@ -110,28 +116,26 @@ def ratios() -> list[str]:
 
 def shapes() -> list[str]:
     """Other shapes of vision transformers, with what was measured before rows of more than 288 keys were walked over."""
-    before = earlier_shapes()
-    rows, first = newest_shapes()
+    before = {key: methods for name in EARLIER for key, methods in by_shape(rows_of(name)).items()}
     lines = [
         "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
         "|" + "---|" * 11,
     ]
-    # measured with the kernels that these have still
-    earlier = [key for key in before if is_held(int(key[0].split("x")[2]))]
-    for key in sorted({*earlier, *rows}, key=lambda key: [int(part) for part in key[0].split("x")]):
-        methods = rows.get(key) or before[key]
-        time = {method: row["median_us"] for method, row in methods.items()}
-        fp16 = min(time["sdpa flash"], time["sdpa cudnn"])
+    for key, (name, methods) in sorted(
+        newest_shapes().items(), key=lambda found: [int(part) for part in found[0][0].split("x")]
+    ):
+        time = medians(methods)
+        fp16 = fastest_fp16(time)
         others = min(time[method] for method in time if method.endswith("kernel"))
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
         for method in ("qflash int8", "qflash"):
-            old = before[key][method]["median_us"] if key in rows and key in before else None
+            old = before[key][method]["median_us"] if name in NEWER and key in before else None
             cells += [number(time[method]), number(fp16 / time[method])]
             cells += [number(min(fp16, others) / time[method])] if method == "qflash int8" else []
             cells.append(number(old))
-        # wide heads were measured anew but for one
-        stale = key in rows and rows[key] is first.get(key) and int(key[0].split("x")[3]) > 64
-        mark = " †" if stale else "" if key in rows else " *"
+        # after the first of the newer runs the kernel changed for wide heads
+        stale = name == "shapes_h200" and int(key[0].split("x")[3]) > 64
+        mark = " †" if stale else "" if name in NEWER else " *"
         lines.append(f"| {key[0]}{mark} | {' | '.join(cells)} |")
     return lines
 

@@ -302,22 +302,14 @@ INLINE int64_t in_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 /* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
 
-/* A row of int8 as right operands. */
-INLINE void copy_right(const int8_t *from, int64_t stride, int64_t n, right_operand *to) {
+/* A row of int8 as operands, each with so much added. */
+INLINE void copy_row(const int8_t *from, int64_t stride, int64_t n, int add, right_operand *to) {
     if (stride == 1 && n == WIDTH)
-        for (int64_t k = 0; k < WIDTH; k++) to[k] = from[k];
+        for (int64_t k = 0; k < WIDTH; k++) to[k] = (right_operand)(from[k] + add);
     else if (stride == 1)
-        for (int64_t k = 0; k < n; k++) to[k] = from[k];
+        for (int64_t k = 0; k < n; k++) to[k] = (right_operand)(from[k] + add);
     else
-        for (int64_t k = 0; k < n; k++) to[k] = from[k * stride];
-}
-
-/* A query as left operands. */
-INLINE void copy_left(const int8_t *from, int64_t stride, int64_t n, left_operand *to) {
-    if (stride == 1)
-        for (int64_t k = 0; k < n; k++) to[k] = (left_operand)(from[k] + SHIFTED);
-    else
-        for (int64_t k = 0; k < n; k++) to[k] = (left_operand)(from[k * stride] + SHIFTED);
+        for (int64_t k = 0; k < n; k++) to[k] = (right_operand)(from[k * stride] + add);
 }
 
 static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
@@ -331,7 +323,7 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
             const int8_t *from = key + (start + j) * x->k[2];
             right_operand *row = rows + j * grouped(d);
             if (j >= inside) memset(row, 0, sizeof(right_operand) * d);
-            else copy_right(from, x->k[3], d, row);
+            else copy_row(from, x->k[3], d, 0, row);
             for (int64_t k = d; k < grouped(d); k++) row[k] = 0;
             int32_t sum = 0;
             for (int64_t k = 0; SHIFTED && k < d; k++) sum += row[k];
@@ -347,12 +339,9 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
         for (int64_t j = 0; j < n; j += GROUP) {
             right_operand rows[GROUP][WIDTH] = {0};
             for (int64_t g = 0; g < at_most(GROUP, n - j); g++)
-                copy_right(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, rows[g]);
-            for (int64_t c = 0; c < WIDTH; c++) {
-                uint32_t together = 0;
-                for (int g = 0; g < GROUP; g++) together |= ((uint32_t)rows[g][c] & UINT32_MAX >> (32 - 32 / GROUP)) << (32 / GROUP * g);
-                ((group *)(panel + j * WIDTH))[c] = (int32_t)together;
-            }
+                copy_row(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, 0, rows[g]);
+            for (int64_t c = 0; c < WIDTH; c++)
+                for (int g = 0; g < GROUP; g++) panel[j * WIDTH + c * GROUP + g] = rows[g][c];
         }
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
@@ -513,7 +502,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 
     for (int r = 0; r < rows; r++) {
         const int8_t *from = x->query + z * x->q[0] + h * x->q[1] + (first + r) * x->q[2];
-        copy_left(from, x->q[3], d, w->query + r * grouped(d));
+        copy_row(from, x->q[3], d, SHIFTED, (right_operand *)w->query + r * grouped(d));
     }
     for (int64_t start = 0; start < n; start += WIDTH)
         tile(rows, (product){

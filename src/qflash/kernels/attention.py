@@ -38,6 +38,7 @@ from .tiles import (
     share_walk,
     shared_bytes,
     tiles_for,
+    widest_span,
 )
 
 _MOST_BLOCKS = 65535
@@ -107,15 +108,14 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
         one, alone = share_walk(queries, 128, heads, processors, fused)
         if alone <= duration * (1.1 if head_dim > 64 else 1.0):
             tiles, places, splits = tiles._replace(block_m=128, warps=8), 1, one
-    splits = tiles.splits or splits
-    splits = min(triton.cdiv(queries, tiles.block_m), splits)
+    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or splits)
     registers = tiles.registers or (168 if places == 3 and splits * heads > 2 * processors else 0)
     return tiles._replace(splits=splits, registers=registers)
 
 
 def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
     """:func:`_split` for rows that :mod:`.hopper` holds whole."""
-    narrow, middling = head_dim <= 64, 64 < head_dim <= 96
+    narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
     places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
     blocks = triton.cdiv(queries, tiles.block_m)
@@ -127,14 +127,14 @@ def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int
         if splits * heads > processors >= heads > 0:
             # A program a processor fetches the keys fewer times than several; if it has to quantise, too, with eight warps.
             alone = processors // heads
-            if fused and (places == 3 or middling):
+            if fused and not wide and (places == 3 or not narrow):
                 return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), alone))
+            if not fused and places == 3 and alone == triton.cdiv(queries, 128) > 1:
+                # a block of 128 by eight warps is sooner done than two of 64, one behind the other
+                return tiles._replace(block_m=128, warps=8, splits=alone)
             # of two programs each has half of the processor
             pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
-            if not fused and head_dim <= 96 and pays:
-                if places == 3 and alone == triton.cdiv(queries, 128):
-                    # a block of 128 by eight warps is sooner done than two of 64, one behind the other
-                    return tiles._replace(block_m=128, warps=8, splits=alone)
+            if not fused and not wide and pays:
                 return tiles._replace(splits=alone)
     # three programs a processor instead of two, at the price of a few spills
     registers = 168 if places == 3 and splits * heads > 2 * processors else 0
@@ -153,12 +153,11 @@ def _split(
     device: torch.device,
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
-    blocks = triton.cdiv(queries, tiles.block_m)
     processors = processors_of(device)
     if tiles.kernel == HOPPER:
         split = _split_held if is_held(keys, tiles.across) else _split_walked
         return split(tiles, queries, keys, heads, head_dim, fused, processors)
-    splits = min(blocks, tiles.splits or max(1, 3 * processors // max(1, heads)))
+    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
         # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
@@ -484,15 +483,15 @@ def _calls(
             # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
             # from floats where a block takes longest
             alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
-            many = batch * heads > processors_of(query.device)
-            pays = many if scales is not None else twice and head_dim <= 64 and not tiles.registers
+            processors = processors_of(query.device)
+            pays = batch * heads > processors if scales is not None else twice and head_dim <= 64 and not tiles.registers
             left = queries % tiles.block_m
             tail = 0 if not (alone and pays) or left > 16 or not left else 8 if left <= 8 else 16
             if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
                 tail = 0
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
             # beside the outputs of wide heads registers have no room for it
-            fold = not (tail or twice) and blocks * batch * heads <= processors_of(query.device)
+            fold = not (tail or twice) and blocks * batch * heads <= processors
             fold = fold and (head_dim <= 64 or across > 1) and 2 * blocks * tiles.block_m >= queries
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
             # a loop of one turn is none, and its four tiles are more than registers hold

@@ -154,8 +154,8 @@ def kernel_width(channels: int) -> int:
 
 
 def value_width(channels: int) -> int:
-    """Return the same of values in :mod:`.hopper`."""
-    return 16 if channels <= 16 else 32 if channels <= 32 else 64 if channels <= 64 else 128
+    """Return the same of values in :mod:`.hopper`: a power of two of 16 at least."""
+    return max(16, 1 << (channels - 1).bit_length())
 
 
 def channel_spans(channels: int) -> tuple[int, ...]:
@@ -164,6 +164,11 @@ def channel_spans(channels: int) -> tuple[int, ...]:
     Its products need powers of two, of which 64 and 32 are nearer to 72, 80 and 96 channels than 128.
     """
     return (64, channels - 64) if 64 < channels <= 96 else (channels,)
+
+
+def widest_span(channels: int) -> int:
+    """Return the channels of a head's largest span, on which the registers of :mod:`.hopper` depend."""
+    return max(channel_spans(channels))
 
 
 def _is_usual(recipe: Recipe) -> bool:
@@ -194,7 +199,7 @@ def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     """Tell whether :mod:`.hopper` can take so many queries and warps: a warp or two for sixteen queries, if registers do."""
     across = 16 * warps // block_m
     held = is_held(keys, across)
-    fits = not held or block_m <= most_queries(max(channel_spans(head_dim)))
+    fits = not held or block_m <= most_queries(widest_span(head_dim))
     return (block_m, warps) in HOPPER_BLOCKS and (held or across == 1) and fits
 
 
@@ -253,7 +258,8 @@ def choose_tiles(
     if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
         if is_held(keys):
             # heads that wide are quantised by eight warps, which have the registers for it
-            return Tiles(64, 128, 8 if fused and head_dim > 96 else 4, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+            warps = 8 if fused and widest_span(head_dim) > 64 else 4
+            return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
         if walk and _walks_best(head_dim, queries, keys, heads, processors):
             return Tiles(64, 128, 4, 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):

@@ -116,18 +116,20 @@ def test_hopper_has_kernels_of_its_own() -> None:
     assert any(not t.kernel for t in tried)
 
 
-def test_a_round_of_programs_that_leaves_places_empty_is_not_begun() -> None:
-    def kernel(heads: int, keys: int = 1025, processors: int = 132) -> int:
-        return tiles.choose_tiles(DEFAULT, 64, 64, keys, keys, (9, 0), heads=heads, processors=processors).kernel
+def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
+    def shares(queries: int, block: int, heads: int, places: int, fused: bool, go_on: bool = True) -> tuple[int, int]:
+        return tiles.share_walk(queries, block, heads, places, 64, fused, go_on)[:2]
 
-    # measured: 96 heads of 1025 tokens are the other kernel's; few and many, or such as fill a round, are not
-    assert kernel(96) == tiles.LONG_HOPPER
-    assert {kernel(heads, keys) for heads in (12, 16, 128, 768) for keys in (1025, 1370)} == {tiles.HOPPER}
-    assert kernel(96, 785) == kernel(96, processors=96) == tiles.HOPPER
+    # 96 heads on 132 processors: eight of 1056 blocks each rather than eleven for 96 of them
+    assert shares(1370, 128, 96, 132, False) == shares(1370, 128, 96, 132, True) == (0, 132)
+    assert shares(1370, 128, 96, 132, True, False) == (1, 0)
+    # where they fill the machine as they are
+    assert shares(1025, 128, 24, 132, False) == (5, 0)
+    assert shares(785, 128, 128, 132, True) == (1, 0)
     # 264 places: two rounds of three blocks rather than one of seven, but not from floats, where each program quantises
-    assert tiles.share_walk(785, 64, 96, 264, False) == (5, 7.0)
-    assert tiles.share_walk(785, 64, 96, 264, True) == (2, 9.0)
-    assert tiles.share_walk(64, 64, 0, 264, True) == (1, 0.0)
+    assert shares(785, 64, 96, 264, False, False) == (5, 0)
+    assert shares(785, 64, 96, 264, True, False) == (2, 0)
+    assert shares(64, 64, 0, 264, True) == (1, 0)
 
 
 def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +165,12 @@ def test_programs_that_a_processor_has_room_for() -> None:
     assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
 
 
-def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, processors: int = 132):
+def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool):
     """Return the launch that the rules choose for so many heads, None if it is not for the kernel that has them for itself."""
     from qflash.kernels.attention import attention_calls, fused_calls
 
     sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
-    rule = tiles.choose_tiles(*sizes, heads=heads, fused=fused, processors=processors)
+    rule = tiles.choose_tiles(*sizes, heads=heads, fused=fused)
     if rule.kernel != tiles.HOPPER:
         return None
     dtype = torch.float16 if fused else torch.int8
@@ -206,15 +208,12 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, proc
         (401, 64, 12, False, 7, 64, 8),
         (577, 64, 12, True, 10, 64, 8),
         (577, 64, 16, False, 5, 128, 8),
-        (577, 64, 96, True, 2, 64, 4),
         (577, 64, 128, True, 1, 128, 8),
         (577, 64, 768, True, 1, 64, 4),
         (577, 64, 768, False, 1, 64, 4),
         (401, 64, 96, False, 4, 64, 4),
         (401, 64, 768, True, 1, 64, 4),
         (1025, 64, 16, True, 5, 128, 8),
-        (785, 64, 96, False, 5, 64, 4),
-        (1025, 64, 768, False, 1, 128, 8),
         # wider heads
         (256, 72, 16, False, 4, 64, 8),
         (256, 72, 128, False, 2, 64, 4),
@@ -224,9 +223,9 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, proc
         (256, 128, 16, False, 4, 64, 8),
         (257, 128, 1024, True, 1, 64, 8),
         (577, 80, 16, True, 5, 128, 8),
-        (577, 80, 96, False, 1, 128, 8),
+        (577, 80, 96, True, 1, 128, 8),
         (577, 80, 1024, True, 1, 64, 4),
-        (729, 72, 1024, False, 1, 128, 8),
+        (577, 80, 1024, False, 1, 64, 4),
         (401, 128, 128, True, 1, 128, 8),
         (401, 128, 1024, True, 1, 64, 4),
     ],
@@ -236,10 +235,12 @@ def test_heads_are_shared_out_by_load(
 ) -> None:
     call = hopper_call(heads, tokens, tokens, dim, fused)
     assert (call.grid[0], call.arguments["BLOCK_M"], call.options["num_warps"]) == (grid, block, warps)
+    assert call.grid[1:] == (1, heads) and call.arguments["BLOCKS"] == 0
     across = 16 * warps // block
     held = tiles.is_held(tokens, across)
     # a few queries past whole blocks
     few = grid == 1 and warps == 4 and tokens % 64 <= 8
+    few = few and (held or tiles.most_programs(tiles.shared_bytes(tokens, dim, 8)) > 1)
     many = tokens > 512 and dim <= 64 if fused else heads > 132
     assert call.arguments["TAIL"] == (8 if few and many else 0)
     assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
@@ -248,6 +249,34 @@ def test_heads_are_shared_out_by_load(
     # sums of V by products where a program has a block or two, and registers that wide outputs need unless two warps share them
     room = dim <= 64 or across > 1
     assert call.arguments["FOLD"] == (held and room and grid * heads <= 132 and 2 * grid * block >= tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "programs", "block", "share"),
+    [
+        (577, 64, 96, True, 120, 128, 4),
+        (577, 64, 192, False, 120, 128, 8),
+        (785, 64, 96, False, 250, 64, 5),
+        (785, 64, 96, True, 112, 128, 6),
+        (1025, 64, 96, False, 124, 128, 7),
+        (1025, 64, 768, True, 131, 128, 53),
+        (1370, 64, 24, True, 132, 128, 2),
+        (1370, 64, 48, False, 132, 128, 4),
+        (1370, 64, 96, True, 132, 128, 8),
+        (577, 80, 96, False, 120, 128, 4),
+        (577, 80, 192, True, 120, 128, 8),
+        (729, 72, 1024, False, 131, 128, 47),
+    ],
+)
+def test_programs_that_go_from_head_to_head_share_blocks_evenly(
+    tokens: int, dim: int, heads: int, fused: bool, programs: int, block: int, share: int
+) -> None:
+    call = hopper_call(heads, tokens, tokens, dim, fused)
+    given, blocks = call.arguments, -(-tokens // block)
+    assert call.grid == (programs, 1, 1)
+    assert (given["BLOCK_M"], given["share"], given["BLOCKS"], given["HEADS"]) == (block, share, blocks, 1)
+    assert given["total"] == heads * blocks and given["total"] - share <= (programs - 1) * share < given["total"]
+    assert given["WALK"] and not given["FOLD"]
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])
@@ -260,16 +289,22 @@ def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, 
         dim, fused = 8 * chance.randint(1, 16), chance.random() < 0.5
         keys, heads = chance.choice((chance.randint(65, 300), chance.randint(289, 1900))), chance.randint(1, 40) ** 2
         queries = chance.choice((keys, chance.randint(33, 2000)))
-        call = hopper_call(heads, queries, keys, dim, fused, processors)
+        call = hopper_call(heads, queries, keys, dim, fused)
         if call is None:
             continue
         given, warps, programs = call.arguments, call.options["num_warps"], call.grid[0]
         blocks = -(-queries // given["BLOCK_M"])
-        assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys) and 1 <= programs <= blocks
-        assert given["WALK"] == (programs < blocks)
+        assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys)
+        if given["BLOCKS"]:
+            assert call.grid[1:] == (1, 1) and (programs - 1) * given["share"] < given["total"] <= programs * given["share"]
+            assert programs <= processors * 8 // warps and given["WALK"]
+            assert given["BLOCKS"] in (blocks, queries // given["BLOCK_M"]) and given["BLOCKS"] * heads == given["total"]
+        else:
+            assert 1 <= programs <= blocks and given["WALK"] == (programs < blocks)
         assert (given["TURN"] == 0) == tiles.is_held(keys, given["ACROSS"])
         if given["TAIL"]:
-            assert (programs, warps, given["FOLD"]) == (1, 4, False) and 0 < queries % given["BLOCK_M"] <= given["TAIL"]
+            assert (programs == 1 or given["BLOCKS"] == queries // given["BLOCK_M"]) and (warps, given["FOLD"]) == (4, False)
+            assert 0 < queries % given["BLOCK_M"] <= given["TAIL"]
 
 
 def test_spans_of_a_head_cover_its_channels() -> None:

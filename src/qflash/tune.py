@@ -25,6 +25,7 @@ from .kernels.tiles import (
     Tiles,
     choose_tiles,
     fits_block,
+    is_held,
     most_queries,
     processors_of,
     save_table,
@@ -37,8 +38,8 @@ WORTH = 0.98
 """A candidate has to take at most this part of the rules' time to displace them."""
 
 
-def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator[Tiles]:
-    """Yield the rules' tiles, then others worth a try."""
+def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:
+    """Yield the rules' tiles, then others worth a try on a GPU with so many streaming multiprocessors."""
     yield rule
     seen = {rule}
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
@@ -53,6 +54,12 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             for splits in range(1, 1 + -(-queries // m))
             if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
         )
+        # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
+        going_on = (
+            rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
+            for m, warps in HOPPER_BLOCKS
+            if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
+        )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
             for m, w in warps
@@ -62,7 +69,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int) -> Iterator
             if splits <= -(-queries // m)
         )
         windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
-        tried = itertools.chain(by_hand, windows, tried if keys <= SHORT_ROW else ())
+        tried = itertools.chain(by_hand, going_on, windows, tried if keys <= SHORT_ROW else ())
     else:
         tried = (
             Tiles(m, n, 8 if m == 128 else 4, stages, registers)
@@ -113,7 +120,6 @@ def tune_shape(
         torch.cuda.get_device_capability(device),
         heads=batch * heads,
         fused=fused,
-        processors=processors_of(device),
     )
     factor = head_dim**-0.5
     if fused:
@@ -123,7 +129,7 @@ def tune_shape(
         out = torch.empty_like(tensors[0].values)
     expected: torch.Tensor | None = None
     times: dict[Tiles, float] = {}
-    for tiles in candidates(rule, head_dim, queries, keys):
+    for tiles in candidates(rule, head_dim, queries, keys, processors_of(device)):
         try:
             if fused:
                 calls = fused_calls(query, key, value, None, False, factor, out, DEFAULT, tiles=tiles)

@@ -34,8 +34,12 @@ SCALES = ("tensor", "head", "token", "channel")
 
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
     block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if fits_block(*block, shape.head_dim, shape.keys)])
-    hand = HAND | {"block_m": block_m, "warps": warps}
-    return Tiles(**hand, registers=chance.choice((0, 168)), splits=chance.randint(1, -(-shape.queries // block_m)))
+    hand = HAND | {"block_m": block_m, "warps": warps, "registers": chance.choice((0, 168))}
+    blocks = -(-shape.queries // block_m)
+    if chance.random() < 0.3:
+        # from head to head
+        return Tiles(**hand, programs=chance.randint(1, blocks * shape.heads * shape.batch + 1))
+    return Tiles(**hand, splits=chance.randint(1, blocks))
 
 
 def either_way(chance: random.Random, call: Any) -> None:

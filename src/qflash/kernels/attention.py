@@ -23,6 +23,7 @@ from .tiles import (
     LONG_HOPPER,
     SHORT_ROW,
     WINDOWS,
+    Shares,
     Tiles,
     choose_tiles,
     fits_block,
@@ -102,15 +103,20 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             # eight warps to a processor, by which its keys are fetched once
             tiles = tiles._replace(block_m=128, warps=8)
     places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
-    splits, duration = share_walk(queries, tiles.block_m, heads, places * processors, fused)
-    if places == 2 and not tiles.splits and heads <= processors and (head_dim > 64 or 2 * splits * heads > 3 * processors):
+    # of four warps those have the registers for it that are two to a processor and do not quantise
+    go_on = tiles.warps == 8 or (places == 2 and not fused)
+    shares = share_walk(queries, tiles.block_m, heads, places * processors, head_dim, fused, go_on)
+    if places == 2 and not tiles.splits:
         # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two
-        one, alone = share_walk(queries, 128, heads, processors, fused)
-        if alone <= duration * (1.1 if head_dim > 64 else 1.0):
-            tiles, places, splits = tiles._replace(block_m=128, warps=8), 1, one
-    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or splits)
-    registers = tiles.registers or (168 if places == 3 and splits * heads > 2 * processors else 0)
-    return tiles._replace(splits=splits, registers=registers)
+        alone = share_walk(queries, 128, heads, processors, head_dim, fused, True)
+        most = alone.programs or 2 * (shares.programs or shares.splits * heads) > 3 * processors
+        if (most or head_dim > 64) and alone.duration <= shares.duration * (1.02 if head_dim > 64 else 1.0):
+            tiles, places, shares = tiles._replace(block_m=128, warps=8), 1, alone
+    if tiles.splits:
+        shares = Shares(min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0, 0.0)
+    busy = shares.programs or shares.splits * heads
+    registers = tiles.registers or (168 if places == 3 and busy > 2 * processors else 0)
+    return tiles._replace(splits=shares.splits, programs=shares.programs, registers=registers)
 
 
 def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
@@ -154,6 +160,8 @@ def _split(
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     processors = processors_of(device)
+    if tiles.kernel == HOPPER and tiles.programs:
+        return tiles._replace(splits=0)
     if tiles.kernel == HOPPER:
         split = _split_held if is_held(keys, tiles.across) else _split_walked
         return split(tiles, queries, keys, heads, head_dim, fused, processors)
@@ -477,12 +485,12 @@ def _calls(
             aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
         if hopper:
-            walk = blocks < triton.cdiv(queries, tiles.block_m)
+            walk = not blocks or blocks < triton.cdiv(queries, tiles.block_m)
             across = tiles.across
             twice = not is_held(keys, across)
             # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
             # from floats where a block takes longest
-            alone = blocks == 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
+            alone = blocks <= 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
             processors = processors_of(query.device)
             pays = batch * heads > processors if scales is not None else twice and head_dim <= 64 and not tiles.registers
             left = queries % tiles.block_m
@@ -491,9 +499,12 @@ def _calls(
                 tail = 0
             # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
             # beside the outputs of wide heads registers have no room for it
-            fold = not (tail or twice) and blocks * batch * heads <= processors
+            fold = not (tail or twice or not blocks) and blocks * batch * heads <= processors
             fold = fold and (head_dim <= 64 or across > 1) and 2 * blocks * tiles.block_m >= queries
             fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
+            # programs that go from head to head
+            whole = 0 if blocks else queries // tiles.block_m if tail else triton.cdiv(queries, tiles.block_m)
+            fixed |= {"BLOCKS": whole, "HEADS": heads if whole else 0}
             # a loop of one turn is none, and its four tiles are more than registers hold
             fixed["TURN"] = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
     else:
@@ -538,6 +549,12 @@ def _calls(
         arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", strides, strict=True)})
         part_batch = min(step, batch - start)
         grid = (blocks, heads, part_batch)
+        if hopper:
+            total = fixed["BLOCKS"] * heads * part_batch
+            share = triton.cdiv(total, max(1, tiles.programs))
+            arguments |= {"share": share, "total": total}
+            if total:
+                grid = (triton.cdiv(total, share), 1, 1)
         arguments |= fixed
         kernel = _by_hand(LONG_HOPPER if dealt else tiles.kernel) if named else short_kernel if short else long_kernel
         if dealt:

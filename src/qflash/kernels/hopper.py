@@ -265,59 +265,16 @@ def _block(
 
 
 @gluon.jit
-def hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
-    q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
-    k_stride_z: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
-    v_stride_z: gl.constexpr, v_stride_h: gl.constexpr, v_stride_n: gl.constexpr,
-    o_stride_z: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
-    qs_stride_z: gl.constexpr, qs_stride_h: gl.constexpr, qs_stride_n: gl.constexpr,
-    ks_stride_z: gl.constexpr, ks_stride_h: gl.constexpr,
-    vs_stride_z: gl.constexpr, vs_stride_h: gl.constexpr, vs_stride_d: gl.constexpr,
-    os_stride_z: gl.constexpr, os_stride_h: gl.constexpr, os_stride_d: gl.constexpr,
-    queries, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
+def _allocate(
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, ACROSS: gl.constexpr,
+    TWICE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one head; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
-
-    With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
-    matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
-    walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
-    """
-    z = gl.program_id(2).to(gl.int64)
-    h = gl.program_id(1)
-    kv_head = h // GROUP
-    q_base = q_ptr + z * q_stride_z + h * q_stride_h
-    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
-    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
-    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
-    os_base = os_ptr + z * os_stride_z + h * os_stride_h
-    o_base = o_ptr + z * o_stride_z + h * o_stride_h
-    blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
-    block = gl.program_id(0)
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
-    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    """Shared memory for a head: keys and values in the order of tiles, those in one piece that are whole, and what warps that
+    share a row exchange."""
     D: gl.constexpr = span_widths(HEAD_DIM)
     DV: gl.constexpr = value_widths(HEAD_DIM)
-    COUNT: gl.constexpr = len(SPANS)
-    WARPS: gl.constexpr = BLOCK_M // 16
-    ALL: gl.constexpr = WARPS * ACROSS
+    COUNT: gl.constexpr = len(D)
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
-    STARTS: gl.constexpr = row_starts(KEYS)
-    TILES: gl.constexpr = len(WIDTHS)
-    TWICE: gl.constexpr = TURN > 0
-
-    # queries are on their way while keys and values, or the block before, are worked on
-    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
-    if TAIL and QUANTIZE:
-        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
     # the last queries take keys and values as rows of products, of which there are at least 64
     LEAST: gl.constexpr = 64 if TAIL else 32
     VALUE_LEAST: gl.constexpr = 64 if TAIL else 16
@@ -333,7 +290,7 @@ def hopper_kernel(
             v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
         for i in gl.static_range(KEYS // 128):
             k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
-    for i in gl.static_range(len(k_smem), TILES):
+    for i in gl.static_range(len(k_smem), len(WIDTHS)):
         keys = ()
         values = ()
         for c in gl.static_range(COUNT):
@@ -342,16 +299,56 @@ def hopper_kernel(
         k_smem, v_tall = k_smem + (keys,), v_tall + (values,)
         if ACROSS > 1:
             p_smem = p_smem + (allocate(BLOCK_M, WIDTHS[i]),)
-    v_smem = ()
-    for i in gl.static_range(TILES):
-        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
-
     most_smem = 0
     total_smem = 0
     if ACROSS > 1:
         EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         most_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
+    return k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem
+
+
+@gluon.jit
+def _head(
+    tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
+    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
+    qs_stride_n: gl.constexpr, vs_stride_d: gl.constexpr, os_stride_d: gl.constexpr,
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """Attention of every ``step``-th of a head's blocks of queries from ``block`` on, before ``blocks``.
+
+    Args:
+        tensors: where the head begins in query, key, value and output.
+        scales: where its scales are.
+        memory: what :func:`_allocate` returned, in nobody's use.
+        last_too: whether the queries behind the last of ``blocks``, TAIL at most, are this program's.
+    """
+    q_base, k_base, v_base, o_base = tensors
+    qs_base, ks_base, vs_base, os_base = scales
+    k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem = memory
+    DTYPE: gl.constexpr = q_base.dtype.element_ty
+    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(SPANS)
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    WARPS: gl.constexpr = BLOCK_M // 16
+    ALL: gl.constexpr = WARPS * ACROSS
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    TWICE: gl.constexpr = TURN > 0
+
+    # queries are on their way while keys and values, or the block before, are worked on
+    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
+    if TAIL and QUANTIZE:
+        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
+    v_smem = ()
+    for i in gl.static_range(TILES):
+        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
 
     head_bits = 0
     factors = ()
@@ -395,12 +392,12 @@ def hopper_kernel(
                 x = load_quads(v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]))
                 values = values + (x,)
             v = v + (values,)
-        key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+        key_bits = gl.load(ks_base)
         if not QUERY_TOKEN:
             head_bits = gl.load(qs_base)
         for c in gl.static_range(COUNT):
             factor = output_factors(
-                o_ptr, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c],
+                o_base, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c],
                 DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
             )  # fmt: skip
             factors = factors + (factor,)
@@ -461,7 +458,7 @@ def hopper_kernel(
         while block < blocks:
             first = block * BLOCK_M
             words = following
-            block += gl.num_programs(0)
+            block += step
             if WALK:
                 following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
             q, query_bits = read_queries(
@@ -476,8 +473,83 @@ def hopper_kernel(
             )  # fmt: skip
 
     if TAIL:
-        if gl.program_id(0) + 1 == gl.num_programs(0):
+        if last_too:
             last_rows(
                 last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, output, TWICE, o_stride_n, blocks * BLOCK_M,
                 queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
+
+
+@gluon.jit
+def hopper_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
+    k_stride_z: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
+    v_stride_z: gl.constexpr, v_stride_h: gl.constexpr, v_stride_n: gl.constexpr,
+    o_stride_z: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
+    qs_stride_z: gl.constexpr, qs_stride_h: gl.constexpr, qs_stride_n: gl.constexpr,
+    ks_stride_z: gl.constexpr, ks_stride_h: gl.constexpr,
+    vs_stride_z: gl.constexpr, vs_stride_h: gl.constexpr, vs_stride_d: gl.constexpr,
+    os_stride_z: gl.constexpr, os_stride_h: gl.constexpr, os_stride_d: gl.constexpr,
+    queries, constant_mantissa, constant_exponent, share, total,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Attention of a head, or of ``share`` of all blocks; see :func:`.attention.launch_attention` and `.launch_fused`.
+
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
+    program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
+    matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
+    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
+    walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
+
+    Programs of the first dimension take every so manieth block of one head; or, if BLOCKS, those of a head, is not 0, each
+    the next ``share`` of the ``total`` blocks of all HEADS heads of every batch element, one head after the other.
+    """
+    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
+    if BLOCKS:
+        at = gl.program_id(0) * share
+        end = gl.minimum(at + share, total)
+        heads = at // BLOCKS, (end - 1) // BLOCKS + 1
+    else:
+        heads = 0, 1
+    for head in range(heads[0], heads[1]):
+        if BLOCKS:
+            z = (head // HEADS).to(gl.int64)
+            h = head % HEADS
+            block = gl.maximum(at - head * BLOCKS, 0)
+            blocks = gl.minimum(end - head * BLOCKS, BLOCKS)
+            step = 1
+            last_too = blocks == BLOCKS
+        else:
+            z = gl.program_id(2).to(gl.int64)
+            h = gl.program_id(1)
+            block = gl.program_id(0)
+            blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
+            step = gl.num_programs(0)
+            last_too = block + 1 == step
+        kv_head = h // GROUP
+        tensors = (
+            q_ptr + z * q_stride_z + h * q_stride_h,
+            k_ptr + z * k_stride_z + kv_head * k_stride_h,
+            v_ptr + z * v_stride_z + kv_head * v_stride_h,
+            o_ptr + z * o_stride_z + h * o_stride_h,
+        )
+        scales = (
+            qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h,
+            ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h,
+            vs_ptr + z * vs_stride_z + kv_head * vs_stride_h,
+            os_ptr + z * os_stride_z + h * os_stride_h,
+        )
+        _head(
+            tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
+            q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d,
+            HEAD_DIM, KEYS, BLOCK_M, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+            WALK, TAIL, ACROSS, FOLD, TURN,
+        )  # fmt: skip
+        if BLOCKS:
+            # the next head's keys and values take the places of these
+            barrier()

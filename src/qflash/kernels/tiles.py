@@ -44,6 +44,8 @@ class Tiles(NamedTuple):
             the machine.
         kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS and LONG_HOPPER none
             but their own; if the call is not theirs, GENERAL has the other fields.
+        programs: programs that share all heads' blocks evenly and go from head to head (:mod:`.hopper`), instead of ``splits``
+            for each head; 0 for the latter.
     """
 
     block_m: int
@@ -53,6 +55,7 @@ class Tiles(NamedTuple):
     registers: int = 0
     splits: int = 0
     kernel: int = GENERAL
+    programs: int = 0
 
     @property
     def across(self) -> int:
@@ -109,38 +112,51 @@ def most_programs(shared: int) -> int:
     return _SHARED // (shared + _RESERVED) if shared <= _SHARED - _RESERVED else 0
 
 
-@functools.lru_cache(1024)
-def share_walk(queries: int, block_m: int, heads: int, places: int, fused: bool) -> tuple[int, float]:
-    """Return how many programs had best share a head in :mod:`.hopper`, and how long that takes, in blocks of queries.
+class Shares(NamedTuple):
+    """How programs of :mod:`.hopper` share heads.
 
-    Programs take their places in rounds. What one does with all keys before its first block takes as long as half a block, or
-    where it quantises two (both measured).
+    Attributes:
+        splits: programs a head, if each keeps to one; else 0.
+        programs: programs that go from head to head; else 0.
+        duration: how long they take, in blocks of queries.
+    """
+
+    splits: int
+    programs: int
+    duration: float
+
+
+@functools.lru_cache(1024)
+def share_walk(queries: int, block_m: int, heads: int, places: int, head_dim: int, fused: bool, go_on: bool) -> Shares:
+    """Return how programs had best share the heads whose rows :mod:`.hopper` walks over.
+
+    Programs that keep to a head take their places in rounds; those that go from head to head all take as many blocks, but
+    bring more heads' keys to the chip. That takes as long as these parts of a block (measured): where all programs do it at
+    once, and later, where each does it when it gets there.
 
     Args:
         queries, block_m: queries of a head and of a block.
         heads: heads times batch.
         places: programs that the device has room for.
+        head_dim: channels.
         fused: whether the kernel quantises, too.
+        go_on: whether programs may go from head to head.
     """
-    blocks, start = triton.cdiv(queries, block_m), 2.0 if fused else 0.5
-
-    def duration(splits: int) -> float:
-        return triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + start)
-
-    return min(((splits, duration(splits)) for splits in range(1, blocks + 1)), key=lambda found: found[1])
-
-
-def _walks_best(head_dim: int, queries: int, keys: int, heads: int, processors: int) -> bool:
-    """Tell whether :mod:`.hopper` is faster than :mod:`.long_hopper` on rows that it walks over, or as fast with a launch less.
-
-    With one program a processor rounds are few, and the last may leave many places empty; the other kernel's programs, three a
-    processor, are smaller. Durations are in blocks of 128 queries, from 12 to 768 heads of 1025 and 1370 tokens on an H200.
-    """
-    if head_dim <= 32 or head_dim > 64 or most_programs(shared_bytes(keys, head_dim)) > 1:
-        return True
-    rounds, left = divmod(triton.cdiv(queries, 64) * heads, 3 * processors)
-    other = 0.5 + 1.8 * rounds + (0.45 * (triton.cdiv(left, processors) + 1) if left else 0.0)
-    return share_walk(queries, 128, heads, processors, False)[1] <= 1.1 * other
+    blocks, eight = triton.cdiv(queries, block_m), block_m == 128
+    first, later = (1.2, 0.8 if head_dim <= 64 else 1.0) if fused else (0.5, 0.3)
+    found = [
+        Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + first))
+        for splits in range(1, blocks + 1)
+    ]
+    if 0 < queries % block_m <= 16 and not (eight or fused):
+        # a program that has a head to itself takes the last few queries as half a block
+        found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + first)))
+    if go_on:
+        share = triton.cdiv(heads * blocks, places)
+        most = max((share * (program + 1) - 1) // blocks - share * program // blocks for program in range(places))
+        # more registers, of which four warps have fewer to spare
+        found.append(Shares(0, places, (share + first + most * later) * (1.01 if eight else 1.05)))
+    return min(found, key=lambda shares: shares.duration)
 
 
 def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
@@ -238,7 +254,6 @@ def choose_tiles(
     heads: int = 1,
     fused: bool = False,
     masked: bool = False,
-    processors: int = 132,
     walk: bool = True,
 ) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
@@ -247,7 +262,6 @@ def choose_tiles(
         heads: heads times batch.
         fused: whether the kernel quantises, too.
         masked: whether there is a mask or a bias, a causal one included.
-        processors: streaming multiprocessors; an H100 or H200 has 132.
         walk: whether :mod:`.hopper` may walk over rows that it does not hold, for which it is compiled for every length.
     """
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
@@ -260,7 +274,7 @@ def choose_tiles(
             # heads that wide are quantised by eight warps, which have the registers for it
             warps = 8 if fused and widest_span(head_dim) > 64 else 4
             return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
-        if walk and _walks_best(head_dim, queries, keys, heads, processors):
+        if walk:
             return Tiles(64, 128, 4, 3, kernel=HOPPER)
     if is_short(recipe, head_dim, value_dim, keys):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
@@ -351,7 +365,7 @@ def tiles_for(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     rule = choose_tiles(
         recipe, head_dim, value_dim, queries, keys, capability,
-        heads=heads, fused=fused, masked=masked, processors=processors_of(device), walk=walk,
+        heads=heads, fused=fused, masked=masked, walk=walk,
     )  # fmt: skip
     if device.type != "cuda" or masked or not walk:
         return rule

@@ -117,19 +117,18 @@ def test_hopper_has_kernels_of_its_own() -> None:
 
 
 def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
-    def shares(queries: int, block: int, heads: int, places: int, fused: bool, go_on: bool = True) -> tuple[int, int]:
-        return tiles.share_walk(queries, block, heads, places, 64, fused, go_on)[:2]
+    def shares(queries: int, heads: int, each: int, fused: bool, dim: int = 64) -> tuple[int, int]:
+        return tiles.share_walk(queries, heads, each, 132, dim, fused)[:2]
 
     # 96 heads on 132 processors: eight of 1056 blocks each rather than eleven for 96 of them
-    assert shares(1370, 128, 96, 132, False) == shares(1370, 128, 96, 132, True) == (0, 132)
-    assert shares(1370, 128, 96, 132, True, False) == (1, 0)
+    assert shares(1370, 96, 1, False) == shares(1370, 96, 1, True) == (0, 132)
     # where they fill the machine as they are
-    assert shares(1025, 128, 24, 132, False) == (5, 0)
-    assert shares(785, 128, 128, 132, True) == (1, 0)
-    # 264 places: two rounds of three blocks rather than one of seven, but not from floats, where each program quantises
-    assert shares(785, 64, 96, 264, False, False) == (5, 0)
-    assert shares(785, 64, 96, 264, True, False) == (2, 0)
-    assert shares(64, 64, 0, 264, True) == (1, 0)
+    assert shares(1025, 24, 1, False) == (5, 0)
+    assert shares(785, 128, 1, True) == shares(729, 256, 1, True, 72) == (1, 0)
+    # 264 places: as many blocks for all, but from floats, for which four warps have no registers, programs keep to a head
+    assert shares(785, 96, 2, False) == (0, 264)
+    assert shares(785, 96, 2, True) == (2, 0)
+    assert shares(64, 0, 2, True) == (1, 0)
 
 
 def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +263,7 @@ def test_heads_are_shared_out_by_load(
         (1370, 64, 48, False, 132, 128, 4),
         (1370, 64, 96, True, 132, 128, 8),
         (577, 80, 96, False, 120, 128, 4),
-        (577, 80, 192, True, 120, 128, 8),
+        (577, 80, 192, False, 120, 128, 8),
         (729, 72, 1024, False, 131, 128, 47),
     ],
 )

@@ -102,20 +102,18 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
         if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
             # eight warps to a processor, by which its keys are fetched once
             tiles = tiles._replace(block_m=128, warps=8)
-    places = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
-    # of four warps those have the registers for it that are two to a processor and do not quantise
-    go_on = tiles.warps == 8 or (places == 2 and not fused)
-    shares = share_walk(queries, tiles.block_m, heads, places * processors, head_dim, fused, go_on)
-    if places == 2 and not tiles.splits:
+    each = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
+    shares = share_walk(queries, heads, each, processors, head_dim, fused)
+    if each == 2 and not tiles.splits:
         # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two
-        alone = share_walk(queries, 128, heads, processors, head_dim, fused, True)
-        most = alone.programs or 2 * (shares.programs or shares.splits * heads) > 3 * processors
-        if (most or head_dim > 64) and alone.duration <= shares.duration * (1.02 if head_dim > 64 else 1.0):
-            tiles, places, shares = tiles._replace(block_m=128, warps=8), 1, alone
+        alone = share_walk(queries, heads, 1, processors, head_dim, fused)
+        most = alone.programs or head_dim > 64 or 2 * (shares.programs or shares.splits * heads) > 3 * processors
+        if most and alone.duration <= shares.duration:
+            tiles, each, shares = tiles._replace(block_m=128, warps=8), 1, alone
     if tiles.splits:
         shares = Shares(min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0, 0.0)
     busy = shares.programs or shares.splits * heads
-    registers = tiles.registers or (168 if places == 3 and busy > 2 * processors else 0)
+    registers = tiles.registers or (168 if each == 3 and busy > 2 * processors else 0)
     return tiles._replace(splits=shares.splits, programs=shares.programs, registers=registers)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 import warnings
 from typing import NamedTuple
@@ -127,35 +128,42 @@ class Shares(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def share_walk(queries: int, block_m: int, heads: int, places: int, head_dim: int, fused: bool, go_on: bool) -> Shares:
+def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: int, fused: bool) -> Shares:
     """Return how programs had best share the heads whose rows :mod:`.hopper` walks over.
 
     Programs that keep to a head take their places in rounds; those that go from head to head all take as many blocks, but
-    bring more heads' keys to the chip. That takes as long as these parts of a block (measured): where all programs do it at
-    once, and later, where each does it when it gets there.
+    bring more heads' keys to the chip. How long that takes, in blocks, is measured: where all programs do it at once, and
+    later, where each does it when it gets there.
 
     Args:
-        queries, block_m: queries of a head and of a block.
+        queries: queries of a head.
         heads: heads times batch.
-        places: programs that the device has room for.
+        each: programs a processor, one of eight warps and blocks of 128, or more of four warps and blocks of 64.
+        processors: streaming multiprocessors.
         head_dim: channels.
         fused: whether the kernel quantises, too.
-        go_on: whether programs may go from head to head.
     """
-    blocks, eight = triton.cdiv(queries, block_m), block_m == 128
-    first, later = (1.2, 0.8 if head_dim <= 64 else 1.0) if fused else (0.5, 0.3)
+    places, block_m, wide = each * processors, 128 if each == 1 else 64, head_dim > 64
+    blocks = triton.cdiv(queries, block_m)
+    if not fused:
+        first, later = 0.5, 0.3
+    elif each == 1:
+        first, later = (1.5, 1.5) if wide else (1.2, 0.8)
+    else:
+        # in four warps it takes longer, which another narrow head's program beside them hides
+        first, later = 1.2 if each == 2 and not wide else 2.0, math.inf
     found = [
         Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + first))
         for splits in range(1, blocks + 1)
     ]
-    if 0 < queries % block_m <= 16 and not (eight or fused):
+    if each > 1 and 0 < queries % block_m <= 16 and not fused:
         # a program that has a head to itself takes the last few queries as half a block
         found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + first)))
-    if go_on:
+    if each == 1 or (each == 2 and not fused):
         share = triton.cdiv(heads * blocks, places)
         most = max((share * (program + 1) - 1) // blocks - share * program // blocks for program in range(places))
-        # more registers, of which four warps have fewer to spare
-        found.append(Shares(0, places, (share + first + most * later) * (1.01 if eight else 1.05)))
+        # takes more registers, of which the others have fewer to spare, or none
+        found.append(Shares(0, places, (share + first + most * later) * (1.01 if each == 1 else 1.05)))
     return min(found, key=lambda shares: shares.duration)
 
 

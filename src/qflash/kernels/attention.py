@@ -104,8 +104,9 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             tiles = tiles._replace(block_m=128, warps=8)
     each = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
     shares = share_walk(queries, heads, each, processors, head_dim, fused)
-    if each == 2 and not tiles.splits:
-        # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two
+    if each == 2 and not tiles.splits and (heads <= processors or not (fused and head_dim > 64)):
+        # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two;
+        # where each quantises several wide heads the other works meanwhile
         alone = share_walk(queries, heads, 1, processors, head_dim, fused)
         most = alone.programs or head_dim > 64 or 2 * (shares.programs or shares.splits * heads) > 3 * processors
         if most and alone.duration <= shares.duration:

@@ -85,6 +85,8 @@ OTHERS = {
 
 EARLIER = ("shapes_before_h200", "shapes_start_h200")
 """Runs before rows that are not held whole were walked over in shared memory."""
+TRIAL = "heads_trial_h200"
+"""A trial of how heads are shared out, by a script of its own."""
 NEWER = ("shapes_h200", "shapes_8_h200", "shapes_64_h200", "shapes_wide_h200")
 
 
@@ -98,19 +100,45 @@ def newest_shapes() -> dict[tuple[str, bool], tuple[str, dict[str, dict[str, Any
     return found
 
 
+def by_the_rules() -> dict[tuple[str, str], float]:
+    """Return the faster of FA2 and cuDNN divided by ours, by shape and kind, of the trial that timed the rules there are."""
+    rows = [row for row in rows_of(TRIAL) if row["trial"] == "rules" and row["tiles"] == "by the rules"]
+    return {(row["shape"], row["kind"]): fastest_fp16(row) / row["us"] for row in rows}
+
+
 def ratios() -> list[str]:
     """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
-    found = newest_shapes()
+    found, trial = newest_shapes(), by_the_rules()
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
         cells = []
-        for method in ("qflash int8", "qflash"):
+        for kind, method in (("int8", "qflash int8"), ("fp16", "qflash")):
             for batch in (1, 8, 64):
                 _, methods = found.get((f"{batch}x{shape}", False), ("", {}))
                 time = medians(methods)
-                ratio = fastest_fp16(time) / time[method] if time else None
+                ratio = trial.get((f"{batch}x{shape}", kind)) or (fastest_fp16(time) / time[method] if time else None)
                 cells.append(f"**{ratio:.2f}**" if ratio and ratio > 1 else number(ratio))
         lines.append(f"| {name} | {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
+    return lines
+
+
+def heads() -> list[str]:
+    """Programs that keep to a head beside such as go from head to head, the fastest of each that were tried."""
+    rows = [row for row in rows_of(TRIAL) if row["trial"] in ("heads", "more of the rules")]
+    lines = ["| shape | heads | int8: one head | several | ratio | fp16: one head | several | ratio |"]
+    lines.append("|" + "---|" * 8)
+    for shape in sorted({row["shape"] for row in rows}, key=lambda shape: [int(part) for part in shape.split("x")][::-1]):
+        batch, count, tokens, _ = (int(part) for part in shape.split("x"))
+        if is_held(tokens) or not any("programs" in row["tiles"] for row in rows if row["shape"] == shape):
+            continue
+        cells: list[str] = []
+        for kind in ("int8", "fp16"):
+            of = [row for row in rows if (row["shape"], row["kind"]) == (shape, kind)]
+            on = [row["us"] for row in of if "programs" in row["tiles"]]
+            keep = [row["us"] for row in of if "programs" not in row["tiles"]]
+            ratio = fastest_fp16(of[0]) / min(keep + on) if of else None
+            cells += [number(min(keep, default=None)), number(min(on, default=None)), number(ratio)]
+        lines.append(f"| {shape} | {batch * count} | {' | '.join(cells)} |")
     return lines
 
 
@@ -214,7 +242,7 @@ def models() -> list[str]:
 def main() -> None:
     """Replace every table between its markers."""
     text = PAGE.read_text()
-    for make in (latency, ratios, shapes, models, bias, eager, energy, profile):
+    for make in (latency, ratios, heads, shapes, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -76,6 +76,7 @@ CASES = (
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
     Case("vit-257", 257, 64, batch=128, kernel="long_kernel"),  # CLIP, DINOv2: held whole on Hopper alone
     Case("vit-577", 577, 64, batch=128, kernel="long_kernel"),  # 384 pixels: walked over twice there
+    Case("vit-1370", 1370, 64, batch=24, kernel="long_kernel"),  # DINOv2, 518 pixels: programs there go from head to head
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),

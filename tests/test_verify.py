@@ -90,7 +90,8 @@ def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
 def test_every_case_spells_out_a_call() -> None:
     for case in verify.CASES:
         call = verify.kernel_call(case, "sm_90")
-        by_hand = dict.fromkeys(("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80"), "hopper_kernel")
+        vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80")
+        by_hand = dict.fromkeys(vision, "hopper_kernel")
         by_hand |= dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
         anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, case.kernel)

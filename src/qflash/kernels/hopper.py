@@ -1,7 +1,7 @@
 """Rows of 65 keys to what shared memory holds on Hopper, with layouts and tensor-core products by hand (Gluon).
 
 What :mod:`.short` does, faster, and for longer rows what :mod:`.long` does. A program takes one head, or every few blocks of
-64 or 128 of its queries. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and
+64 or 128 of its queries, or where rows are walked over blocks of several heads, one head after the other. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and
 not 256. Rows of up to 288 keys are held whole. Longer ones are walked over twice, for their maximum and for the rest; the
 second walk computes the scores again (:func:`.tiles.is_held`). A head's channels are one span, or of 72 to 96 two
 (:func:`.tiles.channel_spans`), each with loads, products and outputs of its own, and scores the sum of both. Keys and values
@@ -480,7 +480,8 @@ def _head(
             )  # fmt: skip
 
 
-@gluon.jit
+# compiled once for all batches: these would be constants where they are 1, and special where multiples of sixteen
+@gluon.jit(do_not_specialize=("share", "total"))
 def hopper_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
     q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
@@ -498,16 +499,17 @@ def hopper_kernel(
     TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a head, or of ``share`` of all blocks; see :func:`.attention.launch_attention` and `.launch_fused`.
+    """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
+
+    See :func:`.attention.launch_attention` and :func:`.attention.launch_fused`. With BLOCKS, how many a head has, a program
+    takes the next ``share`` of the ``total`` blocks of HEADS heads of every batch element; if that is 0 it keeps to the head
+    that its place in the grid names.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
     its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
     walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
-
-    Programs of the first dimension take every so manieth block of one head; or, if BLOCKS, those of a head, is not 0, each
-    the next ``share`` of the ``total`` blocks of all HEADS heads of every batch element, one head after the other.
     """
     memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
     if BLOCKS:

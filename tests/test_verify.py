@@ -90,7 +90,7 @@ def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
 def test_every_case_spells_out_a_call() -> None:
     for case in verify.CASES:
         call = verify.kernel_call(case, "sm_90")
-        vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80")
+        vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
         by_hand = dict.fromkeys(vision, "hopper_kernel")
         by_hand |= dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
         anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
@@ -102,6 +102,44 @@ def test_every_case_spells_out_a_call() -> None:
         assert pointers["o_ptr" if case.kernel != "pack_value_kernel" else "packed_ptr"].dtype == torch.int8
     names = [case.name for case in verify.CASES]
     assert len(set(names)) == len(names)
+
+
+LOOP = """
+.L_x_0:
+        /*0010*/              @P0 LDG.E.64 R{load}, desc[UR24][R24.64+0x40] ;
+        /*0020*/                   IGMMA.64x128x32.S8.S8 R88, R160, gdesc[UR40], RZ, !UPT ;
+        /*0030*/                   {between} ;
+        /*0040*/                   IGMMA.64x128x32.S8.S8 R88, R180, gdesc[UR40], R88, gsb0 ;
+        /*0050*/                   IGMMA.64x128x32.S8.S8 R24, gdesc[UR40], RZ, !UPT ;
+        /*0060*/                   STG.E.128 desc[UR24][R18.64], R24 ;
+        /*0070*/              @!P0 BRA `(.L_x_0) ;
+        /*0080*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "between", "early"),
+    [
+        (180, "IADD3 R2, R2, R3, RZ", True),
+        (179, "IADD3 R2, R2, R180, RZ", True),  # the second of two registers
+        (182, "IMAD.MOV.U32 R182, RZ, RZ, R7", True),  # one of two written since
+        (182, "CS2R R4, SRZ", True),
+        (4, "IMAD.MOV.U32 R181, RZ, RZ, R5", True),  # a copy
+        (184, "CS2R R180, SRZ", False),
+        (180, "CS2R.64 R180, SRZ", False),
+    ],
+)
+def test_products_that_read_what_is_on_its_way_are_found(load: int, between: str, early: bool) -> None:
+    found = verify.early_operands(verify.parse_sass(LOOP.format(load=load, between=between)))
+    assert [i.address for i in found] == ([0x40] if early else [])
+
+
+@pytest.mark.slow
+def test_heads_in_two_spans_take_the_queries_of_their_block() -> None:
+    done = run_compiling("-m", "qflash", "verify", "--case", "vit-729-72", "--target", "sm_90", "--format", "json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["kernel"] == "hopper_kernel" and report["passed"] and report["error"] is None
 
 
 def _one(text: str) -> verify.Instruction:

@@ -81,6 +81,7 @@ CASES = (
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),
     Case("vit-257-80", 257, 80, batch=128, kernel="long_kernel"),  # ViT-H: channels in two spans on Hopper
+    Case("vit-729-72", 729, 72, batch=256, kernel="long_kernel"),  # SigLIP, 384 pixels: both, and walked over twice
     Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
@@ -359,6 +360,34 @@ def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
     return [smallest[products] for products in sorted(smallest)]
 
 
+def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return products that read registers to which queries of the next block are on their way.
+
+    In the loop over blocks of :mod:`.kernels.hopper`, the smallest with loads, products and stores, what is loaded is for the
+    next turn: until something else stands in its registers no product may read them. The assembler of Triton 3.6 was seen to
+    let them, from PTX that does not, where loads depend on a predicate (heads of 72 channels, a form of the kernel not in use).
+    """
+    wanted = {"LDG", "STG"}
+    loops = [body for body in find_loops(instructions) if any(map(is_tensor_core, body)) and wanted <= {i.base for i in body}]
+    found: list[Instruction] = []
+    awaited: set[int] = set()
+    for instruction in min(loops, key=len, default=[]):
+        first, *others = instruction.operands.split(",")
+        if is_tensor_core(instruction):
+            # four registers of int8 are the left operand, unless it lies in shared memory
+            left = re.match(r"\s*R(\d+)", others[0])
+            if left and awaited & set(range(int(left[1]), int(left[1]) + 4)):
+                found.append(instruction)
+        elif written := re.fullmatch(r"R(\d+)", first.strip()):
+            wide = {"64": 2, "128": 4}
+            count = max((wide.get(part, 1) for part in instruction.opcode.split(".")), default=1)
+            registers = set(range(int(written[1]), int(written[1]) + count))
+            # a copy is as good as what it is of
+            copied = "MOV" in instruction.opcode and awaited & {int(n) for n in re.findall(r"\bR(\d+)", ",".join(others))}
+            awaited = awaited | registers if instruction.base == "LDG" or copied else awaited - registers
+    return found
+
+
 def find_tool(name: str) -> pathlib.Path | None:
     """Find ``nvdisasm`` or ``cuobjdump``: ``TRITON_<NAME>_PATH``, then Triton's own package, then ``PATH``.
 
@@ -427,7 +456,7 @@ class Report:
         spills: loads from and stores to local memory (LDL, STL).
         stack: bytes of stack a thread; None without cuobjdump, as ``registers``.
         shared: bytes of shared memory a block.
-        error: why there is no machine code.
+        error: why there is no machine code, or what is wrong with it.
     """
 
     case: str
@@ -496,6 +525,7 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         # its code is one tile of sixteen queries a warp, which may be walked through, and then one of eight for the rest
         half = has_half(call.arguments["QUERIES"], warps, call.arguments["SPLITS"])
         block_m, columns, tiles = 16 * warps + 8 * half, sum(widths(call.arguments["KEYS"])), 1
+    early = early_operands(instructions) if call.kernel.__name__ == "hopper_kernel" else []
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
@@ -516,6 +546,7 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         spills=sum(i.base in ("LDL", "STL") for i in instructions),
         stack=usage.get("stack"),
         shared=compiled.metadata.shared,
+        error=f"{early[0].opcode} at {early[0].source} takes the next block's queries for this one's" if early else None,
     )
 
 

@@ -390,6 +390,39 @@ class _Scales(NamedTuple):
     output: torch.Tensor | None
 
 
+def _division(
+    tiles: Tiles, queries: int, keys: int, head_dim: int, heads: int, batch: int, fused: bool, processors: int
+) -> dict[str, int]:
+    """Return the constants of :mod:`.hopper` that say how a call's work is divided and what a program does with its part."""
+    across, splits = tiles.across, tiles.splits
+    blocks, left = triton.cdiv(queries, tiles.block_m), queries % tiles.block_m
+    twice = not is_held(keys, across)
+    # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
+    # from floats where a block takes longest
+    alone = splits <= 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
+    pays = twice and head_dim <= 64 and not tiles.registers if fused else batch * heads > processors
+    tail = (8 if left <= 8 else 16) if alone and pays and 0 < left <= 16 else 0
+    if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
+        tail = 0
+    # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
+    # beside the outputs of wide heads registers have no room for it
+    few = 0 < splits * batch * heads <= processors and 2 * splits * tiles.block_m >= queries
+    fold = few and not (tail or twice) and (head_dim <= 64 or across > 1)
+    # programs that go from head to head have to know how many blocks that is
+    whole = 0 if splits else blocks - (tail > 0)
+    # a loop of one turn is none, and its four tiles are more than registers hold
+    turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
+    return {
+        "WALK": not splits or splits < blocks,
+        "TAIL": tail,
+        "ACROSS": across,
+        "FOLD": fold,
+        "TURN": turn,
+        "BLOCKS": whole,
+        "HEADS": heads if whole else 0,
+    }
+
+
 def _calls(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -484,28 +517,7 @@ def _calls(
             aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
             fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
         if hopper:
-            walk = not blocks or blocks < triton.cdiv(queries, tiles.block_m)
-            across = tiles.across
-            twice = not is_held(keys, across)
-            # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
-            # from floats where a block takes longest
-            alone = blocks <= 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
-            processors = processors_of(query.device)
-            pays = batch * heads > processors if scales is not None else twice and head_dim <= 64 and not tiles.registers
-            left = queries % tiles.block_m
-            tail = 0 if not (alone and pays) or left > 16 or not left else 8 if left <= 8 else 16
-            if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
-                tail = 0
-            # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
-            # beside the outputs of wide heads registers have no room for it
-            fold = not (tail or twice or not blocks) and blocks * batch * heads <= processors
-            fold = fold and (head_dim <= 64 or across > 1) and 2 * blocks * tiles.block_m >= queries
-            fixed |= {"WALK": walk, "TAIL": tail, "ACROSS": across, "FOLD": fold}
-            # programs that go from head to head
-            whole = 0 if blocks else queries // tiles.block_m if tail else triton.cdiv(queries, tiles.block_m)
-            fixed |= {"BLOCKS": whole, "HEADS": heads if whole else 0}
-            # a loop of one turn is none, and its four tiles are more than registers hold
-            fixed["TURN"] = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
+            fixed |= _division(tiles, queries, keys, head_dim, heads, batch, scales is None, processors_of(query.device))
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

@@ -29,6 +29,8 @@ MIXES = {
     **{name: (name, name) for name in INSTRUCTIONS},
 }
 PRODUCTS = {"int8": ("m64n128k32.s32.s8.s8", 64, ""), "fp16, sums in fp16": ("m64n128k16.f16.f16.f16", 32, ",1,1,0,0")}
+LIBRARIES = Path(torch.__file__).resolve().parent.parent / "nvidia"
+"""Where PyTorch's packages of CUDA libraries are, if it was built with CUDA."""
 _CYCLES = 100_000
 _MOST_GROUPS = 8
 
@@ -136,10 +138,9 @@ if (keep == 123456789) out[15] = keep; }}
 
 def compile_cubin(text: str) -> bytes:
     """Compile CUDA C for sm_90a."""
-    folder = Path(torch.__file__).resolve().parent.parent / "nvidia"
     # the first opens the second by its name
     for pattern in ("libnvrtc-builtins.so*", "libnvrtc.so*"):
-        for path in sorted(folder.rglob(pattern)):
+        for path in sorted(LIBRARIES.rglob(pattern)):
             library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"overlap.cu", 0, None, None)
@@ -159,6 +160,11 @@ def compile_cubin(text: str) -> bytes:
 def _check(status: int) -> None:
     if status:
         raise RuntimeError(f"CUDA driver error {status}")
+
+
+def _each(rounds: torch.Tensor, cycles: torch.Tensor, count: int) -> float | None:
+    """Cycles for one of ``count`` things a round, of (blocks, warpgroups); None without warpgroups."""
+    return float((cycles.mean(1) / rounds.sum(1) / count).mean()) if rounds.shape[1] else None
 
 
 def measure(found: list[Case]) -> list[dict[str, Any]]:
@@ -185,17 +191,12 @@ def measure(found: list[Case]) -> list[dict[str, Any]]:
             )
             torch.cuda.synchronize()
         rounds, cycles = out.view(processors, _MOST_GROUPS, 2).double().cpu().unbind(2)
-
-        def each(
-            first: int, last: int, count: int, rounds: torch.Tensor = rounds, cycles: torch.Tensor = cycles
-        ) -> float | None:
-            if first == last:
-                return None
-            return float((cycles[:, first:last].mean(1) / rounds[:, first:last].sum(1) / count).mean())
-
+        products, rest = slice(producers), slice(producers, producers + others)
         row = case._asdict()
-        row["cycles a turn" if case.count else "cycles a product"] = each(0, producers, 1 if case.count else 32)
-        row["cycles an instruction"] = each(producers, producers + others, 4096)
+        row["cycles a turn" if case.count else "cycles a product"] = _each(
+            rounds[:, products], cycles[:, products], 1 if case.count else 32
+        )
+        row["cycles an instruction"] = _each(rounds[:, rest], cycles[:, rest], 4096)
         rows.append(row)
     return rows
 

@@ -7,7 +7,6 @@ import pathlib
 import sys
 
 import pytest
-import torch
 
 PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "overlap.py"
 spec = importlib.util.spec_from_file_location("overlap", PATH)
@@ -15,8 +14,6 @@ assert spec is not None and spec.loader is not None
 overlap = importlib.util.module_from_spec(spec)
 sys.modules["overlap"] = overlap
 spec.loader.exec_module(overlap)
-
-FOLDER = pathlib.Path(torch.__file__).resolve().parent.parent / "nvidia"
 
 
 def test_cases_are_different_and_name_what_there_is() -> None:
@@ -37,7 +34,7 @@ def test_kernels_have_as_many_products_and_instructions_as_their_cases() -> None
     assert apart.count("wgmma.mma_async") == 32 and apart.count("lop3.b32") == 64 and "__launch_bounds__(384, 1)" in apart
 
 
-@pytest.mark.skipif(not any(FOLDER.rglob("libnvrtc.so*")), reason="PyTorch was built without CUDA")
+@pytest.mark.skipif(not any(overlap.LIBRARIES.rglob("libnvrtc.so*")), reason="PyTorch was built without CUDA")
 def test_kernels_compile_for_hopper() -> None:
     cases = [overlap.cases()[index] for index in (0, 20, 30, -1)]
     cubin = overlap.compile_cubin("".join(overlap.source(f"k{index}", case) for index, case in enumerate(cases)))

@@ -344,13 +344,18 @@ def find_loops(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     return [[i for index in sorted(body) for i in blocks[index]] for _, body in sorted(bodies.items())]
 
 
+def _product_loops(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the loops that hold matrix products."""
+    return [body for body in find_loops(instructions) if any(map(is_tensor_core, body))]
+
+
 def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
     """Return the instructions of one turn of each hot loop; none for a kernel without a loop over keys.
 
     A hot loop is an innermost loop with matrix products. Each pass over the keys has up to two of them, with
     and without the test which keys take part, and both have the same products: the smaller one is the hot one.
     """
-    matrix = [body for body in find_loops(instructions) if any(map(is_tensor_core, body))]
+    matrix = _product_loops(instructions)
     addresses = [{i.address for i in body} for body in matrix]
     smallest: dict[int, int] = {}
     for body, own in zip(matrix, addresses, strict=True):
@@ -368,7 +373,7 @@ def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     let them, from PTX that does not, where loads depend on a predicate (heads of 72 channels, a form of the kernel not in use).
     """
     wanted = {"LDG", "STG"}
-    loops = [body for body in find_loops(instructions) if any(map(is_tensor_core, body)) and wanted <= {i.base for i in body}]
+    loops = [body for body in _product_loops(instructions) if wanted <= {i.base for i in body}]
     found: list[Instruction] = []
     awaited: set[int] = set()
     for instruction in min(loops, key=len, default=[]):

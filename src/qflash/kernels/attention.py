@@ -23,7 +23,6 @@ from .tiles import (
     LONG_HOPPER,
     SHORT_ROW,
     WINDOWS,
-    Shares,
     Tiles,
     choose_tiles,
     fits_block,
@@ -103,19 +102,18 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
             # eight warps to a processor, by which its keys are fetched once
             tiles = tiles._replace(block_m=128, warps=8)
     each = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
-    shares = share_walk(queries, heads, each, processors, head_dim, fused)
-    if each == 2 and not tiles.splits and (heads <= processors or not (fused and head_dim > 64)):
-        # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of two;
-        # where each quantises several wide heads the other works meanwhile
-        alone = share_walk(queries, heads, 1, processors, head_dim, fused)
-        most = alone.programs or head_dim > 64 or 2 * (shares.programs or shares.splits * heads) > 3 * processors
-        if most and alone.duration <= shares.duration:
-            tiles, each, shares = tiles._replace(block_m=128, warps=8), 1, alone
-    if tiles.splits:
-        shares = Shares(min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0, 0.0)
-    busy = shares.programs or shares.splits * heads
-    registers = tiles.registers or (168 if each == 3 and busy > 2 * processors else 0)
-    return tiles._replace(splits=shares.splits, programs=shares.programs, registers=registers)
+    splits, programs = min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0
+    if not splits:
+        splits, programs, duration = share_walk(queries, heads, each, processors, head_dim, fused)
+        if each == 2 and (heads <= processors or not (fused and head_dim > 64)):
+            # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of
+            # two; where each quantises several wide heads the other works meanwhile
+            alone = share_walk(queries, heads, 1, processors, head_dim, fused)
+            most = alone.programs or head_dim > 64 or 2 * (programs or splits * heads) > 3 * processors
+            if most and alone.duration <= duration:
+                tiles, each, splits, programs = tiles._replace(block_m=128, warps=8), 1, alone.splits, alone.programs
+    registers = tiles.registers or (168 if each == 3 and (programs or splits * heads) > 2 * processors else 0)
+    return tiles._replace(splits=splits, programs=programs, registers=registers)
 
 
 def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
@@ -159,9 +157,9 @@ def _split(
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
     processors = processors_of(device)
-    if tiles.kernel == HOPPER and tiles.programs:
-        return tiles._replace(splits=0)
     if tiles.kernel == HOPPER:
+        if tiles.programs:
+            return tiles._replace(splits=0)
         split = _split_held if is_held(keys, tiles.across) else _split_walked
         return split(tiles, queries, keys, heads, head_dim, fused, processors)
     splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, heads)))

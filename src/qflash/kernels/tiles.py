@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import pathlib
 import warnings
 from typing import NamedTuple
@@ -145,13 +144,10 @@ def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: i
     """
     places, block_m, wide = each * processors, 128 if each == 1 else 64, head_dim > 64
     blocks = triton.cdiv(queries, block_m)
-    if not fused:
-        first, later = 0.5, 0.3
-    elif each == 1:
-        first, later = (1.5, 1.5) if wide else (1.2, 0.8)
-    else:
+    first = 0.5
+    if fused:
         # in four warps it takes longer, which another narrow head's program beside them hides
-        first, later = 1.2 if each == 2 and not wide else 2.0, math.inf
+        first = 1.5 if wide and each == 1 else 2.0 if wide or each == 3 else 1.2
     found = [
         Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + first))
         for splits in range(1, blocks + 1)
@@ -161,6 +157,7 @@ def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: i
         found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + first)))
     if each == 1 or (each == 2 and not fused):
         share = triton.cdiv(heads * blocks, places)
+        later = 0.3 if not fused else 1.5 if wide else 0.8
         most = max((share * (program + 1) - 1) // blocks - share * program // blocks for program in range(places))
         # takes more registers, of which the others have fewer to spare, or none
         found.append(Shares(0, places, (share + first + most * later) * (1.01 if each == 1 else 1.05)))

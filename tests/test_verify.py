@@ -125,8 +125,11 @@ LOOP = """
         (182, "IMAD.MOV.U32 R182, RZ, RZ, R7", True),  # one of two written since
         (182, "CS2R R4, SRZ", True),
         (4, "IMAD.MOV.U32 R181, RZ, RZ, R5", True),  # a copy
+        (181, "CS2R.32 R181, SR_CLOCKLO", True),  # one register of two
         (184, "CS2R R180, SRZ", False),
-        (180, "CS2R.64 R180, SRZ", False),
+        (180, "CS2R R180, SRZ", False),
+        (180, "IMAD.WIDE.U32 R180, R2, R3, R4", False),
+        (183, "SHFL.BFLY PT, R183, R2, 0x1, 0x1f", False),
     ],
 )
 def test_products_that_read_what_is_on_its_way_are_found(load: int, between: str, early: bool) -> None:

@@ -365,6 +365,22 @@ def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
     return [smallest[products] for products in sorted(smallest)]
 
 
+def _written(instruction: Instruction) -> set[int]:
+    """Return the registers that an instruction which is no product writes."""
+    first, *others = (operand.strip() for operand in instruction.operands.split(","))
+    if instruction.base in ("SHFL", "ATOM", "ATOMG", "ATOMS") and others:
+        # a predicate comes first
+        first = others[0]
+    written = re.fullmatch(r"R(\d+)", first)
+    if written is None:
+        return set()
+    parts = instruction.opcode.split(".")
+    count = max({"64": 2, "128": 4, "WIDE": 2}.get(part, 1) for part in parts)
+    if instruction.base == "CS2R" and "32" not in parts:
+        count = 2
+    return set(range(int(written[1]), int(written[1]) + count))
+
+
 def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return products that read registers to which queries of the next block are on their way.
 
@@ -377,16 +393,13 @@ def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     found: list[Instruction] = []
     awaited: set[int] = set()
     for instruction in min(loops, key=len, default=[]):
-        first, *others = instruction.operands.split(",")
+        others = instruction.operands.split(",")[1:]
         if is_tensor_core(instruction):
             # four registers of int8 are the left operand, unless it lies in shared memory
             left = re.match(r"\s*R(\d+)", others[0])
             if left and awaited & set(range(int(left[1]), int(left[1]) + 4)):
                 found.append(instruction)
-        elif written := re.fullmatch(r"R(\d+)", first.strip()):
-            wide = {"64": 2, "128": 4}
-            count = max((wide.get(part, 1) for part in instruction.opcode.split(".")), default=1)
-            registers = set(range(int(written[1]), int(written[1]) + count))
+        elif registers := _written(instruction):
             # a copy is as good as what it is of
             copied = "MOV" in instruction.opcode and awaited & {int(n) for n in re.findall(r"\bR(\d+)", ",".join(others))}
             awaited = awaited | registers if instruction.base == "LDG" or copied else awaited - registers

@@ -1,6 +1,7 @@
 """QFlash: fused attention whose matrix products and softmax run in integers."""
 
 from .api import align_bias, attention, int8_attention, quantize, quantize_bias
+from .hugging_face import register_attention
 from .patching import patch, unpatch
 from .quantization import QuantizedTensor
 from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -18,5 +19,6 @@ __all__ = [
     "patch",
     "quantize",
     "quantize_bias",
+    "register_attention",
     "unpatch",
 ]

@@ -87,7 +87,7 @@ EARLIER = ("shapes_before_h200", "shapes_start_h200")
 """Runs before rows that are not held whole were walked over in shared memory."""
 TRIAL = "heads_trial_h200"
 """A trial of how heads are shared out, by a script of its own."""
-NEWER = ("shapes_h200", "shapes_8_h200", "shapes_64_h200", "shapes_wide_h200")
+NEWER = ("shapes_h200", "shapes_8_h200", "shapes_64_h200", "shapes_wide_h200", "shapes_programs_h200")
 
 
 def newest_shapes() -> dict[tuple[str, bool], tuple[str, dict[str, dict[str, Any]]]]:

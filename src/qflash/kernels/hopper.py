@@ -126,28 +126,32 @@ def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARP
 
 
 @gluon.jit
+def _tile_probabilities(q, k, row, WIDTH: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr):
+    """Stored probabilities of a tile of keys; ``row`` is each row's least score, slope, beginning and constant."""
+    least, slope, begin, constant = row
+    s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
+    s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
+    return stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+
+
+@gluon.jit
 def _second_walk(
-    q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS: gl.constexpr,
-    KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
+    q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
+    WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Start the products of a block's probabilities with V, the last still under way, and sum the probabilities up."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TURNS: gl.constexpr = KEYS // (128 * TURN)
-    EIGHT: gl.constexpr = score_layout(8, WARPS)
     total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
     for turn in range(TURNS):
         for i in gl.static_range(TURN):
-            s = finished(start_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1), 0, WARPS)
-            s = raised_if_needed((s,), least, EIGHT, 1)[0]
-            p = stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+            p = _tile_probabilities(q, _tile_at(k_whole, turn * TURN + i), row, 128, WARPS, OPERAND)
             v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
             accumulator = add_values(accumulator, p, v, WARPS, 1)
             total += quarter_sums(p, 0, 128, KEYS, WARPS)
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        s_t = finished(start_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
-        s_t = raised_if_needed((s_t,), least, EIGHT, 1)[0]
-        p_t = stored(s_t, slope, begin, constant, OPERAND, WARPS, 1)
+        p_t = _tile_probabilities(q, k_smem[t], row, WIDTHS[t], WARPS, OPERAND)
         accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
         total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
     return accumulator, gl.sum(total, 1)
@@ -217,7 +221,7 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     if TWICE:
         accumulator, total = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, least, slope, begin, constant, CHANNELS, KEYS, TURN, WARPS,
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
             OPERAND,
         )  # fmt: skip
     elif not FOLD:

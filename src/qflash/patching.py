@@ -291,7 +291,10 @@ def patch(
         if all(importlib.util.find_spec(package) is None for package in packages):
             raise ImportError(f'qflash.patch works on models of {", ".join(packages)}: pip install "qflash[timm]"')
         supported = "; ".join(adapter.name for adapter in ADAPTERS)
-        raise ValueError(f"{type(model).__name__} holds no attention module that QFlash can replace. Supported: {supported}")
+        raise ValueError(
+            f"{type(model).__name__} holds no attention module that QFlash can replace. Supported: {supported}; "
+            "for models of transformers there is qflash.register_attention"
+        )
     for module, patched in found:
         module.__class__ = patched
         module._qflash_recipe = choices  # type: ignore[assignment]

@@ -56,7 +56,7 @@ def _function(recipe: Recipe, backend: str) -> Callable[..., tuple[torch.Tensor,
         for name, what in _UNKNOWN.items():
             given = options.get(name)
             if given is not None and given is not False:
-                raise ValueError(f"{name}: QFlash does not have {what}; {type(module).__name__} needs another attn_implementation")
+                raise ValueError(f"{name}: QFlash lacks {what}; {type(module).__name__} needs another attn_implementation")
         if dropout > 0.0:
             raise RuntimeError(f"attention dropout {dropout} is active, and QFlash is for inference: call model.eval()")
         if is_causal is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from . import bench
+from . import bench, figures
 from . import fixed_point as fp
 from .api import attention, int8_attention, quantize
 from .metrics import exact_attention, sqnr
@@ -755,7 +755,7 @@ def run_ablate(
             for part in PARTS:
                 figure = draw(record, part)
                 if figure is not None:
-                    bench.write_figure(output, f"ablate-{part}", figure)
+                    figures.write_figure(output, f"ablate-{part}", figure)
             plots = " and a plot a part"
         except ImportError as error:
             plots = f"; no plots: {error}"

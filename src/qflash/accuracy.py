@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from . import bench
+from . import bench, figures
 from .baselines import METHODS, Method, get_method
 from .baselines.method import FLOAT
 from .metrics import exact_attention, mse, sqnr
@@ -276,42 +276,28 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a finite SQNR.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
     shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"])]
     shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
-    kinds = list(dict.fromkeys(row["input"] for row in shown))
-    names = list(dict.fromkeys(row["method"] for row in shown))
-    figure = Figure(figsize=(11, 3.2 * len(kinds) + 0.8), layout="constrained")
-    for place, kind in enumerate(kinds):
-        axes = figure.add_subplot(len(kinds), 1, place + 1)
-        labels = list(dict.fromkeys(row["workload"] for row in shown if row["input"] == kind))
-        for index, name in enumerate(names):
-            mine = [row for row in shown if row["input"] == kind and row["method"] == name]
-            spots = [labels.index(row["workload"]) + (index - (len(names) - 1) / 2) * 0.8 / len(names) for row in mine]
+    figure, found = figures.panels(shown, "input", lambda row: row["workload"], width=11, height=3.2)
+    for axes, kind, series in found:
+        for name, mine, spots, _, colour in series:
             middle = [row["sqnr_db"] for row in mine]
             spread = [
                 [row["sqnr_db"] - row["sqnr_min_db"] for row in mine], [row["sqnr_max_db"] - row["sqnr_db"] for row in mine],
             ]  # fmt: skip
-            title = METHODS[name].title
             marker = "o" if METHODS[name].integer_only else "s"
-            label = title if place == 0 else f"_{title}"
-            axes.errorbar(spots, middle, spread, fmt=marker, color=colormaps["tab20"](index % 20), label=label, markersize=5)
+            axes.errorbar(spots, middle, spread, fmt=marker, color=colour, label=METHODS[name].title, markersize=5)
             papers = [(spot, row["paper_sqnr_db"]) for spot, row in zip(spots, mine, strict=True) if row["paper_sqnr_db"]]
             if papers:
                 axes.plot(*zip(*papers, strict=True), "x", color="black", markersize=6)
-        axes.set_xticks(range(len(labels)), labels)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.set_xlim(-0.5, len(axes.get_xticks()) - 0.5)
         axes.set_ylabel("SQNR, dB")
         axes.set_title(
             f"{kind} inputs" + (" (x: the paper's figure)" if kind == "paper" else ""), loc="left", fontsize="medium"
         )
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figures.add_legend(figure)
     return figure
 
 

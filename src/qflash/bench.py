@@ -34,7 +34,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import nvml
+from . import figures, nvml
 from .api import align_bias, attention, int8_attention, quantize, quantize_bias
 from .backends import resolve_backend
 from .baselines import METHODS
@@ -922,65 +922,32 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
     timed = [row for row in rows if row["median_us"] is not None and row["mode"] != "eager"]
     timed = timed or [row for row in rows if row["median_us"] is not None]
     if not timed:
         raise ValueError("no method was timed, there is nothing to draw")
-    panels = list(dict.fromkeys(row["batch"] for row in timed))
-    methods = list(dict.fromkeys(row["method"] for row in timed))
-    colours = [colormaps["tab20"](index % 20) for index in range(len(methods))]
-    width = 0.8 / len(methods)
-    figure = Figure(figsize=(11, 3.2 * len(panels) + 0.8), layout="constrained")
-    for place, batch in enumerate(panels):
-        axes = figure.add_subplot(len(panels), 1, place + 1)
-        here = [row for row in timed if row["batch"] == batch]
-        labels = list(dict.fromkeys(_label(row) for row in here))
-        for index, method in enumerate(methods):
-            mine = [row for row in here if row["method"] == method]
-            spots = [labels.index(_label(row)) + (index - (len(methods) - 1) / 2) * width for row in mine]
+    figure, found = figures.panels(timed, "batch", _label, width=11, height=3.2)
+    for axes, batch, series in found:
+        for name, mine, spots, width, colour in series:
             middle = [row["median_us"] for row in mine]
             spread = [
                 [row["median_us"] - row["q1_us"] for row in mine],
                 [row["q3_us"] - row["median_us"] for row in mine],
             ]
-            hatch = "//" if method.startswith("qflash") else None
-            name = method if place == 0 else f"_{method}"
-            axes.bar(spots, middle, width, yerr=spread, color=colours[index], hatch=hatch, label=name, error_kw={"lw": 0.6})
+            hatch = "//" if name.startswith("qflash") else None
+            axes.bar(spots, middle, width, yerr=spread, color=colour, hatch=hatch, label=name, error_kw={"lw": 0.6})
+        least = min(row["median_us"] for one in series for row in one.rows)
         axes.set_yscale("log")
-        axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * min(row["median_us"] for row in here))))
-        axes.set_xticks(range(len(labels)), labels)
+        axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
         axes.set_ylabel("µs a call")
         axes.set_title("given shapes" if batch is None else f"batch {batch}", loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    figure.legend(*_legend(figure, methods), loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figures.add_legend(figure)
     figure.suptitle(title, fontsize="medium")
     return figure
 
 
-def _legend(figure: Any, methods: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return one handle a method, from whichever panel drew it."""
-    found: dict[str, Any] = {}
-    for axes in figure.axes:
-        for container in axes.containers:
-            name = container.get_label().removeprefix("_")
-            if name in methods:
-                found.setdefault(name, container)
-    return list(found.values()), list(found)
-
-
 def _label(row: dict[str, Any]) -> str:
     return row["workload"] + " causal" * row["causal"] + " bias" * row["bias"]
-
-
-def write_figure(folder: pathlib.Path, name: str, figure: Any) -> None:
-    """Write ``name.png`` and ``name.svg``."""
-    for suffix in ("png", "svg"):
-        figure.savefig(folder / f"{name}.{suffix}", dpi=150)
 
 
 def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -1162,7 +1129,7 @@ def run_bench(
         write_json(output / "bench.json", record)
         write_csv(output / "bench.csv", rows, FIELDS)
         try:
-            write_figure(output, "bench", draw(rows, f"{record['environment']['device']}, {title}"))
+            figures.write_figure(output, "bench", draw(rows, f"{record['environment']['device']}, {title}"))
             console.print(f"Written to {output}: bench.json, bench.csv, bench.png, bench.svg")
         except (ImportError, ValueError) as error:
             console.print(f"Written to {output}: bench.json, bench.csv; no plot: {error}")

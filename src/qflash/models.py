@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import bench, digits, nvml
+from . import bench, digits, figures, nvml
 from .baselines import METHODS
 from .baselines.method import FLOAT
 from .classification import DIGITS_MODELS, resolve_model_name
@@ -223,38 +223,17 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
     timed = [row for row in rows if row["median_us"] is not None]
     if not timed:
         raise ValueError("no method was timed, there is nothing to draw")
-    batches = list(dict.fromkeys(row["batch"] for row in timed))
-    methods = list(dict.fromkeys(row["method"] for row in timed))
-    width = 0.8 / len(methods)
-    figure = Figure(figsize=(9, 2.8 * len(batches) + 0.8), layout="constrained")
-    for place, batch in enumerate(batches):
-        axes = figure.add_subplot(len(batches), 1, place + 1)
-        here = [row for row in timed if row["batch"] == batch]
-        labels = list(dict.fromkeys(row["model"] for row in here))
-        for index, method in enumerate(methods):
-            mine = [row for row in here if row["method"] == method]
-            spots = [labels.index(row["model"]) + (index - (len(methods) - 1) / 2) * width for row in mine]
-            axes.bar(
-                spots,
-                [row["images_s"] for row in mine],
-                width,
-                color=colormaps["tab20"](index % 20),
-                hatch="//" if method.startswith("qflash") else None,
-                label=method if place == 0 else f"_{method}",
-            )
-        axes.set_xticks(range(len(labels)), labels)
+    figure, found = figures.panels(timed, "batch", lambda row: row["model"], width=9, height=2.8)
+    for axes, batch, series in found:
+        for name, mine, spots, width, colour in series:
+            hatch = "//" if name.startswith("qflash") else None
+            axes.bar(spots, [row["images_s"] for row in mine], width, color=colour, hatch=hatch, label=name)
         axes.set_ylabel("images/s")
         axes.set_title(f"batch {batch}", loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figures.add_legend(figure)
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -317,7 +296,7 @@ def run_models(
     if output is not None:
         bench.write_json(output / "models.json", record)
         try:
-            bench.write_figure(output, "models", draw(rows, f"{record['environment']['device']}, {title}"))
+            figures.write_figure(output, "models", draw(rows, f"{record['environment']['device']}, {title}"))
             console.print(f"Written to {output}: models.json, models.csv, models.png, models.svg")
         except (ImportError, ValueError) as error:
             console.print(f"Written to {output}: models.json, models.csv; no plot: {error}")

@@ -1,0 +1,97 @@
+"""Plots in panels, a group of marks for every label and a colour for every method: what bench, models and accuracy draw."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+
+class Series(NamedTuple):
+    """One method's rows in a panel.
+
+    Attributes:
+        name: the method's.
+        rows: in the order given.
+        spots: where they stand, on an axis on which labels are 0, 1, 2 ...
+        width: what a mark may take there.
+        colour: the same in all panels.
+    """
+
+    name: str
+    rows: list[Row]
+    spots: list[float]
+    width: float
+    colour: Any
+
+
+class Panel(NamedTuple):
+    """One panel.
+
+    Attributes:
+        axes: matplotlib's, with labels and grid.
+        key: what its rows have in common.
+        series: one for each method that has rows there.
+    """
+
+    axes: Any
+    key: Any
+    series: list[Series]
+
+
+def panels(
+    rows: Sequence[Row], key: str, label: Callable[[Row], str], *, width: float, height: float
+) -> tuple[Any, list[Panel]]:
+    """Return a matplotlib Figure with a panel for each value of a field, one below the other, nothing drawn in them yet.
+
+    Args:
+        rows: at least one, each with a ``method``.
+        key: the field.
+        label: what a row is written under.
+        width, height: of a panel, in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    keys = list(dict.fromkeys(row[key] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    share = 0.8 / len(methods)
+    figure = Figure(figsize=(width, height * len(keys) + 0.8), layout="constrained")
+    found = []
+    for place, value in enumerate(keys):
+        axes = figure.add_subplot(len(keys), 1, place + 1)
+        here = [row for row in rows if row[key] == value]
+        labels = list(dict.fromkeys(map(label, here)))
+        axes.set_xticks(range(len(labels)), labels)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        series = []
+        for index, method in enumerate(methods):
+            mine = [row for row in here if row["method"] == method]
+            if not mine:
+                continue
+            spots = [labels.index(label(row)) + (index - (len(methods) - 1) / 2) * share for row in mine]
+            series.append(Series(method, mine, spots, share, colormaps["tab20"](index % 20)))
+        found.append(Panel(axes, value, series))
+    return figure, found
+
+
+def add_legend(figure: Any) -> None:
+    """Name every labelled series once, whichever panels it is in."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    figure.legend(found.values(), found, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+
+
+def write_figure(folder: pathlib.Path, name: str, figure: Any) -> None:
+    """Write ``name.png`` and ``name.svg``."""
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"{name}.{suffix}", dpi=150)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import qflash
-from helpers import same_bits
+from helpers import make_inputs, same_bits
 from qflash import hugging_face
 from qflash.metrics import sqnr
 
@@ -61,9 +61,10 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def use(model: nn.Module, name: str) -> None:
-    model.set_attn_implementation(name) if hasattr(model, "set_attn_implementation") else setattr(
-        model.config, "_attn_implementation", name
-    )
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    else:  # 4.53
+        model.config._attn_implementation = name
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -104,19 +105,20 @@ class Module(nn.Module):
     is_causal = False
 
 
+def draw(batch: int, heads: int, tokens: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    return make_inputs(batch, heads, tokens, head_dim=head_dim, seed=2)
+
+
 def call(*shape: int, module: nn.Module | None = None, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    tensors = [torch.randn(*shape, generator=generator) for _ in range(3)]
     function = hugging_face._function(qflash.DEFAULT, "auto")
-    out, weights = function(module or Module(), *tensors, mask, **options)
+    out, weights = function(module or Module(), *draw(*shape), mask, **options)
     assert weights is None
     assert out.is_contiguous()
     return out.transpose(1, 2)
 
 
 def expected(*shape: int, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return qflash.attention(*(torch.randn(*shape, generator=generator) for _ in range(3)), mask, **options)
+    return qflash.attention(*draw(*shape), mask, **options)
 
 
 def test_arguments_are_those_of_attention() -> None:

@@ -55,6 +55,11 @@ def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     return mask.flatten(0, -4)
 
 
+def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return what ``is_causal`` stands for as a bool mask (queries, keys): query i sees keys 0 to i."""
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import figures, nvml
-from .api import align_bias, attention, int8_attention, quantize, quantize_bias
+from .api import align_bias, attention, causal_mask, int8_attention, quantize, quantize_bias
 from .backends import resolve_backend
 from .baselines import METHODS
 from .baselines import Method as Baseline
@@ -415,7 +415,7 @@ def _prepare_baseline(inputs: Inputs, *, method: Baseline, kernel: bool) -> Call
         assert method.prepare is not None
         return method.prepare(query, key, value)
     if causal:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        mask = causal_mask(query, key)
     return lambda: method.attention(query, key, value, attn_mask=mask)
 
 

@@ -1,8 +1,9 @@
 """QFlash as an attention implementation of Hugging Face's transformers: :func:`register_attention`.
 
 Since 4.53 the attention modules of transformers look up the function they call by a name, which
-``model.set_attn_implementation("integer")`` or ``from_pretrained(..., attn_implementation="integer")`` gives them. So there is
-nothing to patch: ViT, DeiT, CLIP, SigLIP, DINOv2, Swin and whatever else goes by that table only need the name.
+``from_pretrained(..., attn_implementation="integer")`` gives them, or in later releases
+``model.set_attn_implementation("integer")``. So there is nothing to patch: ViT, DeiT, CLIP, SigLIP, DINOv2, Swin and whatever
+else goes by that table only need the name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .api import attention
+from .api import attention, causal_mask
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend
 
@@ -61,12 +62,10 @@ def _function(recipe: Recipe, backend: str) -> Callable[..., tuple[torch.Tensor,
             raise RuntimeError(f"attention dropout {dropout} is active, and QFlash is for inference: call model.eval()")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        tokens, keys = query.shape[2], key.shape[2]
-        is_causal = bool(is_causal) and attention_mask is None and tokens > 1
+        is_causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
         if is_causal and position_bias is not None:
-            attention_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
-            is_causal = False
-        mask = _mask(attention_mask, position_bias, keys)
+            attention_mask, is_causal = causal_mask(query, key), False
+        mask = _mask(attention_mask, position_bias, key.shape[2])
         # under autocast a norm of query or key returns float32 beside a float16 value
         query, key = query.to(value.dtype), key.to(value.dtype)
         out = attention(
@@ -90,7 +89,7 @@ def register_attention(name: str = "integer", recipe: Recipe | str | None = None
         backend: see :func:`qflash.attention`.
 
     Returns:
-        ``name``, for ``model.set_attn_implementation(name)`` or ``from_pretrained(..., attn_implementation=name)``.
+        ``name``, for ``from_pretrained(..., attn_implementation=name)`` or ``model.set_attn_implementation(name)``.
 
     Raises:
         TypeError: ``name`` is not a string, or ``recipe`` not a recipe.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .api import attention
+from .api import attention, causal_mask
 from .layout import empty_bias
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend
@@ -119,7 +119,7 @@ def _attend_with(
     if is_causal:
         if mask is not None:
             raise ValueError("attn_mask and is_causal=True exclude each other; put the causal part into attn_mask")
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = causal_mask(query, key)
     lead = query.shape[:-3]
     if mask is not None:
         mask = mask.reshape((1,) * max(query.dim() - mask.dim(), 0) + tuple(mask.shape))

@@ -48,6 +48,7 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/test_without_gpu.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""Without a CUDA device the kernels run in Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Without a CUDA device the kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
+
+With ``TRITON_INTERPRET=0`` they are compiled, and tests/test_without_gpu.py runs what comes out (``make test`` does both).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -1,0 +1,102 @@
+"""The instructions that :mod:`ptx` carries out do what the PTX ISA says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ptx
+
+
+def run(statements: str, **registers: Any) -> dict[str, Any]:
+    """Run statements on the registers ``%r_name`` and return all registers."""
+    kernel = ptx.Kernel(f".visible .entry k()\n.reqntid 32\n{{\n{statements}\nret;\n}}\n")
+    warp = ptx.Warp(SimpleNamespace(kernel=kernel, parameters={}), 0)  # type: ignore[arg-type]
+    warp.registers.update({f"%{name}": np.resize(np.asarray(x), ptx.LANES) for name, x in registers.items()})
+    assert list(warp.run()) == []
+    return warp.registers
+
+
+def nearest(x: Fraction) -> np.float32:
+    """The float32 next to a rational number, by comparison with its neighbours; of two the even one."""
+    near = np.float32(float(x))
+    candidates = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
+    return min(candidates, key=lambda c: (abs(Fraction(float(c)) - x), int(c.view(np.uint32)) & 1))
+
+
+ordinary = st.floats(-(2.0**40), 2.0**40, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-40)
+
+
+@given(ordinary, ordinary, ordinary)
+def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+    x = [np.float32(v).view(np.uint32) for v in (a, b, c)]
+    got = run("fma.rn.f32 %d, %a, %b, %c;", a=x[0], b=x[1], c=x[2])["%d"].view(np.float32)[0]
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if abs(exact) > 2.0**-100:
+        assert got == nearest(exact)
+
+
+def test_fma_where_two_roundings_differ() -> None:
+    # the exact sum lies a hair above the middle between two float32, by less than float64 shows beside it
+    a, b, c = (np.float32(v).view(np.uint32) for v in (1 + 2.0**-23, 1 + 2.0**-23, 2.0**24))
+    got = run("fma.rn.f32 %d, %a, %b, %c;", a=a, b=b, c=c)["%d"].view(np.float32)[0]
+    assert got == 2.0**24 + 2
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 0xFFFF))
+def test_prmt(a: int, b: int, selector: int) -> None:
+    octets = (a | b << 32).to_bytes(8, "little")
+    wanted = []
+    for i in range(4):
+        which = selector >> 4 * i & 15
+        octet = octets[which & 7]
+        wanted.append((255 if octet > 127 else 0) if which > 7 else octet)
+    got = run(f"prmt.b32 %d, %a, %b, {selector:#x};", a=np.uint32(a), b=np.uint32(b))["%d"][0]
+    assert int(got) == int.from_bytes(bytes(wanted), "little")
+
+
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1), st.integers(0, 40))
+def test_integers(a: int, b: int, n: int) -> None:
+    text = """mul.hi.s32 %high, %a, %b; mul.wide.s32 %wide, %a, %b; shr.s32 %right, %a, %n; shr.u32 %plain, %a, %n;
+    shl.b32 %left, %a, %n; cvt.pack.sat.s8.s32.b32 %pack, %a, %b, 0; clz.b32 %zeros, %a; bfe.s32 %field, %a, 5, 3;"""
+    x, y = (np.int32(v).view(np.uint32) for v in (a, b))
+    found = {name: int(v[0]) for name, v in run(text, a=x, b=y, n=np.uint32(n)).items()}
+    plain, clamped = a % 2**32, [max(-128, min(127, v)) & 255 for v in (a, b)]
+    assert found["%high"] == (a * b >> 32) % 2**32
+    assert found["%wide"] == a * b % 2**64
+    assert found["%right"] == (a >> n) % 2**32
+    assert found["%plain"] == plain >> n
+    assert found["%left"] == (plain << n) % 2**32
+    assert found["%pack"] == clamped[0] << 8 | clamped[1]
+    assert found["%zeros"] == 32 - plain.bit_length()
+    field = plain >> 5 & 7
+    assert found["%field"] == (field - 8 if field > 3 else field) % 2**32
+
+
+def test_a_block_has_names_and_labels_of_its_own() -> None:
+    text = """
+    { .reg .b32 a; .reg .pred p; mov.b32 a, 1; setp.eq.s32 p, a, 1; @p bra.uni DONE; mov.b32 a, 2; DONE: add.s32 %x, a, 0; }
+    { .reg .b32 a; mov.b32 a, 5; bra.uni DONE; mov.b32 a, 7; DONE: add.s32 %y, a, %x; }
+    """
+    found = run(text)
+    assert (found["%x"] == 1).all()
+    assert (found["%y"] == 6).all()
+
+
+def test_a_predicate_keeps_lanes_as_they_are() -> None:
+    text = "mov.u32 %lane, %tid.x; mov.b32 %d, 9; setp.lt.u32 %p, %lane, 4; @%p mov.b32 %d, 1; @!%p add.s32 %d, %d, %lane;"
+    lane = np.arange(32)
+    assert (run(text)["%d"] == np.where(lane < 4, 1, 9 + lane)).all()
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"sin\.approx"):
+        run("sin.approx.f32 %a, %b;")
+    with pytest.raises(RuntimeError, match="part at a branch"):
+        run("mov.u32 %l, %tid.x; setp.lt.u32 %p, %l, 4; @%p bra HERE; HERE: ret;")

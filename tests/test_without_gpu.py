@@ -1,0 +1,208 @@
+"""Compiled kernels have the reference's bits where there is no GPU: tests of other modules, their launches run by :mod:`ptx`.
+
+Every launch is run twice, with asynchronous work as soon and as late as may be and warps in either order, and both must agree.
+Of random cases these are the first few; tests/gpu has them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import random
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import JITFunction
+
+import ptx
+from helpers import same_bits
+from qflash.kernels import attention
+from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
+from qflash.recipe import DEFAULT
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="run by itself, with TRITON_INTERPRET=0"),
+]
+CPU = torch.device("cpu")
+
+Load = Callable[..., ModuleType]
+
+
+def launch_twice(call: attention.Call, target: str) -> None:
+    """Run a launch both ways; the second must leave the same bytes as the first."""
+    parts = [part for _, _, part in ptx.Memory(call.arguments.values()).parts]
+    before = [part.copy() for part in parts]
+    ptx.launch(call, target=target)
+    after = [part.copy() for part in parts]
+    for part, x in zip(parts, before, strict=True):
+        part[:] = x
+    ptx.launch(call, late=True, backwards=True, target=target)
+    assert all((part == x).all() for part, x in zip(parts, after, strict=True)), "what it gives depends on when things are done"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Return a function that imports a module of tests and has launches on the CPU compiled for a target and run."""
+    original = JITFunction.run
+
+    def load(name: str, target: str = "sm_90") -> ModuleType:
+        def run(kernel: Any, *values: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
+            if warmup:
+                return original(kernel, *values, grid=grid, warmup=True, **named)
+            arguments = dict(zip(kernel.arg_names, values, strict=False))
+            arguments.update((key, named.pop(key)) for key in kernel.arg_names if key in named)
+            if "GUARD" in arguments:
+                # what is compiled is not for the interpreter
+                arguments["GUARD"] = False
+            x, y, z = (*grid, 1, 1)[:3]
+            launch_twice(attention.Call(kernel, (x, y, z), arguments, named), target)
+            return None
+
+        monkeypatch.setattr(JITFunction, "run", run)
+        module = importlib.import_module(name)
+        if hasattr(module, "CUDA"):
+            monkeypatch.setattr(module, "CUDA", CPU)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_windows_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    # few processors: programs take several windows with the same bias
+    monkeypatch.setattr(attention, "processors_of", lambda device: 1)
+    emulated("gpu.test_gpu_windows", f"sm_{80 + 10 * (case % 2)}").test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_windows_fused(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    monkeypatch.setattr(attention, "processors_of", lambda device: 1)
+    emulated("gpu.test_gpu_windows", f"sm_{80 + 10 * (case % 2)}").test_fused_attention_has_the_reference_bits(case)
+
+
+@pytest.fixture
+def hopper(emulated: Load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tests of Hopper's kernel, with as few heads as there can be."""
+    module = emulated("gpu.test_gpu_hopper")
+    draw = module.draw_shape
+
+    def draw_small(chance: random.Random, head_dims: tuple[int, ...]) -> Any:
+        shape = draw(chance, head_dims)
+        return dataclasses.replace(shape, batch=1, heads=shape.group)
+
+    monkeypatch.setattr(module, "draw_shape", draw_small)
+    return module
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_hopper_int8(hopper: ModuleType, case: int) -> None:
+    hopper.test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_hopper_fused(hopper: ModuleType, case: int) -> None:
+    hopper.test_fused_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    module = emulated("gpu.test_gpu_long_hopper")
+    draw = module.sizes
+
+    def draw_small(chance: random.Random, others: tuple[int, ...]) -> Any:
+        (_, heads, queries, d), (_, few, keys, _), _ = draw(chance, others)
+        size = (1, 1, min(keys, 600), d)
+        return (1, heads // few, min(queries, 100), d), size, size
+
+    monkeypatch.setattr(module, "sizes", draw_small)
+    module.test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", range(10))
+def test_general_kernels(emulated: Load, case: int, target: str) -> None:
+    emulated("test_kernels", target).test_kernel_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("case", range(4))
+def test_general_kernels_fused(emulated: Load, case: int, target: str) -> None:
+    emulated("test_fused", target).test_fused_launch_has_the_bits_of_the_specification(case)
+
+
+def test_quantising_long_rows(emulated: Load) -> None:
+    shape, layouts = (2, 2, 40, 257, 48, 80, 1), ("packed", "tokens_first", "channels_first")
+    emulated("test_long_quantize").test_bits_are_those_of_single_tensors(shape, layouts, torch.bfloat16, True)
+
+
+# --- mistakes that must be noticed ------------------------------------------------------------------------
+
+
+def one_head(tokens: int, head_dim: int, fused: bool, tiles: Tiles) -> tuple[list[attention.Call], torch.Tensor]:
+    """The launches of a head, and where they leave its output."""
+    generator = torch.Generator().manual_seed(tokens)
+    size = (1, 1, tokens, head_dim)
+    if fused:
+        floats = [torch.randn(size, generator=generator).half() for _ in range(3)]
+        out = torch.empty_like(floats[0])
+        return attention.fused_calls(*floats, None, False, 0.1, out, DEFAULT, tiles=tiles), out
+    q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for _ in range(3))
+    one = torch.full((1, 1, 1, 1), 0.02)
+    out = torch.empty_like(q)
+    return attention.attention_calls(q, one, k, one, v, one, None, False, 0.1, one / 9, out, DEFAULT, tiles=tiles), out
+
+
+HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
+LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fused", "tiles", "mistake", "instead"),
+    [
+        (100, False, HELD, r"wgmma\.wait_group\.sync\.aligned\s+\d+", "wgmma.wait_group.sync.aligned 7"),
+        (100, False, HELD, r"cp\.async\.wait_group\s+0", "cp.async.wait_group 7"),
+        (100, True, HELD, r"bar\.sync\s+0;", ""),
+        (400, False, LONG, r"@!complete bra\.uni waitLoop;", ""),
+        (400, False, LONG, r"bar\.sync\s+0;", ""),
+        (100, False, HELD, r"wgmma\.mma_async(.*), 0;", r"wgmma.mma_async\1, 1;"),
+    ],
+    ids=["products", "copies", "barriers", "tiles", "long barriers", "accumulators"],
+)
+def test_what_is_not_waited_for_is_noticed(tokens: int, fused: bool, tiles: Tiles, mistake: str, instead: str) -> None:
+    calls, out = one_head(tokens, 64, fused, tiles)
+
+    def results(edit: Callable[[str], str]) -> list[torch.Tensor]:
+        found = []
+        for late, backwards in ((False, False), (True, True), (False, True), (True, False)):
+            for call in calls:
+                last = call is calls[-1]
+                ptx.launch(call, late=late, backwards=backwards, edit=edit if last else str)
+            found.append(out.clone())
+        return found
+
+    right = results(str)
+    assert all(same_bits(x, right[0]) for x in right)
+
+    def edit(text: str) -> str:
+        edited, count = re.subn(mistake, instead, text)
+        assert count, "there is nothing to forget"
+        return edited
+
+    try:
+        wrong = results(edit)
+    except RuntimeError:
+        return  # it did not even come to an end
+    assert not all(same_bits(x, right[0]) for x in wrong)
+
+
+def test_what_lies_beside_a_tensor_is_not_read() -> None:
+    calls, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS))
+    calls[0].arguments["k_ptr"] = calls[0].arguments["k_ptr"][:, :, :48].clone()
+    with pytest.raises(RuntimeError, match="outside every tensor"):
+        ptx.launch(calls[0])

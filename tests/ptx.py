@@ -13,6 +13,7 @@ Source: the PTX ISA's descriptions of its instructions. Only those are here that
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 WIDTH = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
-    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
 }  # fmt: skip
 
 
@@ -387,7 +388,8 @@ def _of(kind: str, x: Bits) -> Bits:
     """Bits as the numbers of a type."""
     if kind[0] == "s":
         return _signed(x)
-    if kind == "f32":
+    if kind in ("f32", "f32x2"):
+        # of a pair twice as many numbers as lanes
         return x.view(np.float32)
     if kind == "f16":
         return x.view(np.float16)
@@ -400,7 +402,9 @@ def _bits(x: Bits, kind: str = "") -> Bits:
     """Numbers as bits; a bfloat16 is a float32 of which the upper half counts."""
     if x.dtype == bool:
         return x
-    return (x.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else x.view(UNSIGNED[x.itemsize * 8])
+    if kind == "bf16":
+        return (x.view(np.uint32) >> 16).astype(np.uint16)
+    return x.view(UNSIGNED[WIDTH.get(kind, x.itemsize * 8)])
 
 
 def _plain(function: Callable[..., Bits], kind: str, operands: Sequence[str]) -> Step:
@@ -432,12 +436,25 @@ def _pairs(kind: str, function: Callable[[Bits, Bits], Bits]) -> Callable[[Bits,
     return both
 
 
+def _sum(modifiers: Sequence[str], operands: Sequence[str], function: Callable[[Bits, Bits], Bits]) -> Step:
+    if modifiers[-2] != "f32":
+        return _plain(function, _type(modifiers), operands)
+    # a 16-bit float and a float32
+    target, a, b = operands
+
+    def step(warp: Warp) -> None:
+        narrow = _of(modifiers[-1], warp.read(a, 16)).astype(np.float32)
+        warp.write(target, _bits(function(narrow, warp.read(b).view(np.float32))))
+
+    return step
+
+
 def _make_add(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    return _plain(lambda a, b: a + b, _type(modifiers), operands)
+    return _sum(["", *modifiers], operands, lambda a, b: a + b)
 
 
 def _make_sub(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    return _plain(lambda a, b: a - b, _type(modifiers), operands)
+    return _sum(["", *modifiers], operands, lambda a, b: a - b)
 
 
 def _high(a: Bits, b: Bits) -> Bits:
@@ -487,7 +504,7 @@ def _fused(a: Bits, b: Bits, c: Bits) -> Bits:
 
 
 def _make_fma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    return _plain(_fused, "f32", operands)
+    return _plain(_fused, _type(modifiers), operands)
 
 
 def _make_rcp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
@@ -507,8 +524,9 @@ def _extreme(modifiers: Sequence[str], operands: Sequence[str], nan: Any, number
     kind = _type(modifiers)
     function = nan if "NaN" in modifiers or kind[0] in "su" else number
     if kind in ("f16x2", "bf16x2"):
-        return _plain(_pairs(kind, function), kind, operands)
-    return _plain(function, kind, operands)
+        function = _pairs(kind, function)
+    # of two numbers or, on newer targets, three
+    return _plain(lambda *x: functools.reduce(function, x), kind, operands)
 
 
 def _make_min(modifiers: Sequence[str], operands: Sequence[str]) -> Step:

@@ -411,6 +411,8 @@ def _plain(function: Callable[..., Bits], kind: str, operands: Sequence[str]) ->
     """An instruction whose operands and result are all of one type."""
     target, *sources = operands
     width = WIDTH[kind]
+    if kind.endswith("16x2"):
+        function = _pairs(kind, function)
     fixed = [None if _is_register(name) else _of(kind, constant(name, width)) for name in sources]
 
     def step(warp: Warp) -> None:
@@ -424,14 +426,13 @@ def _is_register(name: str) -> bool:
     return name[0] == "%" or "@" in name or name == "global_smem"
 
 
-def _pairs(kind: str, function: Callable[[Bits, Bits], Bits]) -> Callable[[Bits, Bits], Bits]:
-    """A function of two 16-bit floats on both halves of words."""
+def _pairs(kind: str, function: Callable[..., Bits]) -> Callable[..., Bits]:
+    """A function of 16-bit floats on both halves of words."""
+    half = kind.removesuffix("x2")
 
-    def both(a: Bits, b: Bits) -> Bits:
-        x, y = a.view(np.uint16), b.view(np.uint16)
-        if kind == "f16x2":
-            return function(x.view(np.float16), y.view(np.float16)).astype(np.float16).view(np.uint32)
-        return _bits(function(_of("bf16", x), _of("bf16", y)), "bf16").view(np.uint32)
+    def both(*x: Bits) -> Bits:
+        halves = [_of(half, np.ascontiguousarray(word).view(np.uint16)) for word in x]
+        return _bits(function(*halves), half).view(np.uint32)
 
     return both
 
@@ -523,8 +524,6 @@ def _make_abs(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 def _extreme(modifiers: Sequence[str], operands: Sequence[str], nan: Any, number: Any) -> Step:
     kind = _type(modifiers)
     function = nan if "NaN" in modifiers or kind[0] in "su" else number
-    if kind in ("f16x2", "bf16x2"):
-        function = _pairs(kind, function)
     # of two numbers or, on newer targets, three
     return _plain(lambda *x: functools.reduce(function, x), kind, operands)
 

@@ -21,6 +21,7 @@ from triton.runtime import JITFunction
 
 import ptx
 from helpers import same_bits
+from qflash import ops
 from qflash.kernels import attention
 from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
 from qflash.recipe import DEFAULT
@@ -32,6 +33,9 @@ pytestmark = [
 CPU = torch.device("cpu")
 # those of sm_100 have products (tcgen05) that ptx does not know
 TARGETS = ("sm_80", "sm_90", "sm_120")
+
+HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
+LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
 
 Load = Callable[..., ModuleType]
 
@@ -112,6 +116,25 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
     hopper.test_fused_attention_has_the_reference_bits(case)
 
 
+@pytest.fixture
+def last_queries(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same with two heads and one processor: of fewer heads than processors a program takes whole blocks alone."""
+    monkeypatch.setattr(attention, "processors_of", lambda device: 1)
+    whole = hopper.Shape
+    monkeypatch.setattr(hopper, "Shape", lambda batch, heads, *sizes: whole(1, 2, *sizes))
+    return hopper
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(65, 197, 64), (137, 257, 80), (208, 401, 64), (72, 100, 128)])
+def test_last_queries_int8(last_queries: ModuleType, queries: int, keys: int, head_dim: int) -> None:
+    last_queries.test_the_last_few_queries_have_the_reference_bits(queries, keys, head_dim)
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(65, 300, 40), (208, 401, 64)])
+def test_last_queries_fused(last_queries: ModuleType, queries: int, keys: int, head_dim: int) -> None:
+    last_queries.test_the_last_few_queries_are_quantised_alike(queries, keys, head_dim)
+
+
 @pytest.mark.parametrize("case", range(4))
 def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     module = emulated("gpu.test_gpu_long_hopper")
@@ -124,6 +147,23 @@ def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case:
 
     monkeypatch.setattr(module, "sizes", draw_small)
     module.test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize(("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (520, 128, torch.bfloat16)])
+def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Keys and values quantised by two launches, queries by the third."""
+    long_quantize = emulated("qflash.kernels.long_quantize")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
+    found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+    out = torch.empty_like(query)
+    calls = attention.attention_calls(
+        query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out, DEFAULT,
+        tiles=LONG, value_sums=found.value_sums, dealt=True,
+    )  # fmt: skip
+    assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
+    calls[0].run()
+    assert same_bits(out, ops.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -158,10 +198,6 @@ def one_head(tokens: int, head_dim: int, fused: bool, tiles: Tiles) -> tuple[lis
     one = torch.full((1, 1, 1, 1), 0.02)
     out = torch.empty_like(q)
     return attention.attention_calls(q, one, k, one, v, one, None, False, 0.1, one / 9, out, DEFAULT, tiles=tiles), out
-
-
-HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
-LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,7 @@ def _statements(text: str) -> Iterator[str]:
             statement = re.sub(r"(?<![\w$%.])[A-Za-z_]\w*(?![\w.])", lambda m, b=block: b.get(m[0], m[0]), statement)
         return statement
 
-    inner = iter(range(len(text)))
-    for at in inner:
-        c = text[at]
+    for at, c in enumerate(text):
         if c == "{" and not token.strip():
             # labels and declarations of an inner block are its own
             body = text[at + 1 : _closing(text, at)] if blocks else ""
@@ -305,31 +303,37 @@ class Program:
         self.announced: dict[int, Announcement] = {}
         warps = [Warp(self, number) for number in range(kernel.threads // LANES)]
         running = {warp: warp.run() for warp in (reversed(warps) if backwards else warps)}
-        spins = 0
+        idle = 0
         while running:
+            idle += 1
             for warp, run in list(running.items()):
                 if warp.barrier is not None:
                     continue
                 state = next(run, "end")
-                spins = spins + 1 if state == "spin" else 0
+                if state != "spin":
+                    idle = 0
                 if state == "end":
                     del running[warp]
-            self._open(running, kernel.threads)
-            if spins > 4 * len(warps):
+            if self._open(running, kernel.threads):
+                idle = 0
+            if idle > 4:
                 raise RuntimeError("every warp waits for something that nobody is going to do")
 
     @staticmethod
-    def _open(running: dict[Warp, Iterator[str]], threads: int) -> None:
-        """Let those go on who are all at one barrier."""
+    def _open(running: dict[Warp, Iterator[str]], threads: int) -> bool:
+        """Let those go on who are all at one barrier; tell whether there are any."""
         at: dict[int, list[Warp]] = {}
         for warp in running:
             if warp.barrier is not None:
                 at.setdefault(warp.barrier[0], []).append(warp)
+        opened = False
         for waiting in at.values():
             assert waiting[0].barrier is not None
             if LANES * len(waiting) == (waiting[0].barrier[1] or threads):
+                opened = True
                 for warp in waiting:
                     warp.barrier = None
+        return opened
 
     def find_shared(self, address: Bits, size: int) -> Bits:
         """Offsets of shared addresses."""
@@ -438,7 +442,7 @@ def _pairs(kind: str, function: Callable[..., Bits]) -> Callable[..., Bits]:
 
 
 def _sum(modifiers: Sequence[str], operands: Sequence[str], function: Callable[[Bits, Bits], Bits]) -> Step:
-    if modifiers[-2] != "f32":
+    if list(modifiers[-2:-1]) != ["f32"]:
         return _plain(function, _type(modifiers), operands)
     # a 16-bit float and a float32
     target, a, b = operands
@@ -451,11 +455,11 @@ def _sum(modifiers: Sequence[str], operands: Sequence[str], function: Callable[[
 
 
 def _make_add(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    return _sum(["", *modifiers], operands, lambda a, b: a + b)
+    return _sum(modifiers, operands, lambda a, b: a + b)
 
 
 def _make_sub(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    return _sum(["", *modifiers], operands, lambda a, b: a - b)
+    return _sum(modifiers, operands, lambda a, b: a - b)
 
 
 def _high(a: Bits, b: Bits) -> Bits:

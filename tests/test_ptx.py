@@ -95,6 +95,13 @@ def test_a_predicate_keeps_lanes_as_they_are() -> None:
     assert (run(text)["%d"] == np.where(lane < 4, 1, 9 + lane)).all()
 
 
+def test_a_barrier_that_nobody_else_comes_to_is_noticed() -> None:
+    text = "mov.u32 %t, %tid.x; shr.u32 %w, %t, 5; setp.eq.s32 %p, %w, 0; @%p bra OVER; bar.sync 0; OVER: ret;"
+    kernel = ptx.Kernel(f".visible .entry k()\n.reqntid 64\n{{\n{text}\n}}\n")
+    with pytest.raises(RuntimeError, match="nobody is going to do"):
+        ptx.Program(kernel, (1, 1, 1), (0, 0, 0), {}, ptx.Memory([]), 16, False, False)
+
+
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"sin\.approx"):
         run("sin.approx.f32 %a, %b;")

@@ -130,7 +130,9 @@ class Kernel:
         negated, predicate, opcode, rest = found.groups()
         name, *modifiers = opcode.split(".")
         make = globals().get(f"_make_{name}")
-        if make is None:
+        # what these two change is done for those that have them
+        changed = {"sat": opcode.startswith("cvt.pack"), "ftz": name == "rcp"}
+        if make is None or any(x in modifiers and not here for x, here in changed.items()):
             raise NotImplementedError(statement)
         if name == "bra":
             return _branch(self, rest, predicate, bool(negated))

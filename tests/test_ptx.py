@@ -105,5 +105,7 @@ def test_a_barrier_that_nobody_else_comes_to_is_noticed() -> None:
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"sin\.approx"):
         run("sin.approx.f32 %a, %b;")
+    with pytest.raises(NotImplementedError, match=r"add\.sat"):
+        run("add.sat.s32 %a, %b, %c;")
     with pytest.raises(RuntimeError, match="part at a branch"):
         run("mov.u32 %l, %tid.x; setp.lt.u32 %p, %l, 4; @%p bra HERE; HERE: ret;")

@@ -697,7 +697,7 @@ _COMPARE: dict[str, Callable[[Bits, Bits], Bits]] = {
 
 
 def _compared(compare: str, kind: str, x: Bits, y: Bits) -> Bits:
-    if compare == "ne" and kind[0] == "f":
+    if compare == "ne" and kind[0] not in "su" and "f" in kind:
         # ordered: false beside NaN
         return (x < y) | (x > y)
     return _COMPARE[compare](x, y)
@@ -707,12 +707,12 @@ def _make_setp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     compare, *joined, kind = modifiers
     target, a, b, *rest = operands
     width = WIDTH[kind]
-    if kind == "f16x2":
+    if kind in ("f16x2", "bf16x2"):
         first, second = target.split("|")
 
         def both(warp: Warp) -> None:
-            x, y = (np.ascontiguousarray(warp.read(name)).view(np.float16).reshape(LANES, 2) for name in (a, b))
-            found = _compared(compare, kind, x, y)
+            words = (np.ascontiguousarray(warp.read(name)).view(np.uint16) for name in (a, b))
+            found = _compared(compare, kind, *(_of(kind.removesuffix("x2"), x) for x in words)).reshape(LANES, 2)
             warp.write(first, found[:, 0])
             warp.write(second, found[:, 1])
 

@@ -79,6 +79,18 @@ def test_integers(a: int, b: int, n: int) -> None:
     assert found["%field"] == (field - 8 if field > 3 else field) % 2**32
 
 
+def test_comparisons_beside_nan() -> None:
+    """Only those that end in u hold there."""
+    text = "".join(f"setp.{c}.{kind} %{c}_{kind}, %{kind}, %{kind};" for c in ("eq", "ne", "equ", "neu") for kind in NAN)
+    found = run(text + "setp.ne.bf16x2 %p|%q, %pair, %pair;", **NAN, pair=np.uint32(0x7FC03F80))
+    for kind in NAN:
+        assert [bool(found[f"%{c}_{kind}"][0]) for c in ("eq", "ne", "equ", "neu")] == [False, False, True, True], kind
+    assert not found["%p"].any() and not found["%q"].any()
+
+
+NAN = {"f32": np.uint32(0x7FC00000), "f16": np.uint16(0x7E00), "bf16": np.uint16(0x7FC0)}
+
+
 def test_a_block_has_names_and_labels_of_its_own() -> None:
     text = """
     { .reg .b32 a; .reg .pred p; mov.b32 a, 1; setp.eq.s32 p, a, 1; @p bra.uni DONE; mov.b32 a, 2; DONE: add.s32 %x, a, 0; }

@@ -303,6 +303,8 @@ class Program:
         self.late = late
         self.shared = _NOISE.integers(0, 256, shared, dtype=np.uint8)
         self.announced: dict[int, Announcement] = {}
+        self.tensor_memory = _NOISE.integers(0, 2**32, (128, 512), dtype=np.uint32)
+        self.uncommitted: list[Callable[[], None]] = []
         warps = [Warp(self, number) for number in range(kernel.threads // LANES)]
         running = {warp: warp.run() for warp in (reversed(warps) if backwards else warps)}
         idle = 0
@@ -587,19 +589,21 @@ def _make_bfe(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     start, length = int(operands[2]), int(operands[3])
 
     def field(a: Bits) -> Bits:
-        up = a << a.dtype.type(32 - start - length)
-        return up >> a.dtype.type(32 - length)
+        up = a << a.dtype.type(WIDTH[kind] - start - length)
+        return up >> a.dtype.type(WIDTH[kind] - length)
 
     return _plain(field, kind, operands[:2])
 
 
 def _make_bfi(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    assert _type(modifiers) == "b32"
     start, length = int(operands[3]), int(operands[4])
     mask = np.uint32((2**length - 1) << start)
     return _plain(lambda a, b: (b & ~mask) | ((a << np.uint32(start)) & mask), "b32", operands[:3])
 
 
 def _make_clz(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    assert _type(modifiers) == "b32"
     return _plain(lambda a: (32 - np.frexp(a.astype(np.float64))[1]).astype(np.uint32), "b32", operands)
 
 
@@ -792,6 +796,9 @@ def _make_bar(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return step
 
 
+_make_barrier = _make_bar
+
+
 def _make_elect(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return lambda warp: warp.write(operands[0].partition("|")[2], _LANE == 0)
 
@@ -945,7 +952,7 @@ class Announcement:
 
 def _make_mbarrier(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     kind = modifiers[0]
-    at = {"init": 0, "arrive": 1, "try_wait": 1}[kind]
+    at = {"init": 0, "inval": 0, "arrive": 1, "try_wait": 1}[kind]
     base, offset = _address(operands[at])
 
     def step(warp: Warp) -> str | None:
@@ -953,6 +960,9 @@ def _make_mbarrier(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
         (address,) = {int(x) + offset for x in warp.read(base)[warp.mask]}
         if kind == "init":
             announced[address] = Announcement(int(operands[1]))
+            return None
+        if kind == "inval":
+            del announced[address]
             return None
         here = announced[address]
         if kind == "arrive":
@@ -962,7 +972,7 @@ def _make_mbarrier(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
             here.turn()
             return None
         parity = int(warp.read(operands[2])[0])
-        if here.phase % 2 == parity and here.pending == 0 and here.kept:
+        if here.phase % 2 == parity and here.kept:
             # late: what has been sent for comes when a warp has asked and asks again
             while warp in here.asked and here.kept:
                 here.kept.pop(0)()
@@ -1101,16 +1111,23 @@ def _make_mma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return step
 
 
-def _described(warp: Warp, descriptor: int, rows: int) -> Bits:
-    """The (rows, 32) bytes of a matrix in shared memory whose rows lie one after the other (K-major)."""
-    start, stride, mode = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4, descriptor >> 62
+def _described(warp: Warp, descriptor: int, rows: int, pitch: int, across: bool = False) -> Bits:
+    """The (rows, 32) bytes of a matrix in shared memory, whose rows lie side by side (K-major) or, ``across``, columns.
+
+    Of the descriptor's swizzling, which targets number differently, ``pitch`` is the width, or 0.
+    """
+    start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     leading = (descriptor >> 16 & 0x3FFF) << 4
     n, k = np.arange(rows)[:, None], np.arange(32)[None, :]
-    if mode == 0:
+    if across and pitch == 0:
+        at = start + n % 16 + n // 16 * stride + k % 8 * 16 + k // 8 * leading
+    elif across:
+        at = start + n % pitch + n // pitch * leading + k % 8 * pitch + k // 8 * stride
+    elif pitch == 0:
         at = start + n // 8 * stride + n % 8 * 16 + k // 16 * leading + k % 16
     else:
-        pitch = {1: 128, 2: 64, 3: 32}[mode]
         at = start + n // 8 * stride + n % 8 * pitch + k
+    if pitch:
         # sixteen bytes change places by the number of the row of 128 bytes they lie in
         at = at ^ ((at >> 7 & (pitch // 16 - 1)) << 4)
     return warp.program.shared[warp.program.find_shared(at.reshape(-1), 1)].reshape(rows, 32).view(np.int8)
@@ -1129,6 +1146,9 @@ def _make_wgmma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     d, a = _listed(operands[0]), _listed(operands[1])
     b, keep = operands[2], operands[3]
 
+    def described(warp: Warp, descriptor: int, rows: int) -> Bits:
+        return _described(warp, descriptor, rows, (0, 128, 64, 32)[descriptor >> 62])
+
     def step(warp: Warp) -> None:
         right = int(warp.read(b, 64)[0])
         kept = bool(warp.read(keep, 1)[0])
@@ -1136,15 +1156,118 @@ def _make_wgmma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
         def multiply() -> None:
             if len(a) == 1:
-                rows = _described(warp, int(left[0][0]), 64)[16 * (warp.number % 4) :][:16]
+                rows = described(warp, int(left[0][0]), 64)[16 * (warp.number % 4) :][:16]
             else:
                 rows = _rows_of(left)
-            product = rows.astype(np.int64) @ _described(warp, right, columns).astype(np.int64).T
+            product = rows.astype(np.int64) @ described(warp, right, columns).astype(np.int64).T
             if kept:
                 product = product + _brought_together([warp.registers[name] for name in d], columns)
             for name, x in zip(d, _spread_out(product.astype(np.int32)), strict=True):
                 warp.registers[name] = x
 
         warp.send("wgmma", multiply)
+
+    return step
+
+
+def _make_tcgen05(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    """The fifth generation's: operands and sums in tensor memory, 128 lanes of 512 words."""
+    kind = modifiers[0]
+    if kind in ("relinquish_alloc_permit", "dealloc", "wait::ld", "wait::st", "fence"):
+        return lambda warp: None
+    if kind in ("ld", "st"):
+        return _tensor_memory(modifiers, operands)
+    if kind == "alloc":
+        base, offset = _address(operands[0])
+
+        def allocate(warp: Warp) -> None:
+            at = warp.program.find_shared(warp.read(base)[:1].astype(np.int64) + offset, 4)
+            _scatter(warp.program.shared, at, [np.zeros(1, dtype=np.uint32)])
+
+        return allocate
+    if kind == "commit":
+        base, offset = _address(operands[0])
+
+        def commit(warp: Warp) -> None:
+            program = warp.program
+            (address,) = {int(x) + offset for x in warp.read(base)[warp.mask]}
+            here, work = program.announced[address], program.uncommitted
+            program.uncommitted = []
+
+            def finish() -> None:
+                for one in work:
+                    one()
+                here.pending -= 1
+                here.turn()
+
+            if program.late:
+                here.kept.append(finish)
+            else:
+                finish()
+
+        return commit
+    assert kind == "mma" and modifiers[1:] == ["cta_group::1", "kind::i8"], modifiers
+    return _tensor_product(operands)
+
+
+def _tensor_memory(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    """Words from or to the quarter of the lanes that a warp has: a lane for each thread, or half of them in two pieces."""
+    shape, count = modifiers[3], int(modifiers[4].removeprefix("x"))
+    load = modifiers[0] == "ld"
+    names = _listed(operands[0] if load else operands[-1])
+    base, offset = _address(operands[1] if load else operands[0])
+    assert shape in ("32x32b", "16x32bx2") and len(names) == count
+    split = int(operands[2] if load else operands[1]) if shape == "16x32bx2" else 0
+
+    def step(warp: Warp) -> None:
+        address = int(warp.read(base)[0]) + offset
+        lanes = (address >> 16) + (_LANE % 16 if split else _LANE)
+        assert (lanes // 32 == warp.number % 4).all(), "lanes of another warp's"
+        start = (address & 0xFFFF) + (split * (_LANE // 16) if split else 0 * _LANE)
+        for i, name in enumerate(names):
+            if load:
+                warp.write(name, warp.program.tensor_memory[lanes, start + i])
+            else:
+                warp.program.tensor_memory[lanes, start + i] = warp.read(name)
+
+    return step
+
+
+def _tensor_product(operands: Sequence[str]) -> Step:
+    (to, to_offset), b, kinds, keep = _address(operands[0]), *operands[2:]
+    held = operands[1].startswith("[")
+    a, a_offset = _address(operands[1])
+
+    def step(warp: Warp) -> None:
+        (lane,) = np.flatnonzero(warp.mask)
+        program = warp.program
+        form = int(warp.read(kinds)[lane])
+        rows, columns = (form >> 24 & 31) << 4, (form >> 17 & 63) << 3
+        assert form & 0xFFFF == 0x4A0, "signed bytes, sums of 32 bits, rows of the left operand side by side"
+        left, right = int(warp.read(a, 32 if held else 64)[lane]) + a_offset, int(warp.read(b, 64)[lane])
+        target, kept = int(warp.read(to)[lane]) + to_offset, bool(warp.read(keep, 1)[lane])
+        # sixteen rows to each quarter of the lanes, or thirty-two
+        lanes = np.arange(rows) // (rows // 4) * 32 + np.arange(rows) % (rows // 4)
+
+        def described(descriptor: int, count: int, across: bool = False) -> Bits:
+            return _described(warp, descriptor, count, {0: 0, 2: 128, 4: 64, 6: 32}[descriptor >> 61], across)
+
+        def multiply() -> None:
+            memory = program.tensor_memory
+            if held:
+                words = np.ascontiguousarray(memory[lanes + (left >> 16)][:, (left & 0xFFFF) + np.arange(8)])
+                x = words.view(np.int8).reshape(rows, 32)
+            else:
+                x = described(left, rows)
+            product = x.astype(np.int64) @ described(right, columns, bool(form >> 16 & 1)).astype(np.int64).T
+            place = (lanes + (target >> 16))[:, None], (target & 0xFFFF) + np.arange(columns)[None, :]
+            if kept:
+                product = product + _signed(memory[place])
+            memory[place] = product.astype(np.int32).view(np.uint32)
+
+        if program.late:
+            program.uncommitted.append(multiply)
+        else:
+            multiply()
 
     return step

@@ -31,8 +31,8 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="run by itself, with TRITON_INTERPRET=0"),
 ]
 CPU = torch.device("cpu")
-# those of sm_100 have products (tcgen05) that ptx does not know
-TARGETS = ("sm_80", "sm_90", "sm_120")
+# four generations of products: mma, wgmma, tcgen05, and mma again
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
 LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
@@ -83,13 +83,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_windows_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     # few processors: programs take several windows with the same bias
     monkeypatch.setattr(attention, "processors_of", lambda device: 1)
-    emulated("gpu.test_gpu_windows", TARGETS[case % 3]).test_int8_attention_has_the_reference_bits(case)
+    emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_int8_attention_has_the_reference_bits(case)
 
 
 @pytest.mark.parametrize("case", range(6))
 def test_windows_fused(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
     monkeypatch.setattr(attention, "processors_of", lambda device: 1)
-    emulated("gpu.test_gpu_windows", TARGETS[case % 3]).test_fused_attention_has_the_reference_bits(case)
+    emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_fused_attention_has_the_reference_bits(case)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ A program's warps run one after the other, each up to a barrier, 32 lanes at a t
 what an instruction makes of them is its own affair, as in PTX. Memory is the tensors of the launch and nothing else: a
 load or store beside them, or one that is not aligned, raises. Shared memory and registers begin as noise.
 
-Asynchronous work (``wgmma``, ``cp.async``) is done either when it is sent for (``late=False``) or when it is waited for
+Asynchronous work (products, copies) is done either when it is sent for (``late=False``) or when it is waited for
 (``late=True``). A kernel that waits for too little, or overwrites what is still to be read, is wrong in one of the two.
 Warps take their turns in either order, for the same reason.
 

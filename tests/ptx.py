@@ -36,6 +36,7 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 WIDTH = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
     "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
+    "s16x2": 32, "u16x2": 32,
 }  # fmt: skip
 
 
@@ -393,12 +394,13 @@ def _signed(x: Bits) -> Bits:
 
 
 def _of(kind: str, x: Bits) -> Bits:
-    """Bits as the numbers of a type."""
+    """Bits as the numbers of a type, of which a pair has twice as many."""
+    if kind in ("s16x2", "u16x2"):
+        return np.ascontiguousarray(x).view(np.int16 if kind[0] == "s" else np.uint16)
     if kind[0] == "s":
         return _signed(x)
     if kind in ("f32", "f32x2"):
-        # of a pair twice as many numbers as lanes
-        return x.view(np.float32)
+        return np.ascontiguousarray(x).view(np.float32)
     if kind == "f16":
         return x.view(np.float16)
     if kind == "bf16":
@@ -419,7 +421,7 @@ def _plain(function: Callable[..., Bits], kind: str, operands: Sequence[str]) ->
     """An instruction whose operands and result are all of one type."""
     target, *sources = operands
     width = WIDTH[kind]
-    if kind.endswith("16x2"):
+    if kind.endswith("f16x2"):
         function = _pairs(kind, function)
     fixed = [None if _is_register(name) else _of(kind, constant(name, width)) for name in sources]
 
@@ -669,7 +671,11 @@ def _make_cvt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
             assert modifiers[0] == "rni" and to == "s32"
             x = _round(x, -(2**31), 2**31 - 1).astype(np.int32)
         else:
-            x = x.astype((SIGNED if to[0] == "s" else UNSIGNED)[WIDTH[to]])
+            both = SIGNED if to[0] == "s" else UNSIGNED
+            x = x.astype(both[WIDTH[to]])
+            if WIDTH[to] == 8:
+                # no register is so narrow: the sign goes on
+                x = x.astype(both[_register_width(target)])
         warp.write(target, _bits(x))
 
     return step
@@ -1243,7 +1249,7 @@ def _tensor_product(operands: Sequence[str]) -> Step:
         program = warp.program
         form = int(warp.read(kinds)[lane])
         rows, columns = (form >> 24 & 31) << 4, (form >> 17 & 63) << 3
-        assert form & 0xFFFF == 0x4A0, "signed bytes, sums of 32 bits, rows of the left operand side by side"
+        assert form & 0x7FFF == 0x4A0, "signed bytes, sums of 32 bits"
         left, right = int(warp.read(a, 32 if held else 64)[lane]) + a_offset, int(warp.read(b, 64)[lane])
         target, kept = int(warp.read(to)[lane]) + to_offset, bool(warp.read(keep, 1)[lane])
         # sixteen rows to each quarter of the lanes, or thirty-two
@@ -1258,7 +1264,7 @@ def _tensor_product(operands: Sequence[str]) -> Step:
                 words = np.ascontiguousarray(memory[lanes + (left >> 16)][:, (left & 0xFFFF) + np.arange(8)])
                 x = words.view(np.int8).reshape(rows, 32)
             else:
-                x = described(left, rows)
+                x = described(left, rows, bool(form >> 15 & 1))
             product = x.astype(np.int64) @ described(right, columns, bool(form >> 16 & 1)).astype(np.int64).T
             place = (lanes + (target >> 16))[:, None], (target & 0xFFFF) + np.arange(columns)[None, :]
             if kept:

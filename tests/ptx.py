@@ -523,6 +523,10 @@ def _make_rcp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return _plain(lambda a: (1.0 / a.astype(np.float64)).astype(np.float32), "f32", operands)
 
 
+def _make_rem(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    return _plain(np.fmod, _type(modifiers), operands)
+
+
 def _make_neg(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return _plain(lambda a: -a, _type(modifiers), operands)
 
@@ -661,7 +665,9 @@ def _make_cvt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
     def step(warp: Warp) -> None:
         width = WIDTH[source]
-        raw = warp.read(operands[1], max(width, 16) if width > 8 else warp.registers[operands[1]].itemsize * 8)
+        # of a register that is wider the lower bits count
+        held = warp.registers.get(operands[1])
+        raw = warp.read(operands[1], max(width, 16) if held is None else held.itemsize * 8)
         x = _of(source, raw.astype(UNSIGNED[width]))
         if to == "f32":
             x = x.astype(np.float32)
@@ -828,11 +834,18 @@ def _make_vote(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 
 def _make_redux(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    fold = {"max": np.max, "min": np.min, "add": np.sum, "or": np.bitwise_or.reduce, "and": np.bitwise_and.reduce}[modifiers[1]]
     kind = _type(modifiers)
+    beside_nan = kind == "f32" and "NaN" not in modifiers
+    fold = {
+        "max": np.nanmax if beside_nan else np.max, "min": np.nanmin if beside_nan else np.min, "add": np.sum,
+        "or": np.bitwise_or.reduce, "and": np.bitwise_and.reduce,
+    }[modifiers[1]]  # fmt: skip
+    assert set(modifiers[2:-1]) <= {"abs", "NaN"}, modifiers
 
     def step(warp: Warp) -> None:
         x = _of(kind, warp.read(operands[1]))
+        if "abs" in modifiers:
+            x = np.abs(x)
         warp.write(operands[0], _bits(np.full(LANES, fold(x), dtype=x.dtype)))
 
     return step

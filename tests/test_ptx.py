@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ def test_prmt(a: int, b: int, selector: int) -> None:
 def test_integers(a: int, b: int, n: int) -> None:
     text = """mul.hi.s32 %high, %a, %b; mul.wide.s32 %wide, %a, %b; shr.s32 %right, %a, %n; shr.u32 %plain, %a, %n;
     shl.b32 %left, %a, %n; cvt.pack.sat.s8.s32.b32 %pack, %a, %b, 0; clz.b32 %zeros, %a; bfe.s32 %field, %a, 5, 3;
-    bfe.s64 %long, %wide, 18, 45;"""
+    bfe.s64 %long, %wide, 18, 45; rem.s32 %rest, %a, 7;"""
     x, y = (np.int32(v).view(np.uint32) for v in (a, b))
     found = {name: int(v[0]) for name, v in run(text, a=x, b=y, n=np.uint32(n)).items()}
     plain, clamped = a % 2**32, [max(-128, min(127, v)) & 255 for v in (a, b)]
@@ -78,6 +79,7 @@ def test_integers(a: int, b: int, n: int) -> None:
     assert found["%zeros"] == 32 - plain.bit_length()
     field = plain >> 5 & 7
     assert found["%field"] == (field - 8 if field > 3 else field) % 2**32
+    assert found["%rest"] == int(math.fmod(a, 7)) % 2**32
     field = a * b >> 18 & (2**45 - 1)
     assert found["%long"] == (field - 2**45 if field >> 44 else field) % 2**64
 

@@ -230,13 +230,6 @@ class Warp:
             if state is not None:
                 yield state
 
-    def send(self, queue: str, work: Callable[[], None]) -> None:
-        """Do asynchronous work, or keep it until it is waited for."""
-        if self.program.late:
-            self.queues[queue][-1].append(work)
-        else:
-            work()
-
     def wait(self, queue: str, left: int) -> None:
         """Do what was sent for, but for the last ``left`` groups."""
         groups = self.queues[queue]
@@ -340,12 +333,23 @@ class Program:
                     warp.barrier = None
         return opened
 
+    def send(self, queue: list[Callable[[], None]], work: Callable[[], None]) -> None:
+        """Do asynchronous work, or keep it until it is waited for."""
+        if self.late:
+            queue.append(work)
+        else:
+            work()
+
     def find_shared(self, address: Bits, size: int) -> Bits:
         """Offsets of shared addresses."""
         offset = address.astype(np.int64) - SHARED
         if (offset < 0).any() or (offset + size > len(self.shared)).any() or (offset % size).any():
             raise IndexError(f"{size} bytes of shared memory at {offset[:4]} of {len(self.shared)}")
         return offset
+
+
+_read = functools.lru_cache(maxsize=8)(Kernel)
+"""Tests launch a kernel several times in a row; its steps keep nothing from one to the next."""
 
 
 def launch(
@@ -361,7 +365,7 @@ def launch(
         edit: what is done to the PTX first, to see that mistakes are noticed.
     """
     compiled = compile_call(call, target)
-    kernel = Kernel(edit(compiled.asm["ptx"]))
+    kernel = _read(edit(compiled.asm["ptx"]))
     values: list[Any] = []
     for name, kind in compiled.src.signature.items():
         if kind == "constexpr":
@@ -625,6 +629,7 @@ def _make_prmt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 
 def _four(x: Bits) -> Bits:
+    """The four signed bytes of each word."""
     return np.ascontiguousarray(x).view(np.int8).reshape(-1, 4).astype(np.int32)
 
 
@@ -945,7 +950,7 @@ def _make_cp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
                 part, start = warp.program.memory.find(address[there], size)
                 warp.program.shared[at[there][:, None] + np.arange(size)] = part[start[:, None] + np.arange(size)]
 
-        warp.send("cp", copy)
+        warp.program.send(warp.queues["cp"][-1], copy)
 
     return step
 
@@ -1003,6 +1008,11 @@ def _make_mbarrier(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return step
 
 
+def _swizzled(at: Bits, pitch: int) -> Bits:
+    """Addresses with sixteen bytes changing places by the number of the row of 128 bytes they lie in."""
+    return at ^ ((at >> 7 & (pitch // 16 - 1)) << 4)
+
+
 def _copy_tile(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     """A tile of a described matrix, zeros beyond its edges, to shared memory with its pieces of sixteen bytes swizzled."""
     assert modifiers[2:4] == ["tensor", "2d"]
@@ -1027,53 +1037,45 @@ def _copy_tile(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
                 torch.as_strided(described.base, described.shape, described.strides).view(torch.int8).numpy().view(np.uint8)
             )
             tile = np.where(inside, matrix[np.where(inside, y, 0), np.where(inside, x, 0)], np.uint8(0))
-            at = target + np.arange(height)[:, None] * across + np.arange(across)[None, :]
-            at = at ^ ((at >> 7 & (width // 16 - 1)) << 4)
+            at = _swizzled(target + np.arange(height)[:, None] * across + np.arange(across)[None, :], width)
             program.shared[program.find_shared(at.reshape(-1), 1)] = tile.reshape(-1)
             here.bytes -= tile.size
             here.turn()
 
-        if program.late:
-            here.kept.append(copy)
-        else:
-            copy()
+        program.send(here.kept, copy)
 
     return step
 
 
-def _matrix_rows(warp: Warp, base: str, offset: int, count: int) -> Bits:
-    """Offsets of the eight rows of sixteen bytes of each matrix: lane 8 i + j has row j of matrix i."""
-    address = warp.read(base).astype(np.int64)[: 8 * count] + offset
-    return warp.program.find_shared(address, 16).reshape(count, 8)
+def _matrix_places(warp: Warp, address: str, count: int, transposed: bool) -> Bits:
+    """Where the bytes of a thread's words lie: (count, lanes, 4), of matrices of 8 x 8 halves.
 
-
-def _halves_of(rows: Bits, transposed: bool) -> Bits:
-    """Where the two halves of a thread's word lie in a matrix of 8 x 8 halves, by its rows: (lanes, 2)."""
+    Lane 8 i + j has the address of row j of matrix i, sixteen bytes. A word is two halves of a row or, transposed, a column.
+    """
+    base, offset = _address(address)
+    rows = warp.program.find_shared(warp.read(base).astype(np.int64)[: 8 * count] + offset, 16).reshape(count, 8)
     near, far = _LANE[:, None] // 4, 2 * (_LANE[:, None] % 4) + np.arange(2)
     row, column = (far, near) if transposed else (near, far)
-    return rows[row] + 2 * column
+    halves = rows[:, row] + 2 * column
+    return (halves[..., None] + np.arange(2)).reshape(count, LANES, 4)
 
 
 def _make_ldmatrix(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     names = _listed(operands[0])
-    base, offset = _address(operands[1])
 
     def step(warp: Warp) -> None:
-        for name, rows in zip(names, _matrix_rows(warp, base, offset, len(names)), strict=True):
-            at = _halves_of(rows, "trans" in modifiers)[:, :, None] + np.arange(2)
-            warp.write(name, np.ascontiguousarray(warp.program.shared[at.reshape(LANES, 4)]).view(np.uint32)[:, 0])
+        for name, at in zip(names, _matrix_places(warp, operands[1], len(names), "trans" in modifiers), strict=True):
+            warp.write(name, warp.program.shared[at].view(np.uint32)[:, 0])
 
     return step
 
 
 def _make_stmatrix(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     names = _listed(operands[1])
-    base, offset = _address(operands[0])
 
     def step(warp: Warp) -> None:
-        for name, rows in zip(names, _matrix_rows(warp, base, offset, len(names)), strict=True):
-            at = _halves_of(rows, "trans" in modifiers)[:, :, None] + np.arange(2)
-            warp.program.shared[at.reshape(LANES, 4)] = np.ascontiguousarray(warp.read(name)).view(np.uint8).reshape(LANES, 4)
+        for name, at in zip(names, _matrix_places(warp, operands[0], len(names), "trans" in modifiers), strict=True):
+            warp.program.shared[at] = _four(warp.read(name)).astype(np.uint8)
 
     return step
 
@@ -1090,7 +1092,7 @@ def _rows_of(words: Sequence[Bits]) -> Bits:
     matrix = np.zeros((16, 32), dtype=np.int8)
     for i, word in enumerate(words):
         rows, columns = _LANE // 4 + 8 * (i & 1), 4 * (_LANE % 4) + 16 * (i >> 1)
-        matrix[rows[:, None], columns[:, None] + np.arange(4)] = np.ascontiguousarray(word).view(np.int8).reshape(LANES, 4)
+        matrix[rows[:, None], columns[:, None] + np.arange(4)] = _four(word)
     return matrix
 
 
@@ -1120,9 +1122,7 @@ def _make_mma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
         right = np.zeros((32, 8), dtype=np.int64)
         for i, name in enumerate(b):
             rows = 4 * (_LANE % 4) + 16 * i
-            right[rows[:, None] + np.arange(4), (_LANE // 4)[:, None]] = (
-                np.ascontiguousarray(warp.read(name)).view(np.int8).reshape(LANES, 4)
-            )
+            right[rows[:, None] + np.arange(4), (_LANE // 4)[:, None]] = _four(warp.read(name))
         product = left @ right + _brought_together([warp.read(name) for name in c], 8)
         for name, x in zip(d, _spread_out(_saturated(product)), strict=True):
             warp.write(name, x)
@@ -1147,8 +1147,7 @@ def _described(warp: Warp, descriptor: int, rows: int, pitch: int, across: bool 
     else:
         at = start + n // 8 * stride + n % 8 * pitch + k
     if pitch:
-        # sixteen bytes change places by the number of the row of 128 bytes they lie in
-        at = at ^ ((at >> 7 & (pitch // 16 - 1)) << 4)
+        at = _swizzled(at, pitch)
     return warp.program.shared[warp.program.find_shared(at.reshape(-1), 1)].reshape(rows, 32).view(np.int8)
 
 
@@ -1184,7 +1183,7 @@ def _make_wgmma(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
             for name, x in zip(d, _spread_out(product.astype(np.int32)), strict=True):
                 warp.registers[name] = x
 
-        warp.send("wgmma", multiply)
+        warp.program.send(warp.queues["wgmma"][-1], multiply)
 
     return step
 
@@ -1219,10 +1218,7 @@ def _make_tcgen05(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
                 here.pending -= 1
                 here.turn()
 
-            if program.late:
-                here.kept.append(finish)
-            else:
-                finish()
+            program.send(here.kept, finish)
 
         return commit
     assert kind == "mma" and modifiers[1:] == ["cta_group::1", "kind::i8"], modifiers
@@ -1284,9 +1280,6 @@ def _tensor_product(operands: Sequence[str]) -> Step:
                 product = product + _signed(memory[place])
             memory[place] = product.astype(np.int32).view(np.uint32)
 
-        if program.late:
-            program.uncommitted.append(multiply)
-        else:
-            multiply()
+        program.send(program.uncommitted, multiply)
 
     return step

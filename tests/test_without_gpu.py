@@ -79,16 +79,21 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Load:
     return load
 
 
-@pytest.mark.parametrize("case", range(6))
-def test_windows_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
-    # few processors: programs take several windows with the same bias
+@pytest.fixture
+def one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs share what they would otherwise have to themselves: windows with one bias, or a head's blocks."""
     monkeypatch.setattr(attention, "processors_of", lambda device: 1)
+
+
+@pytest.mark.usefixtures("one_processor")
+@pytest.mark.parametrize("case", range(6))
+def test_windows_int8(emulated: Load, case: int) -> None:
     emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_int8_attention_has_the_reference_bits(case)
 
 
+@pytest.mark.usefixtures("one_processor")
 @pytest.mark.parametrize("case", range(6))
-def test_windows_fused(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
-    monkeypatch.setattr(attention, "processors_of", lambda device: 1)
+def test_windows_fused(emulated: Load, case: int) -> None:
     emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_fused_attention_has_the_reference_bits(case)
 
 
@@ -117,9 +122,8 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
 
 
 @pytest.fixture
-def last_queries(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def last_queries(hopper: ModuleType, one_processor: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same with two heads and one processor: of fewer heads than processors a program takes whole blocks alone."""
-    monkeypatch.setattr(attention, "processors_of", lambda device: 1)
     whole = hopper.Shape
     monkeypatch.setattr(hopper, "Shape", lambda batch, heads, *sizes: whole(1, 2, *sizes))
     return hopper

@@ -41,9 +41,9 @@ MAX_FRACTION_BITS = 24
 """Three bytes: an exponent with as many has its octaves in a byte of their own."""
 BIAS_FRACTION_BITS = 16
 BIAS_LIMIT = 1 << 28
-BIAS_MASKED = -(1 << 31)
+BIAS_MASKED = -(1 << 30)
 """Fixed-point bias of a key that takes no part (minus infinity)."""
-BIAS_POISON = (1 << 31) - 1
+BIAS_POISON = 1 << 30
 """Fixed-point bias that marks a NaN or plus infinity; its row comes out as NaN."""
 SCORE_POISON = 1 << 30
 """What a poisoned score is set to: above every honest one."""

@@ -241,6 +241,8 @@ def _options(tiles: Tiles) -> dict[str, Any]:
 
 _BIAS_PROGRAMS = 12
 """Programs with a bias that a processor has room for: more windows than that share them."""
+_LOAD_AGAIN = 2
+"""Most windows with one fixed-point bias for which a program loads it each time."""
 _PACKED_KEYS = 256
 """Keys of V that are packed at a time."""
 _LONG_TILE = 128
@@ -360,22 +362,23 @@ def _held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.
 
 
 def _share_windows(
-    tiles: Tiles, windows: int, heads: int, periods: int, biased: bool, device: torch.device
+    tiles: Tiles, windows: int, heads: int, periods: int, mask: torch.Tensor | None, device: torch.device
 ) -> tuple[tuple[int, int, int], dict[str, Any], Tiles]:
     """Share windows out among programs of :mod:`.windows`: grid, arguments and registers.
 
     Args:
-        periods: windows after which the bias repeats. Programs that take several windows with the same bias bring it to
-            the chip once.
+        periods: windows after which the bias ``mask`` repeats. Programs may take several windows with the same bias.
     """
     programs = windows * heads * tiles.splits
-    each = triton.cdiv(programs, _BIAS_PROGRAMS * processors_of(device)) if biased else 1
+    each = triton.cdiv(programs, _BIAS_PROGRAMS * processors_of(device)) if mask is not None else 1
     groups = triton.cdiv(windows // periods, each)
-    staged = groups * periods < windows
-    if biased:
+    several = groups * periods < windows
+    # a float is turned into fixed point where it is staged
+    staged = several and (mask is None or mask.dtype != torch.int32 or each > _LOAD_AGAIN)
+    if mask is not None:
         # what a bias adds to the registers would leave room for too few programs
         tiles = tiles._replace(registers=168)
-    arguments = {"windows": windows, "STAGED": staged, "SPLITS": tiles.splits}
+    arguments = {"windows": windows, "SEVERAL": several, "STAGED": staged, "SPLITS": tiles.splits}
     return (groups * tiles.splits, heads, periods), arguments, tiles
 
 
@@ -572,7 +575,7 @@ def _calls(
             arguments["QUANTIZE"] = query.dtype != torch.int8
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, kind == "bias", query.device)
+            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, mask, query.device)
             arguments |= shared
         if named:
             arguments = {name: arguments[name] for name in kernel.arg_names}

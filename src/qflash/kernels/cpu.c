@@ -33,8 +33,8 @@
 #define CHUNK 512         /* keys whose values a block multiplies before others take their place in the cache */
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
-#define BIAS_MASKED INT32_MIN
-#define BIAS_POISON INT32_MAX
+#define BIAS_MASKED (-(1 << 30))
+#define BIAS_POISON (1 << 30)
 #define INLINE static inline __attribute__((always_inline))
 
 /* Operands of a product: left queries and probabilities, right keys and values. A group of them fills a lane. */

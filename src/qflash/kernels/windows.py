@@ -608,17 +608,32 @@ def _staged(smem, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _add_bias(s, bias, multiplier, drop):
-    """Scores with a bias, for 16 fraction bits and a bias without marks."""
-    L: gl.constexpr = s.type.layout
-    return ((s * beside_rows(multiplier, L)) >> beside_rows(drop, L)) + bias
+def _marked(row_max, drop):
+    """1 where a row may hold a mark that counts, or have scores so large that a mark could be taken for one, else 0."""
+    return gl.where((row_max >= 1 << 29) | (row_max < -(1 << 29)) | (drop < 1), 1, 0)
 
 
 @gluon.jit
-def _add_any_bias(s, bias, multiplier, fraction_bits, drop):
-    """Scores with a bias: :func:`.tile.scores`."""
+def _scaled(s, multiplier, drop):
+    """Scores in the unit in which a bias is added, with 16 fraction bits unless their scale is too large for that."""
     L: gl.constexpr = s.type.layout
-    z = ((s * beside_rows(multiplier, L)) >> beside_rows(drop, L)) + (bias >> (16 - beside_rows(fraction_bits, L)))
+    return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
+
+
+@gluon.jit
+def _biased(s, bias, multiplier, drop):
+    """Scores with a bias, tile by tile, for 16 fraction bits and a bias without marks."""
+    y = ()
+    for i in gl.static_range(len(s)):
+        y = y + (_scaled(s[i], multiplier, drop) + _fixed(bias[i]),)
+    return y
+
+
+@gluon.jit
+def _add_any_bias(s, bias, fraction_bits):
+    """What :func:`_scaled` returned with a bias: :func:`.tile.scores`."""
+    L: gl.constexpr = s.type.layout
+    z = s + (bias >> (16 - beside_rows(fraction_bits, L)))
     z = gl.where(bias == BIAS_POISON, POISON, z)
     return gl.where(bias == BIAS_MASKED, MASKED, z)
 
@@ -677,31 +692,47 @@ def _attend(
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
     if MASK == "bias":
+        # A row of fixed point shows by its maximum whether there is a mark that counts. Where it is the program that knows, or
+        # a float's range that tells, sums are formed behind the branch.
+        BY_MAXIMUM: gl.constexpr = not (STAGED or mask_base.dtype.element_ty.is_floating())
+        b = ()
         if STAGED:
-            b = (_staged(staged[0].index(tile), ROWS),)
-            for i in gl.static_range(1, len(k)):
+            for i in gl.static_range(len(k)):
                 b = b + (_staged(staged[i].index(tile), ROWS),)
-            careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
         else:
             if not AHEAD:
                 loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
-            b = ()
             for i in gl.static_range(len(k)):
                 b = b + (_beside_scores(loaded[i]),)
+        if BY_MAXIMUM:
+            y = _biased(s, b, multiplier, drop)
+            row_max = _row_max(y)
+            careful = _any(beside_rows(_marked(row_max, drop), score_layout(ROWS, 8)))
+        elif STAGED:
+            careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
+        else:
             low, high = _range(b)
             careful = _any(_beyond(low, high) | beside_rows((fraction_bits < 16).to(gl.int32), score_layout(ROWS, 8)))
         if careful:
+            if BY_MAXIMUM:
+                # once more, so that nobody has to keep it
+                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
             z = ()
             for i in gl.static_range(len(k)):
-                z = z + (_add_any_bias(s[i], _fixed_with_marks(b[i]), multiplier, fraction_bits, drop),)
+                if BY_MAXIMUM:
+                    x = _beside_scores(loaded[i])
+                    t = y[i] - x
+                else:
+                    x = b[i]
+                    t = _scaled(s[i], multiplier, drop)
+                z = z + (_add_any_bias(t, _fixed_with_marks(x), fraction_bits),)
             row_max = _row_max(z)
             p = _all_stored(z, row_max, multiplier, fraction_bits, OFFSET)
             numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
-            y = ()
-            for i in gl.static_range(len(k)):
-                y = y + (_add_bias(s[i], _fixed(b[i]), multiplier, drop),)
-            row_max = _row_max(y)
+            if not BY_MAXIMUM:
+                y = _biased(s, b, multiplier, drop)
+                row_max = _row_max(y)
             numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
         usable = usable & (row_max < POISON)
     else:
@@ -797,13 +828,13 @@ def windows_kernel(
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    STAGED: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
+    SEVERAL: gl.constexpr, STAGED: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
     Program (x, h, z) takes windows of head h, all with the same bias, which repeats every ``num_programs(2)`` windows:
-    z, and those behind it by a multiple, shared out over x. A bias that serves several is brought to shared memory once
-    (STAGED). SPLITS programs share a window's queries; with a bias, whose marks all of a program look out for, a program is one
+    z, and those behind it by a multiple, shared out over x. Programs that take SEVERAL windows may bring their bias to shared
+    memory once (STAGED). SPLITS programs share a window's queries; with a bias, whose marks all of a program look out for, a program is one
     warp. With ONE_SCALE (int8) query, key, value and output have one scale each.
     """
     h = gl.program_id(1)
@@ -866,8 +897,8 @@ def windows_kernel(
 
     first, step = place + group * gl.num_programs(2), groups * gl.num_programs(2)
     # a loop that is known to run once is not compiled as two
-    for turn in range(first if STAGED else 0, windows if STAGED else 1, step if STAGED else 1):
-        z = (turn if STAGED else first).to(gl.int64)
+    for turn in range(first if SEVERAL else 0, windows if SEVERAL else 1, step if SEVERAL else 1):
+        z = (turn if SEVERAL else first).to(gl.int64)
         q_base = q_ptr + z * q_stride_z + h * q_stride_h
         k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
         v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from qflash.cli import app
-from qflash.kernels import tiles
+from qflash.kernels import attention, tiles
 from qflash.kernels.tiles import Tiles
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 from qflash.tune import candidates
@@ -335,22 +338,37 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("windows", "period", "grid", "staged"),
-    [(8, None, (16, 3, 1), False), (80, None, (80, 3, 1), False), (4096, None, (4096, 3, 1), False),
-     (4096, 64, (8, 3, 64), True), (4096, 1, (512, 3, 1), True), (64, 64, (4, 3, 64), False),
-     (4096, 4096, (1, 3, 4096), False)],
+    ("windows", "period", "each", "grid"),
+    [(8, None, 1, (16, 3, 1)), (80, None, 1, (80, 3, 1)), (4096, None, 1, (4096, 3, 1)),
+     (4096, 64, 8, (8, 3, 64)), (4096, 1, 8, (512, 3, 1)), (2048, 64, 4, (8, 3, 64)), (64, 64, 1, (4, 3, 64)),
+     (4096, 4096, 1, (1, 3, 4096))],
 )  # fmt: skip
 def test_windows_with_the_same_bias_share_a_program(
-    windows: int, period: int | None, grid: tuple[int, int, int], staged: bool, fused: bool
+    windows: int, period: int | None, each: int, grid: tuple[int, int, int], fused: bool
 ) -> None:
     dtype = torch.float16 if fused else torch.int32
     bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
     call = windows_call(windows, bias=bias, fused=fused)
     assert call.kernel.__name__ == "windows_kernel"
     assert call.options["num_warps"] == (2 if bias is None and windows < 4096 else 1)
-    assert call.grid == grid
-    assert call.arguments["STAGED"] == staged
-    assert call.grid[2] == (period or 1) and call.arguments["windows"] == windows
+    assert call.arguments["SEVERAL"] == (each > 1)
+    assert call.arguments["STAGED"] == (each > 4 or (fused and each > 1))
+    assert call.arguments["windows"] == windows and call.arguments["periods"] == (period or 1)
+    programs = math.prod(grid)
+    assert call.arguments["share"] * 132 + call.arguments["longer"] == programs
+    together = bias is not None and not fused and windows > 64
+    assert call.arguments["TOGETHER"] == together
+    assert call.grid == ((132, -(-programs // 132), 1) if together else grid)
+
+
+@given(st.integers(1, 1 << 15), st.data())
+def test_a_rounded_inverse_divides(divisor: int, data: st.DataObject) -> None:
+    """What :mod:`qflash.kernels.windows` does instead of dividing, below the limit of the rule."""
+    unit = attention._UNIT
+    n = data.draw(st.integers(0, unit // divisor - 1))
+    for m in (n, n // divisor * divisor, n // divisor * divisor + divisor - 1):
+        if m * divisor < unit:
+            assert m * -(-unit // divisor) >> 30 == m // divisor
 
 
 def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None:

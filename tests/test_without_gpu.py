@@ -85,13 +85,20 @@ def one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "processors_of", lambda device: 1)
 
 
-@pytest.mark.usefixtures("one_processor")
+@pytest.fixture
+def few_processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """One to three of them."""
+    processors = 1 + request.node.callspec.params["case"] % 3
+    monkeypatch.setattr(attention, "processors_of", lambda device: processors)
+
+
+@pytest.mark.usefixtures("few_processors")
 @pytest.mark.parametrize("case", range(6))
 def test_windows_int8(emulated: Load, case: int) -> None:
     emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_int8_attention_has_the_reference_bits(case)
 
 
-@pytest.mark.usefixtures("one_processor")
+@pytest.mark.usefixtures("few_processors")
 @pytest.mark.parametrize("case", range(6))
 def test_windows_fused(emulated: Load, case: int) -> None:
     emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_fused_attention_has_the_reference_bits(case)

@@ -241,8 +241,10 @@ def _options(tiles: Tiles) -> dict[str, Any]:
 
 _BIAS_PROGRAMS = 12
 """Programs with a bias that a processor has room for: more windows than that share them."""
-_LOAD_AGAIN = 2
+_LOAD_AGAIN = 4
 """Most windows with one fixed-point bias for which a program loads it each time."""
+_UNIT = 1 << 30
+"""One, in the unit of inverses that :mod:`.windows` multiplies by instead of dividing."""
 _PACKED_KEYS = 256
 """Keys of V that are packed at a time."""
 _LONG_TILE = 128
@@ -362,7 +364,7 @@ def _held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.
 
 
 def _share_windows(
-    tiles: Tiles, windows: int, heads: int, periods: int, mask: torch.Tensor | None, device: torch.device
+    tiles: Tiles, windows: int, heads: int, queries: int, periods: int, mask: torch.Tensor | None, device: torch.device
 ) -> tuple[tuple[int, int, int], dict[str, Any], Tiles]:
     """Share windows out among programs of :mod:`.windows`: grid, arguments and registers.
 
@@ -373,12 +375,32 @@ def _share_windows(
     each = triton.cdiv(programs, _BIAS_PROGRAMS * processors_of(device)) if mask is not None else 1
     groups = triton.cdiv(windows // periods, each)
     several = groups * periods < windows
+    fixed = mask is not None and mask.dtype == torch.int32
     # a float is turned into fixed point where it is staged
-    staged = several and (mask is None or mask.dtype != torch.int32 or each > _LOAD_AGAIN)
+    staged = several and (each > _LOAD_AGAIN or not fixed)
     if mask is not None:
         # what a bias adds to the registers would leave room for too few programs
         tiles = tiles._replace(registers=168)
-    arguments = {"windows": windows, "SEVERAL": several, "STAGED": staged, "SPLITS": tiles.splits}
+    programs, processors = groups * tiles.splits * heads * periods, processors_of(device)
+    # where a program has one block, what it takes to find its place counts for more than a bias that is near; a quotient by
+    # a rounded inverse is right below the limit
+    together = fixed and 16 * tiles.warps * tiles.splits < queries and programs * max(groups, heads) < _UNIT
+    arguments = {
+        "windows": windows,
+        "periods": periods,
+        "groups": groups,
+        "heads": heads,
+        "groups_inverse": triton.cdiv(_UNIT, groups),
+        "heads_inverse": triton.cdiv(_UNIT, heads),
+        "share": programs // processors,
+        "longer": programs % processors,
+        "SEVERAL": several,
+        "STAGED": staged,
+        "TOGETHER": together,
+        "SPLITS": tiles.splits,
+    }
+    if together:
+        return (processors, triton.cdiv(programs, processors), 1), arguments, tiles
     return (groups * tiles.splits, heads, periods), arguments, tiles
 
 
@@ -575,7 +597,7 @@ def _calls(
             arguments["QUANTIZE"] = query.dtype != torch.int8
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            grid, shared, tiles = _share_windows(tiles, part_batch, heads, periods, mask, query.device)
+            grid, shared, tiles = _share_windows(tiles, part_batch, heads, queries, periods, mask, query.device)
             arguments |= shared
         if named:
             arguments = {name: arguments[name] for name in kernel.arg_names}

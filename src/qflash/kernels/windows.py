@@ -692,8 +692,8 @@ def _attend(
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
     if MASK == "bias":
-        # A row of fixed point shows by its maximum whether there is a mark that counts. Where it is the program that knows, or
-        # a float's range that tells, sums are formed behind the branch.
+        # Of a bias in fixed point a row's maximum says whether there are marks that count. A staged one's are known already,
+        # and a float's range tells before it is converted.
         BY_MAXIMUM: gl.constexpr = not (STAGED or mask_base.dtype.element_ty.is_floating())
         b = ()
         if STAGED:
@@ -813,6 +813,12 @@ def _quantize_window(
 
 
 @gluon.jit
+def _quotient(n, inverse):
+    """n divided by what ``inverse`` was rounded up from, in units of 2**-30."""
+    return ((n.to(gl.int64) * inverse) >> 30).to(gl.int32)
+
+
+@gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, mask_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
@@ -825,23 +831,36 @@ def windows_kernel(
     os_stride_z, os_stride_h, os_stride_d,
     mask_stride_z, mask_stride_h, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
     windows, constant_mantissa, constant_exponent,
+    periods, groups, heads, groups_inverse, heads_inverse, share, longer,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    SEVERAL: gl.constexpr, STAGED: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
+    SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
-    Program (x, h, z) takes windows of head h, all with the same bias, which repeats every ``num_programs(2)`` windows:
-    z, and those behind it by a multiple, shared out over x. Programs that take SEVERAL windows may bring their bias to shared
-    memory once (STAGED). SPLITS programs share a window's queries; with a bias, whose marks all of a program look out for, a program is one
-    warp. With ONE_SCALE (int8) query, key, value and output have one scale each.
+    A program takes windows of one head, all with the same bias, which repeats every ``periods`` windows: a place among these
+    and those behind it by a multiple, shared out over ``groups``. Programs that take SEVERAL windows may bring their bias to
+    shared memory once (STAGED). Program (x, h, z) has head h, place z and its group and part of a window by x; or else
+    (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
+    those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
+    the bias for all of them. SPLITS programs share a window's queries; with a bias, whose marks all of a program look out
+    for, a program is one warp. With ONE_SCALE (int8) query, key, value and output have one scale each.
     """
-    h = gl.program_id(1)
+    if TOGETHER:
+        column, layer = gl.program_id(0), gl.program_id(1)
+        if layer >= share + (column < longer).to(gl.int32):
+            return
+        program = column * share + gl.minimum(column, longer) + layer
+        first_tile, program = (program.to(gl.uint32) % SPLITS).to(gl.int32), program // SPLITS
+        bias_number = _quotient(program, groups_inverse)
+        group = program - bias_number * groups
+        place = _quotient(bias_number, heads_inverse)
+        h = bias_number - place * heads
+    else:
+        first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+        h, place = gl.program_id(1), gl.program_id(2)
     kv_head = h // GROUP
-    place = gl.program_id(2)
-    first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
-    groups = gl.num_programs(0) // SPLITS
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
     WARPS: gl.constexpr = gl.num_warps()
@@ -895,7 +914,7 @@ def windows_kernel(
         marked = _any(gl.max(_beyond(low, high), 1))
         barrier()
 
-    first, step = place + group * gl.num_programs(2), groups * gl.num_programs(2)
+    first, step = place + group * periods, groups * periods
     # a loop that is known to run once is not compiled as two
     for turn in range(first if SEVERAL else 0, windows if SEVERAL else 1, step if SEVERAL else 1):
         z = (turn if SEVERAL else first).to(gl.int64)

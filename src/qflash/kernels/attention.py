@@ -239,10 +239,6 @@ def _options(tiles: Tiles) -> dict[str, Any]:
     return options
 
 
-_BIAS_PROGRAMS = 12
-"""Programs with a bias that a processor has room for: more windows than that share them."""
-_LOAD_AGAIN = 4
-"""Most windows with one fixed-point bias for which a program loads it each time."""
 _UNIT = 1 << 30
 """One, in the unit of inverses that :mod:`.windows` multiplies by instead of dividing."""
 _PACKED_KEYS = 256
@@ -371,20 +367,20 @@ def _share_windows(
     Args:
         periods: windows after which the bias ``mask`` repeats. Programs may take several windows with the same bias.
     """
-    programs = windows * heads * tiles.splits
-    each = triton.cdiv(programs, _BIAS_PROGRAMS * processors_of(device)) if mask is not None else 1
-    groups = triton.cdiv(windows // periods, each)
-    several = groups * periods < windows
-    fixed = mask is not None and mask.dtype == torch.int32
-    # a float is turned into fixed point where it is staged
-    staged = several and (each > _LOAD_AGAIN or not fixed)
+    processors, fixed = processors_of(device), mask is not None and mask.dtype == torch.int32
+    one_block = 16 * tiles.warps * tiles.splits >= queries
+    groups = windows // periods
     if mask is not None:
-        # what a bias adds to the registers would leave room for too few programs
-        tiles = tiles._replace(registers=168)
-    programs, processors = groups * tiles.splits * heads * periods, processors_of(device)
+        # of one block a program is soon through, and a bias that has to be converted takes registers
+        each, registers = (12, 168) if one_block or not fixed else (16, 128)
+        groups = min(groups, max(1, each * processors // (heads * periods * tiles.splits)))
+        groups = triton.cdiv(windows // periods, triton.cdiv(windows // periods, groups))
+        tiles = tiles._replace(registers=registers)
+    several = groups * periods < windows
+    programs = groups * tiles.splits * heads * periods
     # where a program has one block, what it takes to find its place counts for more than a bias that is near; a quotient by
     # a rounded inverse is right below the limit
-    together = fixed and 16 * tiles.warps * tiles.splits < queries and programs * max(groups, heads) < _UNIT
+    together = fixed and not one_block and programs * max(groups, heads) < _UNIT
     arguments = {
         "windows": windows,
         "periods": periods,
@@ -395,7 +391,8 @@ def _share_windows(
         "share": programs // processors,
         "longer": programs % processors,
         "SEVERAL": several,
-        "STAGED": staged,
+        # worth it for the conversion
+        "STAGED": several and not fixed,
         "TOGETHER": together,
         "SPLITS": tiles.splits,
     }

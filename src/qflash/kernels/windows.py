@@ -332,13 +332,6 @@ def _fold_columns(s):
 
 
 @gluon.jit
-def _lowest_columns(s):
-    """Minima of columns eight apart."""
-    x = gl.min(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
-    return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
-
-
-@gluon.jit
 def _row_max(s):
     """Row maxima over the tiles of a row."""
     largest = _fold_columns(s[0])
@@ -539,56 +532,27 @@ def _fixed_with_marks(bias):
 
 
 @gluon.jit
-def _range(bias):
-    """Least and largest of the tiles of a bias, eight columns each; of floats the largest magnitude, or NaN, twice."""
-    low, high = _tile_range(bias[0])
+def _beyond(bias):
+    """1 where the tiles of a float bias hold what :func:`qflash.quantize_bias` limits or marks, of eight columns, else 0."""
+    high = _largest(bias[0])
     for i in gl.static_range(1, len(bias)):
-        x, y = _tile_range(bias[i])
-        low, high = _wider(low, high, x, y)
-    return low, high
+        high = nan_max(high, _largest(bias[i]))
+    return gl.where(high * BIAS_UNIT <= 1.0 * BIAS_LIMIT, 0, 1)
 
 
 @gluon.jit
-def _tile_range(bias):
-    if bias.dtype.is_floating():
-        x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
-        high = gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
-        low = high
-    else:
-        low, high = _lowest_columns(bias), _fold_columns(bias)
-    return low, high
-
-
-@gluon.jit
-def _wider(low, high, x, y):
-    """The range that covers two."""
-    if high.dtype.is_floating():
-        high = nan_max(high, y)
-        low = high
-    else:
-        low, high = gl.minimum(low, x), gl.maximum(high, y)
-    return low, high
-
-
-@gluon.jit
-def _beyond(low, high):
-    """1 where a range of :func:`_range` holds a mark, or a float that :func:`qflash.quantize_bias` limits, else 0."""
-    if high.dtype.is_floating():
-        within = high * BIAS_UNIT <= 1.0 * BIAS_LIMIT
-    else:
-        within = (high <= BIAS_LIMIT) & (low >= -BIAS_LIMIT)
-    return gl.where(within, 0, 1)
+def _largest(bias):
+    """Largest magnitude of columns eight apart, or NaN."""
+    x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
+    return gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
 
 
 @gluon.jit
 def _any(flags):
     """Whether one of the flags of a program is set."""
-    if flags.type.is_block():
-        if len(flags.shape) == 2:
-            # in one piece: a reduction over all lanes is one instruction
-            flags = gl.reshape(flags, (flags.shape[0] * flags.shape[1],))
-        flags = gl.max(flags, 0)
-    return flags > 0
+    # in one piece: a reduction over all lanes is one instruction
+    flags = gl.reshape((flags != 0).to(gl.int32), (flags.shape[0] * flags.shape[1],))
+    return gl.max(flags, 0) > 0
 
 
 @gluon.jit
@@ -608,9 +572,34 @@ def _staged(smem, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _marked(row_max, drop):
-    """1 where a row may hold a mark that counts, or have scores so large that a mark could be taken for one, else 0."""
-    return gl.where((row_max >= 1 << 29) | (row_max < -(1 << 29)) | (drop < 1), 1, 0)
+def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
+    """Not 0 where a tile of queries has to be done with care.
+
+    That is where scores are so large that their sum with a mark could be taken for an honest one; else where the maximum of a
+    row says that no key of it takes part, or that there is a NaN, or where a float's range says that it needs limits or is
+    none. What is STAGED was looked at then.
+    """
+    L: gl.constexpr = score_layout(ROWS, 8)
+    flags = beside_rows(gl.where(drop < 1, 1, 0), L) + gl.zeros((ROWS, 8), gl.int32, L)
+    if bias[0].dtype.is_floating():
+        flags |= _beyond(bias)
+    elif not STAGED:
+        flags |= beside_rows((row_max + (1 << 29)) & -(1 << 30), L)
+    return _eight_rows(flags)
+
+
+@gluon.jit
+def _eight_rows(flags):
+    """Flags of sixteen rows, or eight, as those of eight."""
+    if flags.shape[0] > 8:
+        a, b = halves(flags)
+        flags = a | b
+    return gl.convert_layout(flags, score_layout(8, 8), assert_trivial=True)
+
+
+@gluon.jit
+def _no_flags():
+    return gl.zeros((8, 8), gl.int32, score_layout(8, 8))
 
 
 @gluon.jit
@@ -618,15 +607,6 @@ def _scaled(s, multiplier, drop):
     """Scores in the unit in which a bias is added, with 16 fraction bits unless their scale is too large for that."""
     L: gl.constexpr = s.type.layout
     return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
-
-
-@gluon.jit
-def _biased(s, bias, multiplier, drop):
-    """Scores with a bias, tile by tile, for 16 fraction bits and a bias without marks."""
-    y = ()
-    for i in gl.static_range(len(s)):
-        y = y + (_scaled(s[i], multiplier, drop) + _fixed(bias[i]),)
-    return y
 
 
 @gluon.jit
@@ -667,8 +647,8 @@ def _attend(
     q, query_bits, row, keys_usable, units, operands, output, o_stride_n: gl.constexpr,
     bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
-    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, CAREFUL: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them.
 
@@ -676,12 +656,15 @@ def _attend(
         row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
         operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
         output: what outputs are multiplied with and shifted by, where they go.
-        bias: where it lies in memory, what of it lies in shared memory, whether that holds a mark.
+        bias: where it lies in memory, what of it lies in shared memory.
         loaded: the tile's bias if AHEAD.
+
+    Returns:
+        with a bias, unless it was done with care (CAREFUL), flags that tell whether it has to be: :func:`_flags`.
     """
     k, v, begin, ones, weight = operands
     factor, shift, half, o_base = output
-    mask_base, staged, staged_marks = bias
+    mask_base, staged = bias
     first = tile * 16 * gl.num_warps()
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
@@ -691,10 +674,8 @@ def _attend(
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
+    flags = 0
     if MASK == "bias":
-        # Of a bias in fixed point a row's maximum says whether there are marks that count. A staged one's are known already,
-        # and a float's range tells before it is converted.
-        BY_MAXIMUM: gl.constexpr = not (STAGED or mask_base.dtype.element_ty.is_floating())
         b = ()
         if STAGED:
             for i in gl.static_range(len(k)):
@@ -704,44 +685,29 @@ def _attend(
                 loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
             for i in gl.static_range(len(k)):
                 b = b + (_beside_scores(loaded[i]),)
-        if BY_MAXIMUM:
-            y = _biased(s, b, multiplier, drop)
-            row_max = _row_max(y)
-            careful = _any(beside_rows(_marked(row_max, drop), score_layout(ROWS, 8)))
-        elif STAGED:
-            careful = staged_marks | _any((fraction_bits < 16).to(gl.int32))
-        else:
-            low, high = _range(b)
-            careful = _any(_beyond(low, high) | beside_rows((fraction_bits < 16).to(gl.int32), score_layout(ROWS, 8)))
-        if careful:
-            if BY_MAXIMUM:
-                # once more, so that nobody has to keep it
-                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
-            z = ()
+        z = ()
+        if CAREFUL:
             for i in gl.static_range(len(k)):
-                if BY_MAXIMUM:
-                    x = _beside_scores(loaded[i])
-                    t = y[i] - x
-                else:
-                    x = b[i]
-                    t = _scaled(s[i], multiplier, drop)
-                z = z + (_add_any_bias(t, _fixed_with_marks(x), fraction_bits),)
+                x = _scaled(s[i], multiplier, drop)
+                z = z + (_add_any_bias(x, _fixed_with_marks(b[i]), fraction_bits),)
             row_max = _row_max(z)
+            flags = _no_flags()
             p = _all_stored(z, row_max, multiplier, fraction_bits, OFFSET)
-            numerator, total = _sums(p, v, begin, ones, weight, ROWS)
         else:
-            if not BY_MAXIMUM:
-                y = _biased(s, b, multiplier, drop)
-                row_max = _row_max(y)
-            numerator, total = _sums(_all_twice_16(y, row_max, OFFSET), v, begin, ones, weight, ROWS)
+            for i in gl.static_range(len(k)):
+                z = z + (_scaled(s[i], multiplier, drop) + _fixed(b[i]),)
+            row_max = _row_max(z)
+            flags = _flags(b, row_max, drop, ROWS, STAGED)
+            p = _all_twice_16(z, row_max, OFFSET)
         usable = usable & (row_max < POISON)
     else:
         row_max = _row_max(s)
         least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
         p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
-        numerator, total = _sums(p, v, begin, ones, weight, ROWS)
+    numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
+    return flags
 
 
 @gluon.jit
@@ -893,25 +859,23 @@ def windows_kernel(
         mask_offset = gl.multiple_of(mask_offset, 4)
     mask_base = mask_ptr + mask_offset
     staged = ()
-    marked = False
+    staged_flags = 0
+    if MASK == "bias":
+        staged_flags = _no_flags()
     if MASK == "bias" and STAGED:
+        gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
         for i in gl.static_range(len(WIDTHS)):
             staged = staged + (
                 gl.allocate_shared_memory(
                     gl.int32, [(QUERIES + 15) // 16, WIDTHS[i] // 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
                 ),
             )
-        low = gl.zeros((16, 8), gl.int32, score_layout(16, 8))
-        high = low
         for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
             for i in gl.static_range(len(WIDTHS)):
                 bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
-                bias = _fixed_with_marks(_beside_scores(bias))
-                x, y = _tile_range(bias)
-                low, high = _wider(low, high, x, y)
-                staged[i].index(tile).store(_stage(bias))
-        # in two steps: behind the one instruction of _any the loop was 2 % slower
-        marked = _any(gl.max(_beyond(low, high), 1))
+                bias = _beside_scores(bias)
+                staged_flags |= _eight_rows(_beyond((bias,)))
+                staged[i].index(tile).store(_stage(_fixed_with_marks(bias)))
         barrier()
 
     first, step = place + group * periods, groups * periods
@@ -964,7 +928,8 @@ def windows_kernel(
         begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], begin))
         operands = right, v, begin, ones, weight
         output = factor, shift, half, o_base
-        bias = mask_base, staged, marked
+        bias = mask_base, staged
+        flags = staged_flags
         while tile < TILES:
             here = following
             if not ALONE:
@@ -972,9 +937,9 @@ def windows_kernel(
             q, query_bits = _queries(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
             )
-            _attend(
+            flags |= _attend(
                 q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
-                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, OFFSET, MOST, MOST_BITS,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, False, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -982,7 +947,19 @@ def windows_kernel(
                 q, query_bits = _queries(
                     following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
                 )
-                _attend(
+                flags |= _attend(
                     q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, False, OFFSET, MOST, MOST_BITS,
                 )  # fmt: skip
+        if MASK == "bias":
+            if _any(flags):
+                # what was stored is stored again
+                for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
+                    words = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
+                    q, query_bits = _queries(
+                        words, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
+                    )
+                    _attend(
+                        q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
+                        mask_stride_n, tile, 16, KEYS, QUERIES, MASK, STAGED, False, True, OFFSET, MOST, MOST_BITS,
+                    )  # fmt: skip

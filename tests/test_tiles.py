@@ -352,7 +352,7 @@ def test_windows_with_the_same_bias_share_a_program(
     assert call.kernel.__name__ == "windows_kernel"
     assert call.options["num_warps"] == (2 if bias is None and windows < 4096 else 1)
     assert call.arguments["SEVERAL"] == (each > 1)
-    assert call.arguments["STAGED"] == (each > 4 or (fused and each > 1))
+    assert call.arguments["STAGED"] == (each > 1 and fused)
     assert call.arguments["windows"] == windows and call.arguments["periods"] == (period or 1)
     programs = math.prod(grid)
     assert call.arguments["share"] * 132 + call.arguments["longer"] == programs

@@ -327,7 +327,8 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves
-        (2839 nats). Minus infinity marks a key that takes no part; NaN or plus infinity a row that is NaN.
+        (2839 nats). Minus infinity becomes -2**30, the mark of a key that takes no part; NaN and plus infinity 2**30, the mark
+        of a row that is NaN. What lies beyond is no bias, and what it gives is left open.
 
     Raises:
         TypeError: ``bias`` is not a float tensor.

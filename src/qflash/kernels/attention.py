@@ -371,9 +371,9 @@ def _share_windows(
     one_block = 16 * tiles.warps * tiles.splits >= queries
     groups = windows // periods
     if mask is not None:
-        # of one block a program is soon through, and a bias that has to be converted takes registers
-        each, registers = (12, 168) if one_block or not fixed else (16, 128)
-        groups = min(groups, max(1, each * processors // (heads * periods * tiles.splits)))
+        # measured: programs of one block are sooner done with more registers, and to convert a bias takes as many
+        room, registers = (12, 168) if one_block or not fixed else (16, 128)
+        groups = min(groups, max(1, room * processors // (heads * periods * tiles.splits)))
         groups = triton.cdiv(windows // periods, triton.cdiv(windows // periods, groups))
         tiles = tiles._replace(registers=registers)
     several = groups * periods < windows
@@ -391,7 +391,7 @@ def _share_windows(
         "share": programs // processors,
         "longer": programs % processors,
         "SEVERAL": several,
-        # worth it for the conversion
+        # worth it where it saves a conversion
         "STAGED": several and not fixed,
         "TOGETHER": together,
         "SPLITS": tiles.splits,

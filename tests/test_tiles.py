@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import random
 from collections.abc import Iterator
@@ -338,27 +337,30 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("windows", "period", "each", "grid"),
-    [(8, None, 1, (16, 3, 1)), (80, None, 1, (80, 3, 1)), (4096, None, 1, (4096, 3, 1)),
-     (4096, 64, 8, (8, 3, 64)), (4096, 1, 8, (512, 3, 1)), (2048, 64, 4, (8, 3, 64)), (64, 64, 1, (4, 3, 64)),
-     (4096, 4096, 1, (1, 3, 4096))],
+    ("windows", "period", "each", "programs"),
+    [(8, None, (1, 1), 2), (80, None, (1, 1), 1), (4096, None, (1, 1), 1), (4096, 64, (6, 8), 1), (4096, 1, (6, 8), 1),
+     (2048, 64, (3, 4), 1), (64, 64, (1, 1), 4), (4096, 4096, (1, 1), 1)],
 )  # fmt: skip
 def test_windows_with_the_same_bias_share_a_program(
-    windows: int, period: int | None, each: int, grid: tuple[int, int, int], fused: bool
+    windows: int, period: int | None, each: tuple[int, int], programs: int, fused: bool
 ) -> None:
+    """So many windows a program, of fixed point or float bias, and so many programs a window."""
     dtype = torch.float16 if fused else torch.int32
     bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
     call = windows_call(windows, bias=bias, fused=fused)
     assert call.kernel.__name__ == "windows_kernel"
     assert call.options["num_warps"] == (2 if bias is None and windows < 4096 else 1)
-    assert call.arguments["SEVERAL"] == (each > 1)
-    assert call.arguments["STAGED"] == (each > 1 and fused)
-    assert call.arguments["windows"] == windows and call.arguments["periods"] == (period or 1)
-    programs = math.prod(grid)
-    assert call.arguments["share"] * 132 + call.arguments["longer"] == programs
-    together = bias is not None and not fused and windows > 64
+    periods = period or 1
+    groups = -(-windows // periods // each[fused])
+    total = groups * programs * 3 * periods
+    assert call.arguments["SEVERAL"] == (each[fused] > 1)
+    assert call.arguments["STAGED"] == (each[fused] > 1 and fused)
+    assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
+    assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs
+    assert call.arguments["share"] * 132 + call.arguments["longer"] == total
+    together = bias is not None and not fused and programs == 1
     assert call.arguments["TOGETHER"] == together
-    assert call.grid == ((132, -(-programs // 132), 1) if together else grid)
+    assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs, 3, periods))
 
 
 @given(st.integers(1, 1 << 15), st.data())

@@ -955,6 +955,16 @@ def _make_cp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return step
 
 
+def _make_prefetch(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    base, offset = _address(operands[0])
+
+    def step(warp: Warp) -> None:
+        # it changes nothing, but has to be for something that is there
+        warp.program.memory.find(warp.read(base, 64)[warp.mask] + np.uint64(offset), 1)
+
+    return step
+
+
 def _make_fence(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return lambda warp: None
 

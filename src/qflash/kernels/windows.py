@@ -55,6 +55,9 @@ from .tile import (
     probability_words,
 )
 
+# an instruction has to give something
+PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
+
 
 @gluon.constexpr_function
 def product_layout(warps):
@@ -190,6 +193,13 @@ def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERI
     d = gl.arange(0, 32 // EACH, layout=gl.SliceLayout(0, L))
     words = base.to(gl.pointer_type(gl.int32))
     return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :])
+
+
+@gluon.jit
+def _fetch_queries(base, stride_n: gl.constexpr, first, QUERIES: gl.constexpr):
+    """Bring queries near, a lane one: the assembler moves loads of theirs to where they are used."""
+    n = gl.minimum(first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), QUERIES - 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [base + n * stride_n], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -838,6 +848,8 @@ def windows_kernel(
     HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # measured: of floats, where windows are many
+    FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
     # with the keys dealt a thread takes four neighbours of the bias in one load
     DEAL: gl.constexpr = MASK == "bias"
 
@@ -932,6 +944,8 @@ def windows_kernel(
         flags = staged_flags
         while tile < TILES:
             here = following
+            if FETCH:
+                _fetch_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, QUERIES)
             if not ALONE:
                 following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES)
             q, query_bits = _queries(

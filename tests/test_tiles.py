@@ -363,6 +363,14 @@ def test_windows_with_the_same_bias_share_a_program(
     assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs, 3, periods))
 
 
+def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "processors_of", lambda device: 2)
+    for windows, together in ((40000, True), (50000, False)):
+        call = windows_call(windows, bias=torch.zeros(windows, 3, 49, 49, dtype=torch.int32, device="meta"))
+        assert call.arguments["TOGETHER"] == together
+        assert max(call.grid[1:]) <= 65535
+
+
 @given(st.integers(1, 1 << 15), st.data())
 def test_a_rounded_inverse_divides(divisor: int, data: st.DataObject) -> None:
     """What :mod:`qflash.kernels.windows` does instead of dividing, below the limit of the rule."""

@@ -378,9 +378,10 @@ def _share_windows(
         tiles = tiles._replace(registers=registers)
     several = groups * periods < windows
     programs = groups * tiles.splits * heads * periods
+    layers = triton.cdiv(programs, processors)
     # where a program has one block, what it takes to find its place counts for more than a bias that is near; a quotient by
     # a rounded inverse is right below the limit
-    together = fixed and not one_block and programs * max(groups, heads) < _UNIT
+    together = fixed and not one_block and programs * max(groups, heads) < _UNIT and layers <= _MOST_BLOCKS
     arguments = {
         "windows": windows,
         "periods": periods,
@@ -397,7 +398,7 @@ def _share_windows(
         "SPLITS": tiles.splits,
     }
     if together:
-        return (processors, triton.cdiv(programs, processors), 1), arguments, tiles
+        return (processors, layers, 1), arguments, tiles
     return (groups * tiles.splits, heads, periods), arguments, tiles
 
 

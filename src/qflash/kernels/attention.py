@@ -369,12 +369,13 @@ def _share_windows(
     """
     processors, fixed = processors_of(device), mask is not None and mask.dtype == torch.int32
     one_block = 16 * tiles.warps * tiles.splits >= queries
-    groups = windows // periods
+    repeats = windows // periods
+    groups = repeats
     if mask is not None:
         # measured: programs of one block are sooner done with more registers, and to convert a bias takes as many
         room, registers = (12, 168) if one_block or not fixed else (16, 128)
-        groups = min(groups, max(1, room * processors // (heads * periods * tiles.splits)))
-        groups = triton.cdiv(windows // periods, triton.cdiv(windows // periods, groups))
+        groups = min(repeats, max(1, room * processors // (heads * periods * tiles.splits)))
+        groups = triton.cdiv(repeats, triton.cdiv(repeats, groups))
         tiles = tiles._replace(registers=registers)
     several = groups * periods < windows
     programs = groups * tiles.splits * heads * periods

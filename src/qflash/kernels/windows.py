@@ -594,7 +594,8 @@ def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
     if bias[0].dtype.is_floating():
         flags |= _beyond(bias)
     elif not STAGED:
-        flags |= beside_rows((row_max + (1 << 29)) & -(1 << 30), L)
+        # 0 from half of one mark up to half of the other
+        flags |= beside_rows((row_max + BIAS_POISON // 2) & BIAS_MASKED, L)
     return _eight_rows(flags)
 
 
@@ -874,7 +875,7 @@ def windows_kernel(
     staged_flags = 0
     if MASK == "bias":
         staged_flags = _no_flags()
-    if MASK == "bias" and STAGED:
+    if STAGED:
         gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
         for i in gl.static_range(len(WIDTHS)):
             staged = staged + (

@@ -801,6 +801,13 @@ def _make_ret(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return lambda warp: "end"
 
 
+def _make_trap(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    def step(warp: Warp) -> str:
+        raise AssertionError("a trap was reached")
+
+    return step
+
+
 def _make_bar(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     if modifiers[0] == "warp":
         return lambda warp: None

@@ -48,6 +48,32 @@ vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7
 
 
 @gluon.jit
+def wait_for_copies(x):
+    """Wait for a thread's own ``cp.async``; ``x`` is any integer.
+
+    Triton's would be followed by a barrier of its own, before the fence and the barrier that a product needs anyway.
+    """
+    gl.inline_asm_elementwise("cp.async.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.constexpr_function
+def _branch_around_trap(place):
+    """Assembly that branches unless its operand is a number of 31 bits."""
+    return f"{{.reg .pred p; setp.ne.s32 p, $1, {(1 << 30) + place}; @p bra.uni DONE; trap; DONE: mov.b32 $0, $1;}}"
+
+
+@gluon.jit
+def keep_apart(mantissa, PLACE: gl.constexpr):
+    """Keep the assembler from mixing what comes before this with what comes behind it.
+
+    It orders the instructions between two branches, and where there are many by no means well. This is a branch that is
+    always taken, which it cannot know: ``mantissa`` has 24 bits. Each place in a kernel needs a number of its own, since the
+    assembler knows how a comparison ended that it has seen before.
+    """
+    gl.inline_asm_elementwise(_branch_around_trap(PLACE), "=r,r", [mantissa], gl.int32, False, 1)
+
+
+@gluon.jit
 def row_factors(query_bits, units, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
     """:func:`.tile.row_multiplier` for one key scale a head; ``units`` are it and the softmax's, in two parts each."""
     return row_multiplier(query_bits, units[0], units[1], units[2], units[3], MASK, False, 0, MOST, MOST_BITS, False)
@@ -257,33 +283,62 @@ def _wider(low_a, high_a, low_b, high_b):
 
 
 @gluon.jit
-def channel_maxima(x):
-    """Maxima of all rows, as float32 in the rows' layout.
+def words_of(x):
+    """A row's numbers as they travel: those of 16 bits two in a word. A thread has two neighbours of a row at least."""
+    if x.dtype != gl.float32:
+        x = _pairs(x)
+    return x
 
-    A thread has two neighbours of a row at least: 16-bit numbers travel from lane to lane two in a word.
-    """
-    L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    if x.dtype == gl.float16:
-        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_float16), FIRST_F16, SECOND_F16)
-    elif x.dtype == gl.bfloat16:
-        x = _unpaired(gl.reduce(_pairs(x), 0, _higher_bfloat16), FIRST_BF16, SECOND_BF16)
+
+@gluon.jit
+def numbers_of(x, DTYPE: gl.constexpr):
+    """A row's numbers, as float32, out of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = _unpaired(x, FIRST_F16, SECOND_F16)
+    elif gl.bfloat16 == DTYPE:
+        x = _unpaired(x, FIRST_BF16, SECOND_BF16)
+    return x
+
+
+@gluon.jit
+def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """Maxima along an axis of words of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = gl.reduce(x, AXIS, _higher_float16)
+    elif gl.bfloat16 == DTYPE:
+        x = gl.reduce(x, AXIS, _higher_bfloat16)
     else:
-        x = gl.reduce(x, 0, nan_max)
-    return gl.convert_layout(x, L, assert_trivial=True)
+        x = gl.reduce(x, AXIS, nan_max)
+    return x
+
+
+@gluon.jit
+def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """Minima of one and maxima of the other, like :func:`word_maxima`."""
+    if gl.float16 == DTYPE:
+        low, high = gl.reduce((low, high), AXIS, _wider_float16)
+    elif gl.bfloat16 == DTYPE:
+        low, high = gl.reduce((low, high), AXIS, _wider_bfloat16)
+    else:
+        low, high = gl.reduce((low, high), AXIS, _wider)
+    return low, high
+
+
+@gluon.jit
+def channel_maxima(x):
+    """Maxima of all rows, as float32 in the rows' layout."""
+    L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    most = numbers_of(word_maxima(words_of(x), 0, x.dtype), x.dtype)
+    return gl.convert_layout(most, L, assert_trivial=True)
 
 
 @gluon.jit
 def channel_ranges(low, high):
     """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
     L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    if low.dtype == gl.float16:
-        low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_float16)
-        low, high = _unpaired(low, FIRST_F16, SECOND_F16), _unpaired(high, FIRST_F16, SECOND_F16)
-    elif low.dtype == gl.bfloat16:
-        low, high = gl.reduce((_pairs(low), _pairs(high)), 0, _wider_bfloat16)
-        low, high = _unpaired(low, FIRST_BF16, SECOND_BF16), _unpaired(high, FIRST_BF16, SECOND_BF16)
-    else:
-        low, high = gl.reduce((low, high), 0, _wider)
+    DTYPE: gl.constexpr = low.dtype
+    low, high = word_ranges(words_of(low), words_of(high), 0, DTYPE)
+    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
 
 

@@ -29,11 +29,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
-from .by_hand import barrier, least_if_needed, output_factors, raised_if_needed, row_exponents, row_factors
+from .by_hand import barrier, least_if_needed, output_factors, raised_if_needed, row_exponents, row_factors, wait_for_copies
 from .hopper_blocks import (
     add_values,
     allocate,
-    aside,
     deal,
     finished,
     fold_columns,
@@ -370,7 +369,7 @@ def _head(
             q, query_bits = read_queries(
                 following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
-        key_bits = quantize_keys(k, k_smem, CENTER, ALL)
+        key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
         if not TOGETHER:
             # of keys and values registers hold one
             v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
@@ -409,7 +408,7 @@ def _head(
         for i in gl.static_range(TILES):
             for c in gl.static_range(COUNT):
                 v_smem[i][c].permute((1, 0)).store(deal(v[i][c], ACROSS))
-        async_copy.wait_group(0)
+        wait_for_copies(queries)
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
@@ -431,11 +430,8 @@ def _head(
         barrier()
         scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
     if QUANTIZE:
-        value_scales = quantize_values(v, v_smem, VALUE_CHANNEL, ALL, ACROSS)
-        # in outputs' order they are read later, once everybody has to wait anyway
-        scale_smem = ()
-        for c in gl.static_range(COUNT):
-            scale_smem = scale_smem + (aside(value_scales[c]),)
+        # their scales are read in outputs' order later, once everybody has to wait anyway
+        scale_smem = quantize_values(v, v_smem, constant_mantissa, VALUE_CHANNEL, ALL, ACROSS)
     fence_async_shared()
     barrier()
     if QUANTIZE:

@@ -6,19 +6,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .by_hand import barrier, beside_channels, channel_maxima, channel_ranges, halves, round_to_int8
+from .by_hand import (
+    barrier,
+    beside_channels,
+    first_of_four,
+    halves,
+    keep_apart,
+    numbers_of,
+    round_to_int8,
+    word_maxima,
+    word_ranges,
+    words_of,
+)
 from .hopper_blocks import SUM_FOUR, aside, deal, load_channels
 from .hopper_layouts import (
+    all_words_layout,
     channel_spans,
     depth,
     float_piece,
     kernel_width,
+    key_warps,
+    part_words_layout,
     product_layout,
     quad_layout,
     row_layout,
     row_starts,
     span_starts,
     span_widths,
+    sum_layout,
     value_width,
     value_widths,
 )
@@ -121,32 +136,90 @@ def _beside(x, tile):
 
 
 @gluon.jit
-def _key_amplitude(k, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels."""
+def _by_warps(x, WARPS: gl.constexpr):
+    """What :func:`_own_extremes` returned, as words, with the rows of a warp beside one another."""
+    PARTS: gl.constexpr = key_warps(x.shape[1], WARPS, float_piece(x.shape[1], WARPS))
+    x = words_of(x)
+    return gl.reshape(x, (PARTS, 32 // PARTS, x.shape[1]))
+
+
+@gluon.jit
+def _left(x):
+    """Words of channels from each of the warps that share the keys, left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    smem.store(x)
+    return smem
+
+
+@gluon.jit
+def _own_words(smem, tile, WARPS: gl.constexpr):
+    """What :func:`_left` left there of a thread's own channels, those that it has of ``tile``."""
+    D: gl.constexpr = tile.shape[1]
+    return smem.load(part_words_layout(smem.shape[1], D, WARPS, float_piece(D, WARPS)))
+
+
+@gluon.jit
+def _all_words(smem, WARPS: gl.constexpr):
+    """What :func:`_left` left there of all channels, for every warp."""
+    return smem.load(all_words_layout(smem.shape[1], smem.shape[0], WARPS))
+
+
+@gluon.jit
+def _own_numbers(words, tile, WARPS: gl.constexpr):
+    """A thread's own channels, as float32, out of words."""
+    D: gl.constexpr = tile.shape[1]
+    L: gl.constexpr = gl.SliceLayout(0, quad_layout(32, D, WARPS, float_piece(D, WARPS)))
+    return gl.convert_layout(numbers_of(words, tile.dtype), L, assert_trivial=True)
+
+
+@gluon.jit
+def _largest_in_warp(x):
+    """The largest of magnitudes that every warp has all of.
+
+    Their bits have their order, NaN above all, and one instruction finds a warp's largest integer.
+    """
+    return gl.max(x.to(gl.int32, bitcast=True), 0)
+
+
+@gluon.jit
+def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels.
+
+    Warps pass on what they found through shared memory, once: every thread puts together what it needs.
+    """
+    DTYPE: gl.constexpr = k[0].dtype
     low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
     for i in gl.static_range(1, len(k)):
         low = lower(low, _own_extremes(k[i], lower, WARPS), False)
         high = higher(high, _own_extremes(k[i], higher, WARPS), False)
-    low, high = channel_ranges(low, high)
-    middle = (low + high) * 0.5
+    low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
+    lows, highs = _left(low), _left(high)
+    keep_apart(mantissa, 0)
+    low, high = word_ranges(_all_words(lows, WARPS), _all_words(highs, WARPS), 0, DTYPE)
+    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
     if CENTER:
+        middle = (low + high) * 0.5
         low, high = low - middle, high - middle
-    # every warp for itself: a reduction by all of them would pass through shared memory twice
-    D: gl.constexpr = low.shape[0]
-    amplitude = gl.convert_layout(nan_max(gl.abs(low), gl.abs(high)), gl.BlockedLayout([D // 32], [32], [WARPS], [0]))
-    # the bits of magnitudes have their order, NaN above all, and one instruction finds a warp's largest integer
-    return gl.max(amplitude.to(gl.int32, bitcast=True), 0), middle
+    amplitude = _largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
+    middle = 0.0
+    if CENTER:
+        low, high = word_ranges(_own_words(lows, k[0], WARPS), _own_words(highs, k[0], WARPS), 0, DTYPE)
+        middle = (_own_numbers(low, k[0], WARPS) + _own_numbers(high, k[0], WARPS)) * 0.5
+    return amplitude, middle
 
 
 @gluon.jit
-def quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """Quantise the spans of all tiles of keys into shared memory; return the bits of their scale."""
+def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """Quantise the spans of all tiles of keys into shared memory; return the bits of their scale.
+
+    ``mantissa`` is for :func:`.by_hand.keep_apart`.
+    """
     largest = 0
     middles = ()
     for c in gl.static_range(len(k)):
-        amplitude, middle = _key_amplitude(k[c], CENTER, WARPS)
+        amplitude, middle = _key_amplitude(k[c], mantissa, CENTER, WARPS)
         middles = middles + (middle,)
-        largest = amplitude if c == 0 else gl.maximum(largest, amplitude)
+        largest = gl.maximum(largest, amplitude)
     scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
     inverse = inverse_scale(scale, False)
     for c in gl.static_range(len(k)):
@@ -160,29 +233,45 @@ def quantize_keys(k, k_smem, CENTER: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def quantize_values(v, v_smem, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Quantise the spans of all tiles of values into shared memory, transposed; return the channels' scales, of each span."""
+def _value_maxima(v, WARPS: gl.constexpr):
+    """Largest magnitudes in the channels of a span of all values, as :func:`_left` leaves them."""
+    most = _own_extremes(gl.abs(v[0]), higher, WARPS)
+    for i in gl.static_range(1, len(v)):
+        most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
+    return _left(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
+
+
+@gluon.jit
+def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Quantise the spans of all tiles of values into shared memory, transposed, and leave the channels' scales there, too.
+
+    ``mantissa`` is for :func:`.by_hand.keep_apart`.
+    """
+    lefts = ()
     maxima = ()
+    largest = 0
     for c in gl.static_range(len(v)):
-        most = _own_extremes(gl.abs(v[c][0]), higher, WARPS)
-        for i in gl.static_range(1, len(v[c])):
-            most = higher(most, _own_extremes(gl.abs(v[c][i]), higher, WARPS), False)
-        maxima = maxima + (channel_maxima(most),)
-    if not VALUE_CHANNEL:
-        largest = gl.reduce(maxima[0], 0, nan_max)
-        for c in gl.static_range(1, len(v)):
-            largest = nan_max(largest, gl.reduce(maxima[c], 0, nan_max))
+        left = _value_maxima(v[c], WARPS)
+        lefts = lefts + (left,)
+        maxima = maxima + (_own_numbers(word_maxima(_own_words(left, v[c][0], WARPS), 0, v[c][0].dtype), v[c][0], WARPS),)
+        if not VALUE_CHANNEL:
+            most = numbers_of(word_maxima(_all_words(left, WARPS), 0, v[c][0].dtype), v[c][0].dtype)
+            largest = gl.maximum(largest, _largest_in_warp(most))
     scales = ()
+    keep_apart(mantissa, 1)
     for c in gl.static_range(len(v)):
         most = maxima[c]
         if not VALUE_CHANNEL:
-            most = most * 0.0 + largest
+            most = most * 0.0 + largest.to(gl.float32, bitcast=True)
         scale = amplitude_to_scale(most)
-        scales = scales + (scale,)
         inverse = inverse_scale(scale, False)
         for i in gl.static_range(len(v[c])):
             y = v[c][i].to(gl.float32)
             v_smem[i][c].permute((1, 0)).store(deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
+        scales = scales + (aside(scale),)
+    for c in gl.static_range(len(v)):
+        # places that are taken again would be waited for
+        lefts[c]._keep_alive()
     return scales
 
 
@@ -206,10 +295,26 @@ def copy_keys(
 
 
 @gluon.jit
-def _tile_sums(smem, WARPS: gl.constexpr):
-    """Sums of the channels of a tile of V in shared memory."""
-    v = smem.load(row_layout(smem.shape[1], 8, WARPS))
-    return gl.sum(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4), 1)
+def _parts_of_sums(smem, WARPS: gl.constexpr):
+    """Sums of the channels of a tile of V in shared memory, eight parts of each: (channels, 8), alike for all tiles."""
+    D: gl.constexpr = smem.shape[0]
+    v = smem.load(sum_layout(D, WARPS))
+    x = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4))
+    return gl.sum(gl.reshape(x, (D, smem.shape[1] // 32, 8)), 1)
+
+
+@gluon.jit
+def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
+    """127 times the sums of the channels of a span of V."""
+    parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
+    for i in gl.static_range(1, len(v_smem)):
+        parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
+    return 127 * gl.sum(parts, 1)
+
+
+@gluon.jit
+def _beside_product(x, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    return gl.convert_layout(x, gl.SliceLayout(0, product_layout(x.shape[0], WARPS, ACROSS)))
 
 
 @gluon.jit
@@ -217,27 +322,15 @@ def channel_sums(v_smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """127 times the sums of V's channels, span by span, beside a product with V."""
     spans = ()
     for c in gl.static_range(len(v_smem[0])):
-        sums = _sums_beside(v_smem[0][c], WARPS, ACROSS)
-        for i in gl.static_range(1, len(v_smem)):
-            sums += _sums_beside(v_smem[i][c], WARPS, ACROSS)
-        spans = spans + (127 * sums,)
+        spans = spans + (_beside_product(_sums(v_smem, c, WARPS * ACROSS), WARPS, ACROSS),)
     return spans
 
 
 @gluon.jit
-def _sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    D: gl.constexpr = smem.shape[0]
-    return gl.convert_layout(_tile_sums(smem, WARPS * ACROSS), gl.SliceLayout(0, product_layout(D, WARPS, ACROSS)))
-
-
-@gluon.jit
 def sums_aside(v_smem, WARPS: gl.constexpr):
-    """127 times the sums of V's channels, span by span, left in shared memory for everybody."""
+    """The same, left in shared memory for everybody."""
     spans = ()
     for c in gl.static_range(len(v_smem[0])):
-        sums = _tile_sums(v_smem[0][c], WARPS)
-        for i in gl.static_range(1, len(v_smem)):
-            sums += gl.convert_layout(_tile_sums(v_smem[i][c], WARPS), sums.type.layout)
-        spans = spans + (aside(127 * sums),)
+        spans = spans + (aside(_sums(v_smem, c, WARPS)),)
     barrier()
     return spans

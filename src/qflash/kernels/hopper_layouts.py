@@ -74,6 +74,13 @@ def row_layout(channels, bits, warps):
 
 
 @gluon.constexpr_function
+def sum_layout(channels, warps):
+    """Rows of ``channels``, sixteen bytes a thread and two threads a row, whatever their length; more where rows are few."""
+    rows = min(16, max(1, channels // warps))
+    return gl.BlockedLayout([1, 16], [rows, 32 // rows], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def quad_layout(rows, channels, warps, piece):
     """Four keys a thread, which is what it takes to store neighbouring keys of a channel in one word.
 
@@ -92,6 +99,26 @@ def float_piece(channels, warps):
     """Keys at a time where they are to be quantised: for ranges of channels a thread had better have few of these."""
     # two at least
     return 8 * warps * max(1, 32 // channels)
+
+
+@gluon.constexpr_function
+def key_warps(channels, warps, piece):
+    """Warps that share the keys of :func:`quad_layout`: the others have other channels."""
+    return quad_layout(32, channels, warps, piece).warps_per_cta[0]
+
+
+@gluon.constexpr_function
+def part_words_layout(words, channels, warps, piece):
+    """Words of channels from each of those warps, all of a thread's own channels in :func:`quad_layout`."""
+    quads = quad_layout(32, channels, warps, piece)
+    each = quads.size_per_thread[1] * words // channels
+    return gl.BlockedLayout([quads.warps_per_cta[0], each], quads.threads_per_warp, quads.warps_per_cta, [1, 0])
+
+
+@gluon.constexpr_function
+def all_words_layout(words, parts, warps):
+    """The same, all channels in every warp."""
+    return gl.BlockedLayout([parts, max(1, words // 32)], [1, 32], [1, warps], [1, 0])
 
 
 @gluon.constexpr_function

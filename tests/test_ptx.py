@@ -106,6 +106,13 @@ def test_a_block_has_names_and_labels_of_its_own() -> None:
     assert (found["%y"] == 6).all()
 
 
+def test_a_trap_is_reached_or_branched_around() -> None:
+    text = "{.reg .pred p; setp.ne.s32 p, %m, 7; @p bra.uni DONE; trap; DONE: mov.b32 %d, %m;}"
+    assert (run(text, m=np.uint32(8))["%d"] == 8).all()
+    with pytest.raises(AssertionError, match="trap"):
+        run(text, m=np.uint32(7))
+
+
 def test_a_predicate_keeps_lanes_as_they_are() -> None:
     text = "mov.u32 %lane, %tid.x; mov.b32 %d, 9; setp.lt.u32 %p, %lane, 4; @%p mov.b32 %d, 1; @!%p add.s32 %d, %d, %lane;"
     lane = np.arange(32)

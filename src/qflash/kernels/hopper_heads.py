@@ -29,6 +29,7 @@ from .hopper_layouts import (
     part_words_layout,
     product_layout,
     quad_layout,
+    range_layout,
     row_layout,
     row_starts,
     span_starts,
@@ -125,7 +126,7 @@ def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
         x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
-    return gl.convert_layout(x, quad_layout(32, x.shape[1], WARPS, float_piece(x.shape[1], WARPS)), assert_trivial=True)
+    return gl.convert_layout(x, range_layout(x.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
@@ -138,7 +139,7 @@ def _beside(x, tile):
 @gluon.jit
 def _by_warps(x, WARPS: gl.constexpr):
     """What :func:`_own_extremes` returned, as words, with the rows of a warp beside one another."""
-    PARTS: gl.constexpr = key_warps(x.shape[1], WARPS, float_piece(x.shape[1], WARPS))
+    PARTS: gl.constexpr = key_warps(x.shape[1], WARPS)
     x = words_of(x)
     return gl.reshape(x, (PARTS, 32 // PARTS, x.shape[1]))
 
@@ -154,8 +155,7 @@ def _left(x):
 @gluon.jit
 def _own_words(smem, tile, WARPS: gl.constexpr):
     """What :func:`_left` left there of a thread's own channels, those that it has of ``tile``."""
-    D: gl.constexpr = tile.shape[1]
-    return smem.load(part_words_layout(smem.shape[1], D, WARPS, float_piece(D, WARPS)))
+    return smem.load(part_words_layout(smem.shape[1], tile.shape[1], WARPS))
 
 
 @gluon.jit
@@ -167,8 +167,7 @@ def _all_words(smem, WARPS: gl.constexpr):
 @gluon.jit
 def _own_numbers(words, tile, WARPS: gl.constexpr):
     """A thread's own channels, as float32, out of words."""
-    D: gl.constexpr = tile.shape[1]
-    L: gl.constexpr = gl.SliceLayout(0, quad_layout(32, D, WARPS, float_piece(D, WARPS)))
+    L: gl.constexpr = gl.SliceLayout(0, range_layout(tile.shape[1], WARPS))
     return gl.convert_layout(numbers_of(words, tile.dtype), L, assert_trivial=True)
 
 
@@ -253,10 +252,12 @@ def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.
     for c in gl.static_range(len(v)):
         left = _value_maxima(v[c], WARPS)
         lefts = lefts + (left,)
-        maxima = maxima + (_own_numbers(word_maxima(_own_words(left, v[c][0], WARPS), 0, v[c][0].dtype), v[c][0], WARPS),)
+        tile = v[c][0]
+        own = word_maxima(_own_words(left, tile, WARPS), 0, tile.dtype)
+        maxima = maxima + (_own_numbers(own, tile, WARPS),)
         if not VALUE_CHANNEL:
-            most = numbers_of(word_maxima(_all_words(left, WARPS), 0, v[c][0].dtype), v[c][0].dtype)
-            largest = gl.maximum(largest, _largest_in_warp(most))
+            every = word_maxima(_all_words(left, WARPS), 0, tile.dtype)
+            largest = gl.maximum(largest, _largest_in_warp(numbers_of(every, tile.dtype)))
     scales = ()
     keep_apart(mantissa, 1)
     for c in gl.static_range(len(v)):

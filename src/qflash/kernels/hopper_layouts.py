@@ -102,15 +102,21 @@ def float_piece(channels, warps):
 
 
 @gluon.constexpr_function
-def key_warps(channels, warps, piece):
-    """Warps that share the keys of :func:`quad_layout`: the others have other channels."""
-    return quad_layout(32, channels, warps, piece).warps_per_cta[0]
+def range_layout(channels, warps):
+    """What a thread finds of its own keys' ranges: 32 rows in all, with the channels of :func:`quad_layout`."""
+    return quad_layout(32, channels, warps, float_piece(channels, warps))
 
 
 @gluon.constexpr_function
-def part_words_layout(words, channels, warps, piece):
-    """Words of channels from each of those warps, all of a thread's own channels in :func:`quad_layout`."""
-    quads = quad_layout(32, channels, warps, piece)
+def key_warps(channels, warps):
+    """Warps that share the rows of :func:`range_layout`: the others have other channels."""
+    return range_layout(channels, warps).warps_per_cta[0]
+
+
+@gluon.constexpr_function
+def part_words_layout(words, channels, warps):
+    """Words of channels from each of those warps, all of a thread's own channels."""
+    quads = range_layout(channels, warps)
     each = quads.size_per_thread[1] * words // channels
     return gl.BlockedLayout([quads.warps_per_cta[0], each], quads.threads_per_warp, quads.warps_per_cta, [1, 0])
 

@@ -681,6 +681,9 @@ def _attend(
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
+    if AHEAD:
+        # measured: here and before outputs 2 to 5 % faster where a program has one tile and a bias, elsewhere no gain
+        keep_apart(units[2], 1)
     q = _query_operand(q)
     usable = keys_usable & usable_scale(query_bits)
     s = (_product(q, k[0], ROWS),)
@@ -718,6 +721,8 @@ def _attend(
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
         p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
     numerator, total = _sums(p, v, begin, ones, weight, ROWS)
+    if AHEAD:
+        keep_apart(units[2], 2)
     _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
     return flags
 

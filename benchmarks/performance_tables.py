@@ -1,4 +1,7 @@
-"""Write the tables of docs/performance.md from the committed H200 results: ``python benchmarks/performance_tables.py``."""
+"""Write the tables of docs/performance.md and docs/speed.svg from the committed H200 results.
+
+``python benchmarks/performance_tables.py``; the figure needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from qflash.kernels.tiles import is_held
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
+FIGURE = HERE.parent / "docs" / "speed.svg"
+FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
+"""This library's kernels of methods with int8 products and a float softmax."""
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -44,6 +50,12 @@ def fastest_fp16(time: dict[str, float]) -> float:
     return min(time["sdpa flash"], time["sdpa cudnn"])
 
 
+def latencies() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return every method's row, by shape: long rows have a later run of their own, those of 1024 keys a still later one."""
+    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200")) | by_shape(rows_of("bench_1024_h200"))
+    return {name: methods for (name, _), methods in found.items()}
+
+
 def latency() -> list[str]:
     """Every shape: PyTorch's kernels, the baselines, ours, with ratios and accuracy."""
     lines = [
@@ -51,13 +63,11 @@ def latency() -> list[str]:
         "| **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
         "|" + "---|" * 15,
     ]
-    names = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
-    # long rows have a later run of their own, those of 1024 keys a still later one
-    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200")) | by_shape(rows_of("bench_1024_h200"))
-    for (name, _), methods in found.items():
+    names = ("sdpa flash", "sdpa cudnn", "sdpa efficient", *FLOAT_SOFTMAX)
+    for name, methods in latencies().items():
         time = medians(methods)
         fp16 = fastest_fp16(time)
-        best = min(fp16, *(time[method] for method in names[3:]))
+        best = min(fp16, *(time[method] for method in FLOAT_SOFTMAX))
         ours, whole = methods["qflash int8"], methods["qflash"]
         cells = [number(time[method]) for method in (*names, "i-vit kernel")]
         cells += [number(ours["median_us"]), number(fp16 / ours["median_us"]), number(best / ours["median_us"])]
@@ -239,14 +249,103 @@ def models() -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Replace every table between its markers."""
-    text = PAGE.read_text()
-    for make in (latency, ratios, heads, shapes, models, bias, eager, energy, profile):
+def aims() -> list[str]:
+    """What this library set out to reach on this GPU, and what was measured."""
+    found = {name: medians(methods) for name, methods in latencies().items()}
+    vit = {name: time for name, time in found.items() if name.startswith("A")}
+    biased = {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias_h200")).items() if bias}
+    energy_of = {row["method"]: row["uj"] for row in rows_of("energy_h200")}
+    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager_h200") if row["mode"] == "eager"}
+
+    def long_rows(head_dim: int, least: int) -> list[dict[str, float]]:
+        shapes = {name: [int(part) for part in name.split("x")] for name in found if name not in vit}
+        return [found[name] for name, shape in shapes.items() if shape[3] == head_dim and shape[2] >= least]
+
+    lines = ["| | aim | measured, least to most | reached |", "|---|---|---|---|"]
+
+    def add(what: str, aim: float, values: Iterable[float], at_most: bool = False) -> None:
+        values = sorted(values)
+        # as far as the figures that are shown go
+        reached = sum(round(value, 2) <= aim if at_most else round(value, 2) >= aim for value in values)
+        spread = " to ".join(f"{value:.2f}" for value in dict.fromkeys((values[0], values[-1])))
+        lines.append(f"| {what} | {'≤' if at_most else '≥'} {aim} | {spread} | {reached} of {len(values)} |")
+
+    def ratio(times: Iterable[dict[str, float]], ours: str, *others: str) -> list[float]:
+        return [min(time[other] for other in others) / time[ours] for time in times]
+
+    fp16 = ("sdpa flash", "sdpa cudnn")
+    for head, keep in (("A1 to A3", "123"), ("A4 to A7", "4567")):
+        times = [time for name, time in vit.items() if name[1] in keep]
+        add(f"{head}, fp16 in and out, beside the faster of FA2 and cuDNN", 1.2, ratio(times, "qflash", *fp16))
+        add(f"{head}, int8, beside the fastest of all methods here", 1.5, ratio(times, "qflash int8", *fp16, *FLOAT_SOFTMAX))
+    authors = json.loads((HERE / "results" / "authors_kernel_h200.json").read_text())
+    column = authors["methods"].index("authors' QFlash")
+    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
+        theirs = {
+            f"{workload} b{batch}": times[column]
+            for workload, batches in authors["latency_us"].items()
+            for batch, times in batches.items()
+        }
+        quotients = [theirs[name] / time["qflash int8"] for name, time in vit.items() if name[1] in keep]
+        add(f"{head}, int8, beside the paper authors' kernel (a run of its own, {authors['date']})", aim, quotients)
+    for head_dim, aim, fa2 in ((64, 1.15, 1.7), (128, 1.4, 2.4)):
+        times = long_rows(head_dim, 1024)
+        add(f"rows of 1024 keys and more, d = {head_dim}, int8, beside cuDNN", aim, ratio(times, "qflash int8", "sdpa cudnn"))
+        add(f"the same beside FA2, d = {head_dim}", fa2, ratio(times, "qflash int8", "sdpa flash"))
+    for head_dim, aim in ((64, 1.05), (128, 1.25)):
+        times = long_rows(head_dim, 4096)
+        add(f"rows of 4096 keys and more, d = {head_dim}, fp16, beside cuDNN", aim, ratio(times, "qflash", "sdpa cudnn"))
+    for method, name in (("qflash int8", "int8"), ("qflash", "fp16")):
+        add(f"A4 to A7, {name}: time with a bias ÷ without", 1.25, [m[method]["bias_cost"] for m in biased.values()], True)
+        times = [medians(methods) for methods in biased.values()]
+        add(f"the same beside the fastest SDPA with the bias, {name}", 2, ratio(times, method, "sdpa cudnn", "sdpa efficient"))
+    add("energy, A2 batch 8, int8 ÷ FA2", 0.6, [energy_of["qflash int8"] / energy_of["sdpa flash"]], True)
+    add("issuing an eager call, A2 batch 8, fp16 ÷ FA2", 2, [issue_of["qflash"] / issue_of["sdpa flash"]], True)
+    return lines
+
+
+def draw() -> None:
+    """Draw how many times as fast as the faster of FA2 and cuDNN we are, shape by shape."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = {name: medians(methods) for name, methods in latencies().items()}
+    shapes = sorted(found, key=lambda name: (not name.startswith("A"), name[:2] if name.startswith("A") else ""))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9}):
+        figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+        for axes, (method, title) in zip(
+            figure.subplots(2, 1, sharex=True),
+            (("qflash", "fp16 in and out, quantisation included"), ("qflash int8", "int8 in and out")),
+            strict=True,
+        ):
+            heights = [fastest_fp16(found[name]) / found[name][method] for name in shapes]
+            colours = ["#2a6f97" if height >= 1 else "#c1666b" for height in heights]
+            axes.bar(range(len(shapes)), heights, color=colours)
+            axes.axhline(1, color="black", linewidth=0.8)
+            for place, height in enumerate(heights):
+                axes.annotate(f"{height:.2f}", (place, height), ha="center", va="bottom", fontsize=7)
+            axes.set_ylabel("times as fast")
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.set_ylim(0, 1.12 * max(heights))
+            axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", fontsize=8)
+        figure.suptitle("Speed on one H200, beside the faster of FlashAttention-2 and cuDNN in fp16", fontsize=10)
+        figure.savefig(FIGURE, metadata={"Date": None})
+
+
+def laid_out(text: str) -> str:
+    """Return the page with every table between its markers as the results have it."""
+    for make in (aims, latency, ratios, heads, shapes, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]
-    PAGE.write_text(text)
+    return text
+
+
+def main() -> None:
+    """Write the page's tables and the figure."""
+    PAGE.write_text(laid_out(PAGE.read_text()))
+    draw()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""The tables of docs/performance.md are those of the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "performance_tables.py"
+
+
+@pytest.fixture
+def tables() -> Any:
+    specification = importlib.util.spec_from_file_location("performance_tables", SCRIPT)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_page_has_the_figures_of_the_results(tables: Any) -> None:
+    page = tables.PAGE.read_text()
+    assert tables.laid_out(page) == page
+
+
+def test_aims_count_what_the_latency_table_shows(tables: Any) -> None:
+    rows = [row for row in tables.latency() if row.startswith(("| A1 ", "| A2 ", "| A3 "))]
+    ratios = [float(row.split("|")[14]) for row in rows]
+    aim = next(row for row in tables.aims() if "A1 to A3, fp16" in row)
+    assert aim.endswith(
+        f"| {min(ratios):.2f} to {max(ratios):.2f} | {sum(ratio >= 1.2 for ratio in ratios)} of {len(ratios)} |"
+    )
+
+
+def test_figure_is_drawn_from_every_shape(tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tables, "FIGURE", tmp_path / "speed.svg")
+    tables.draw()
+    drawn = (tmp_path / "speed.svg").read_text()
+    assert all(f">{name}</text>" in drawn for name in tables.latencies())

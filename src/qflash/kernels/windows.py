@@ -659,8 +659,8 @@ def _attend(
     q, query_bits, row, keys_usable, units, operands, output, o_stride_n: gl.constexpr,
     bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
-    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, AHEAD: gl.constexpr, APART: gl.constexpr,
-    CAREFUL: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, APART: gl.constexpr, CAREFUL: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them.
 
@@ -669,7 +669,7 @@ def _attend(
         operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
         output: what outputs are multiplied with and shifted by, where they go.
         bias: where it lies in memory, what of it lies in shared memory.
-        loaded: the tile's bias if AHEAD.
+        loaded: the tile's bias, if it was sent for ahead.
         APART: whether there is a :func:`.by_hand.keep_apart` before the scores and before the outputs.
 
     Returns:
@@ -696,7 +696,7 @@ def _attend(
             for i in gl.static_range(len(k)):
                 b = b + (_staged(staged[i].index(tile), ROWS),)
         else:
-            if not AHEAD:
+            if len(loaded) == 0:
                 loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
             for i in gl.static_range(len(k)):
                 b = b + (_beside_scores(loaded[i]),)
@@ -968,7 +968,7 @@ def windows_kernel(
             )
             flags |= _attend(
                 q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
-                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, AHEAD, APART, False, OFFSET, MOST, MOST_BITS,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, APART, False, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -978,7 +978,7 @@ def windows_kernel(
                 )
                 flags |= _attend(
                     q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, False, False, OFFSET, MOST, MOST_BITS,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, False, OFFSET, MOST, MOST_BITS,
                 )  # fmt: skip
         if MASK == "bias":
             if _any(flags):
@@ -990,5 +990,5 @@ def windows_kernel(
                     )
                     _attend(
                         q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, 16, KEYS, QUERIES, MASK, STAGED, False, False, True, OFFSET, MOST, MOST_BITS,
+                        mask_stride_n, tile, 16, KEYS, QUERIES, MASK, STAGED, False, True, OFFSET, MOST, MOST_BITS,
                     )  # fmt: skip

@@ -63,14 +63,14 @@ def _branch_around_trap(place):
 
 
 @gluon.jit
-def keep_apart(mantissa, PLACE: gl.constexpr):
+def keep_apart(number, PLACE: gl.constexpr):
     """Keep the assembler from mixing what comes before this with what comes behind it.
 
     It orders the instructions between two branches, and where there are many by no means well. This is a branch that is
-    always taken, which it cannot know: ``mantissa`` has 24 bits. Each place in a kernel needs a number of its own, since the
-    assembler knows how a comparison ended that it has seen before.
+    always taken, which it cannot know: ``number``, a mantissa or a tile's, is below 2**30. Each place in a kernel needs a
+    number of its own, since the assembler knows how a comparison ended that it has seen before.
     """
-    gl.inline_asm_elementwise(_branch_around_trap(PLACE), "=r,r", [mantissa], gl.int32, False, 1)
+    gl.inline_asm_elementwise(_branch_around_trap(PLACE), "=r,r", [number], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -419,11 +419,18 @@ def _division(
     across, splits = tiles.across, tiles.splits
     blocks, left = triton.cdiv(queries, tiles.block_m), queries % tiles.block_m
     twice = not is_held(keys, across)
-    # measured: it pays where one program walks over a head's int8 queries and shares its processor with another, and
-    # from floats where a block takes longest
-    alone = splits <= 1 and tiles.warps == 4 and head_dim > 32 and queries > tiles.block_m
-    pays = twice and head_dim <= 64 and not tiles.registers if fused else batch * heads > processors
-    tail = (8 if left <= 8 else 16) if alone and pays and 0 < left <= 16 else 0
+    # measured: it pays where one program walks over a head's int8 queries and shares its processor with another; from floats
+    # with narrow heads, of rows walked over where a block takes longest, of those held whole where one round of programs takes
+    # all heads or a processor has two of them
+    walks = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
+    if not fused:
+        pays = batch * heads > processors
+    elif twice:
+        pays = head_dim <= 64 and not tiles.registers
+    else:
+        pays = head_dim <= 64 and (keys > SHORT_ROW or batch * heads <= 3 * processors)
+    possible = walks and tiles.warps == 4 and head_dim > 32 and 0 < left <= 16
+    tail = (8 if left <= 8 else 16) if possible and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
     # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
@@ -442,6 +449,8 @@ def _division(
         "TURN": turn,
         "BLOCKS": whole,
         "HEADS": heads if whole else 0,
+        # measured: programs with more to do first, where a processor has three of them
+        "SPREAD": tail > 0 and splits > 1 and keys <= SHORT_ROW,
     }
 
 
@@ -586,6 +595,8 @@ def _calls(
             total = fixed["BLOCKS"] * heads * part_batch
             share = triton.cdiv(total, max(1, tiles.programs))
             arguments |= {"share": share, "total": total}
+            if fixed["SPREAD"]:
+                grid = (heads, part_batch, blocks)
             if total:
                 grid = (triton.cdiv(total, share), 1, 1)
         arguments |= fixed

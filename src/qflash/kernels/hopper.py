@@ -510,13 +510,13 @@ def hopper_kernel(
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
-    BLOCKS: gl.constexpr, HEADS: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
 
     See :func:`.attention.launch_attention` and :func:`.attention.launch_fused`. With BLOCKS, how many a head has, a program
     takes the next ``share`` of the ``total`` blocks of HEADS heads of every batch element; if that is 0 it keeps to the head
-    that its place in the grid names.
+    that its place in the grid names. With SPREAD the first programs of all heads come before the second ones.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
@@ -540,11 +540,11 @@ def hopper_kernel(
             step = 1
             last_too = blocks == BLOCKS
         else:
-            z = gl.program_id(2).to(gl.int64)
-            h = gl.program_id(1)
-            block = gl.program_id(0)
+            z = gl.program_id(1 if SPREAD else 2).to(gl.int64)
+            h = gl.program_id(0 if SPREAD else 1)
+            block = gl.program_id(2 if SPREAD else 0)
             blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
-            step = gl.num_programs(0)
+            step = gl.num_programs(2 if SPREAD else 0)
             last_too = block + 1 == step
         kv_head = h // GROUP
         tensors = (

@@ -180,27 +180,22 @@ def shapes() -> list[str]:
     return lines
 
 
-BIAS = {"qflash int8": "bench_bias_h200", "qflash": "bench_bias_fp16_h200"}
-"""The newest run with a bias of the kernels there are: those from fp16 of the later one were tried and not kept."""
-
-
-def biased(method: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every method's row, by shape, of the run with a bias for int8 or for fp16."""
-    return {name: methods for (name, bias), methods in by_shape(rows_of(BIAS[method])).items() if bias}
+def biased() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return every method's row, by shape, of the run with a bias."""
+    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias_h200")).items() if bias}
 
 
 def bias() -> list[str]:
     """Swin with its bias and shift mask."""
-    whole = biased("qflash")
     lines = [
         "| shape | cuDNN | efficient | int8 | cost of the bias | fp16 | cost of the bias | efficient ÷ fp16 |",
         "|" + "---|" * 8,
     ]
-    for name, methods in biased("qflash int8").items():
+    for name, methods in biased().items():
         cells = [number(methods[method]["median_us"]) for method in ("sdpa cudnn", "sdpa efficient")]
-        for row in (methods["qflash int8"], whole[name]["qflash"]):
+        for row in (methods["qflash int8"], methods["qflash"]):
             cells += [number(row["median_us"]), number(row["bias_cost"])]
-        time = medians(whole[name])
+        time = medians(methods)
         cells.append(number(time["sdpa efficient"] / time["qflash"]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -304,7 +299,7 @@ def aims() -> list[str]:
         rows = long_rows(head_dim, 4096)
         add(f"rows of 4096 keys and more, d = {head_dim}, fp16, beside cuDNN", aim, ratio(rows, "qflash", "sdpa cudnn"))
     for method, name in (("qflash int8", "int8"), ("qflash", "fp16")):
-        runs = biased(method).values()
+        runs = biased().values()
         costs = [methods[method]["bias_cost"] for methods in runs]
         add(f"A4 to A7, {name}: time with a bias ÷ without", 1.25, costs, at_most=True)
         rows = [medians(methods) for methods in runs]

@@ -425,10 +425,10 @@ def _division(
     walks = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
     if not fused:
         pays = batch * heads > processors
-    elif twice:
-        pays = head_dim <= 64 and not tiles.registers
+    elif head_dim > 64:
+        pays = False
     else:
-        pays = head_dim <= 64 and (keys > SHORT_ROW or batch * heads <= 3 * processors)
+        pays = not tiles.registers if twice else keys > SHORT_ROW or batch * heads <= 3 * processors
     possible = walks and tiles.warps == 4 and head_dim > 32 and 0 < left <= 16
     tail = (8 if left <= 8 else 16) if possible and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
@@ -597,7 +597,7 @@ def _calls(
             arguments |= {"share": share, "total": total}
             if fixed["SPREAD"]:
                 grid = (heads, part_batch, blocks)
-            if total:
+            elif total:
                 grid = (triton.cdiv(total, share), 1, 1)
         arguments |= fixed
         kernel = _by_hand(LONG_HOPPER if dealt else tiles.kernel) if named else short_kernel if short else long_kernel

@@ -29,6 +29,7 @@ from .tiles import (
     fits_hopper,
     fits_long_hopper,
     fits_windows,
+    is_crowded,
     is_held,
     is_short,
     kernel_width,
@@ -436,7 +437,7 @@ def _division(
     # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
     # beside the outputs of wide heads registers have no room for it
     few = 0 < splits * batch * heads <= processors and 2 * splits * tiles.block_m >= queries
-    fold = few and not (tail or twice) and (head_dim <= 64 or across > 1)
+    fold = few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1)
     # programs that go from head to head have to know how many blocks that is
     whole = 0 if splits else blocks - (tail > 0)
     # a loop of one turn is none, and its four tiles are more than registers hold

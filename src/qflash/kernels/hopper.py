@@ -62,6 +62,7 @@ from .hopper_layouts import (
     channel_spans,
     depth,
     eight_layout,
+    is_crowded,
     output_layout,
     part_layout,
     product_layout,
@@ -230,16 +231,17 @@ def _block(
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
+    APART: gl.constexpr = FOLD or is_crowded(KEYS)
     if TWICE:
         accumulator, total = _second_walk(
             q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
             OPERAND,
         )  # fmt: skip
-    elif not FOLD:
+    elif not APART:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
     for t in gl.static_range(len(ready)):
         s = ready[t]
-        if FOLD:
+        if APART:
             # with a processor to itself a program starts on the first tile rather than saves a branch
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
         p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
@@ -369,7 +371,7 @@ def _head(
     head_bits = 0
     factors = ()
     TOGETHER: gl.constexpr = not TWICE and COUNT == 1
-    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER
+    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
     if QUANTIZE:
         # every load is under way before the first use, as far as registers go
         k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL)

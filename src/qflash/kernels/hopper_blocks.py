@@ -10,6 +10,7 @@ from .by_hand import beside_channels, beside_rows, first_of_four, pack, round_to
 from .hopper_layouts import (
     channel_spans,
     eight_layout,
+    in_memory,
     is_operand,
     kernel_width,
     output_layout,
@@ -182,13 +183,15 @@ def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the product of a block of queries with a tile of keys, span by span."""
+    """Start the product of a block of queries, in registers or shared memory, with a tile of keys, span by span."""
     L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
     s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
     for c in gl.static_range(len(q)):
         k = k_smem[c].slice(0, WIDTH, 0)
-        # the layout of the queries is that of any product
-        q_c = gl.convert_layout(q[c], gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+        q_c = q[c]
+        if not in_memory(q_c.type.layout):
+            # their layout is that of any product
+            q_c = gl.convert_layout(q_c, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
         s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 

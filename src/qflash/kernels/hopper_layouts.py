@@ -6,11 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .tiles import channel_spans as spans_of
+from .tiles import is_crowded as crowded
 from .tiles import kernel_width as width_of
 from .tiles import row_widths as widths_of
 from .tiles import value_width as value_width_of
 
 channel_spans = gluon.constexpr_function(spans_of)
+is_crowded = gluon.constexpr_function(crowded)
 kernel_width = gluon.constexpr_function(width_of)
 value_width = gluon.constexpr_function(value_width_of)
 row_widths = gluon.constexpr_function(widths_of)
@@ -58,6 +60,12 @@ def product_layout(width, warps, across=1):
 def is_operand(layout):
     """Whether a product finds this in registers."""
     return isinstance(layout, gl.DotOperandLayout)
+
+
+@gluon.constexpr_function
+def in_memory(layout):
+    """Whether a product finds this in shared memory."""
+    return isinstance(layout, gl.NVMMASharedLayout)
 
 
 @gluon.constexpr_function

@@ -90,6 +90,15 @@ def is_held(keys: int, across: int = 1) -> bool:
     return sum(row_widths(keys, across)) <= _HELD[across - 1]
 
 
+def is_crowded(keys: int) -> bool:
+    """Tell whether :mod:`.hopper` has registers for little else than a row's scores where it holds so many keys whole.
+
+    Whatever else is under way then makes the assembler wait behind every product: it says so (C7512), and Triton 3.9's from
+    some 450 keys on, where it is still the faster way with Triton 3.6.
+    """
+    return keys > 512
+
+
 def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
     """Return the shared memory that :mod:`.hopper` takes where it walks over rows.
 

@@ -31,18 +31,24 @@ def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def print_products(call: Any) -> None:
-    """Compile a launch for compute capability 9.0 and print how many tensor-core instructions it has."""
+    """Compile a launch for compute capability 9.0; print how many tensor-core instructions it has and waits for them."""
     from qflash import verify
 
     sass, _ = verify.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
-    print(sum(map(verify.is_tensor_core, verify.parse_sass(sass))))
+    instructions = verify.parse_sass(sass)
+    print(sum(map(verify.is_tensor_core, instructions)), sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in instructions))
 
 
 def products_printed_by(file: str) -> list[int]:
-    """Return what :func:`print_products` printed in a run of ``file`` in a process of its own, which has to succeed."""
+    """Return the products of launches that a run of ``file`` compiles by :func:`print_products`, in a process of its own.
+
+    It has to succeed, and the assembler may not have serialised any, which it does where registers are short.
+    """
     done = run_compiling(file)
     assert done.returncode == 0, done.stderr
-    return [int(count) for count in done.stdout.split()]
+    counts = [[int(count) for count in line.split()] for line in done.stdout.splitlines()]
+    assert all(2 * waits < products for products, waits in counts), counts
+    return [products for products, _ in counts]
 
 
 LAYOUTS = ("contiguous", "tokens_first", "packed", "channels_first", "every_second", "expanded")

@@ -108,7 +108,7 @@ def _compile_for_hopper() -> None:
         ((729, 72), (128, 8), torch.float16),
     ):
         x = torch.empty(1, 3, keys, head_dim, dtype=dtype, device="meta")
-        tiles = Tiles(block_m, 128, warps, 1, splits=1 if keys == 65 else 2, kernel=HOPPER)
+        tiles = Tiles(block_m, 128, warps, 1, splits={65: 1, 577: 10}.get(keys, 2), kernel=HOPPER)
         (call,) = fused_calls(x, x, x, None, False, 0.1, torch.empty_like(x), DEFAULT, tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)

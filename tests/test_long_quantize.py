@@ -127,7 +127,7 @@ def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
 
 
 def _compile_from_floats() -> None:
-    """Compile the Hopper kernel that quantises queries; print how many products it has."""
+    """Compile the Hopper kernel that quantises queries, and from int8; print how many products it has."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -145,11 +145,13 @@ def _compile_from_floats() -> None:
         )  # fmt: skip
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
         print_products(calls[0])
+    x, one = empty(1, 4, 4096, 64), number(1, 1, 1, 1)
+    print_products(attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, capability=(9, 0))[-1])
 
 
 def test_the_hopper_kernel_compiles_from_floats() -> None:
     products = products_printed_by(__file__)
-    assert len(products) == 3
+    assert len(products) == 4
     assert min(products) > 8
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qflash.kernels.tiles import is_held
-
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
 FIGURE = HERE.parent / "docs" / "speed.svg"
@@ -53,8 +51,8 @@ def fastest_fp16(time: dict[str, float]) -> float:
 
 
 def latencies() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every method's row, by shape: long rows have a later run of their own, those of 1024 keys a still later one."""
-    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_long_h200")) | by_shape(rows_of("bench_1024_h200"))
+    """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
+    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_1024_h200")) | by_shape(rows_of("bench_long_h200"))
     return {name: methods for (name, _), methods in found.items()}
 
 
@@ -95,88 +93,42 @@ OTHERS = {
 }
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
-EARLIER = ("shapes_before_h200", "shapes_start_h200")
-"""Runs before rows that are not held whole were walked over in shared memory."""
-TRIAL = "heads_trial_h200"
-"""A trial of how heads are shared out, by a script of its own."""
-NEWER = ("shapes_h200", "shapes_8_h200", "shapes_64_h200", "shapes_wide_h200", "shapes_programs_h200")
 
-
-def newest_shapes() -> dict[tuple[str, bool], tuple[str, dict[str, dict[str, Any]]]]:
-    """Return the newest run of every other shape by the kernels that it has still, with the run's name."""
-    found = {}
-    for name in (*EARLIER, *NEWER):
-        for key, methods in by_shape(rows_of(name)).items():
-            if "x" in key[0] and (name in NEWER or is_held(int(key[0].split("x")[2]))):
-                found[key] = name, methods
-    return found
-
-
-def by_the_rules() -> dict[tuple[str, str], float]:
-    """Return the faster of FA2 and cuDNN divided by ours, by shape and kind, of the trial that timed the rules there are."""
-    rows = [row for row in rows_of(TRIAL) if row["trial"] == "rules" and row["tiles"] == "by the rules"]
-    return {(row["shape"], row["kind"]): fastest_fp16(row) / row["us"] for row in rows}
+def other_shapes() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return every method's row, by shape, of the run of other vision transformers."""
+    return {name: methods for (name, _), methods in by_shape(rows_of("shapes_h200")).items()}
 
 
 def ratios() -> list[str]:
     """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
-    found, trial = newest_shapes(), by_the_rules()
+    found = other_shapes()
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
         cells = []
-        for kind, method in (("int8", "qflash int8"), ("fp16", "qflash")):
+        for method in ("qflash int8", "qflash"):
             for batch in (1, 8, 64):
-                _, methods = found.get((f"{batch}x{shape}", False), ("", {}))
-                time = medians(methods)
-                ratio = trial.get((f"{batch}x{shape}", kind)) or (fastest_fp16(time) / time[method] if time else None)
-                cells.append(f"**{ratio:.2f}**" if ratio and ratio > 1 else number(ratio))
+                time = medians(found[f"{batch}x{shape}"])
+                ratio = fastest_fp16(time) / time[method]
+                cells.append(f"**{ratio:.2f}**" if ratio > 1 else number(ratio))
         lines.append(f"| {name} | {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
     return lines
 
 
-def heads() -> list[str]:
-    """Programs that keep to a head beside such as go from head to head, the fastest of each that were tried."""
-    rows = [row for row in rows_of(TRIAL) if row["trial"] in ("heads", "more of the rules")]
-    lines = ["| shape | heads | int8: one head | several | ratio | fp16: one head | several | ratio |"]
-    lines.append("|" + "---|" * 8)
-    for shape in sorted({row["shape"] for row in rows}, key=lambda shape: [int(part) for part in shape.split("x")][::-1]):
-        batch, count, tokens, _ = (int(part) for part in shape.split("x"))
-        if is_held(tokens) or not any("programs" in row["tiles"] for row in rows if row["shape"] == shape):
-            continue
-        cells: list[str] = []
-        for kind in ("int8", "fp16"):
-            of = [row for row in rows if (row["shape"], row["kind"]) == (shape, kind)]
-            on = [row["us"] for row in of if "programs" in row["tiles"]]
-            keep = [row["us"] for row in of if "programs" not in row["tiles"]]
-            ratio = fastest_fp16(of[0]) / min(keep + on) if of else None
-            cells += [number(min(keep, default=None)), number(min(on, default=None)), number(ratio)]
-        lines.append(f"| {shape} | {batch * count} | {' | '.join(cells)} |")
-    return lines
-
-
 def shapes() -> list[str]:
-    """Other shapes of vision transformers, with what was measured before rows of more than 288 keys were walked over."""
-    before = {key: methods for name in EARLIER for key, methods in by_shape(rows_of(name)).items()}
+    """Other shapes of vision transformers in microseconds, with ratios and accuracy."""
     lines = [
-        "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | before | **fp16** | ratio | before |",
+        "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
         "|" + "---|" * 11,
     ]
-    for key, (name, methods) in sorted(
-        newest_shapes().items(), key=lambda found: [int(part) for part in found[0][0].split("x")]
-    ):
+    for name, methods in sorted(other_shapes().items(), key=lambda found: [int(part) for part in found[0].split("x")]):
         time = medians(methods)
         fp16 = fastest_fp16(time)
-        others = min(time[method] for method in time if method.endswith("kernel"))
+        others = min(time[method] for method in time if method in FLOAT_SOFTMAX)
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
-        for method in ("qflash int8", "qflash"):
-            old = before[key][method]["median_us"] if name in NEWER and key in before else None
-            cells += [number(time[method]), number(fp16 / time[method])]
-            cells += [number(min(fp16, others) / time[method])] if method == "qflash int8" else []
-            cells.append(number(old))
-        # after the first of the newer runs the kernel changed for wide heads
-        stale = name == "shapes_h200" and int(key[0].split("x")[3]) > 64
-        mark = " †" if stale else "" if name in NEWER else " *"
-        lines.append(f"| {key[0]}{mark} | {' | '.join(cells)} |")
+        cells += [number(time["qflash int8"]), number(fp16 / time["qflash int8"])]
+        cells += [number(min(fp16, others) / time["qflash int8"]), number(methods["qflash int8"]["sqnr_db"], 1)]
+        cells += [number(time["qflash"]), number(fp16 / time["qflash"]), number(methods["qflash"]["sqnr_db"], 1)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
@@ -341,7 +293,7 @@ def draw() -> None:
 
 def laid_out(text: str) -> str:
     """Return the page with every table between its markers as the results have it."""
-    for make in (aims, latency, ratios, heads, shapes, models, bias, eager, energy, profile):
+    for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -188,6 +188,18 @@ def profile() -> list[str]:
     return lines
 
 
+def newer() -> list[str]:
+    """Triton 3.9's machine code beside Triton 3.6's."""
+    lines = ["| shape | int8 | fp16 | int8, queries in shared memory |", "|---|---|---|---|"]
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_of("triton39_h200"):
+        column = row["kind"] if row["kernels"] == "888c02a" else "shared" if "shared memory" in row["kernels"] else ""
+        found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
+    for shape, of in found.items():
+        lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in ('int8', 'fp16', 'shared'))} |")
+    return lines
+
+
 def models() -> list[str]:
     """Whole models: images a second, and the ratio to the fastest SDPA back end."""
     lines = [
@@ -293,7 +305,7 @@ def draw() -> None:
 
 def laid_out(text: str) -> str:
     """Return the page with every table between its markers as the results have it."""
-    for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile):
+    for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile, newer):
         start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
         text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]

@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 import ptx
 from helpers import same_bits
-from qflash import ops
+from qflash import ops, reference
 from qflash.kernels import attention
 from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
 from qflash.recipe import DEFAULT
@@ -126,6 +126,27 @@ def test_hopper_int8(hopper: ModuleType, case: int) -> None:
 @pytest.mark.parametrize("case", range(6))
 def test_hopper_fused(hopper: ModuleType, case: int) -> None:
     hopper.test_fused_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scores_that_fill_the_registers(hopper: ModuleType, fused: bool) -> None:
+    """577 keys by two warps a row: nothing else is under way beside their scores."""
+    generator = torch.Generator().manual_seed(577)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (70, 577, 577))
+    tiles = Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER)
+    if fused:
+        out = torch.empty_like(q)
+        (call,) = attention.fused_calls(q, k, v, None, False, 0.1, out, DEFAULT, tiles=tiles)
+        expected = ops.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
+    else:
+        out, one = torch.empty(q.shape, dtype=torch.int8), torch.full((1, 1, 1, 1), 0.02)
+        x, y, z = ((32 * floats).to(torch.int8) for floats in (q, k, v))
+        arguments = (x, one, y, one, z, one, None, False, 0.1, one / 9)
+        (call,) = attention.attention_calls(*arguments, out, DEFAULT, tiles=tiles)
+        expected = reference.int8_attention(*arguments, torch.int8, DEFAULT)
+    assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["FOLD"]) == (2, 0, False)
+    call.run()
+    assert same_bits(out, expected)
 
 
 @pytest.fixture

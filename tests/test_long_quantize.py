@@ -126,8 +126,8 @@ def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
     assert columns % 128 in (0, 32, 64) and columns - whole < (32 if whole % 128 <= 32 else 64)
 
 
-def _compile_from_floats() -> None:
-    """Compile the Hopper kernel that quantises queries, and from int8; print how many products it has."""
+def _compile_for_hopper() -> None:
+    """Compile the Hopper kernel, from floats, whose queries it quantises, and from int8; print how many products it has."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -149,7 +149,7 @@ def _compile_from_floats() -> None:
     print_products(attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, capability=(9, 0))[-1])
 
 
-def test_the_hopper_kernel_compiles_from_floats() -> None:
+def test_the_hopper_kernel_compiles() -> None:
     products = products_printed_by(__file__)
     assert len(products) == 4
     assert min(products) > 8
@@ -175,4 +175,4 @@ def test_attention_takes_values_in_order_without_packing_them_again() -> None:
 
 
 if __name__ == "__main__":
-    _compile_from_floats()
+    _compile_for_hopper()

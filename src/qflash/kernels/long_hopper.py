@@ -1,8 +1,9 @@
 """Rows of any length on Hopper, with layouts and tensor-core products by hand (Gluon): what :mod:`.long` does, faster.
 
 A program takes one block of queries of one head and walks over the keys twice, for the maximum of its rows and for the
-rest. The copy engine brings keys and values to shared memory, a step or more ahead; queries, scores, probabilities and outputs
-stay in registers, in the orders of :mod:`.hopper`, for which V is packed beforehand (:func:`.long.pack_value_kernel`).
+rest. The copy engine brings keys and values to shared memory, a step or more ahead; scores, probabilities and outputs
+stay in registers, as do queries where there is room, in the orders of :mod:`.hopper`, for which V is packed beforehand
+(:func:`.long.pack_value_kernel`).
 
 On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
 steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and loops of their own for what is

@@ -93,8 +93,8 @@ def is_held(keys: int, across: int = 1) -> bool:
 def is_crowded(keys: int) -> bool:
     """Tell whether :mod:`.hopper` has registers for little else than a row's scores where it holds so many keys whole.
 
-    Whatever else is under way then makes the assembler wait behind every product: it says so (C7512), and Triton 3.9's from
-    some 450 keys on, where it is still the faster way with Triton 3.6.
+    With anything else under way the assembler then waits behind every product and says so (C7512). Triton 3.9's does from some
+    450 keys on; up to 512 it is left as it is faster with Triton 3.6, whose does not.
     """
     return keys > 512
 

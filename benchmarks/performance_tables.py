@@ -50,10 +50,25 @@ def fastest_fp16(time: dict[str, float]) -> float:
     return min(time[method] for method in FP16)
 
 
+def unbiased(*names: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return every method's row, by shape, of runs without a bias, the last that has a shape."""
+    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run)).items() if not bias}
+
+
+def our_cells(methods: dict[str, dict[str, Any]]) -> list[str]:
+    """Our two kernels' times and accuracy on a shape, with the ratios that the run's methods allow."""
+    time = medians(methods)
+    fp16 = fastest_fp16(time)
+    best = min(fp16, *(time[method] for method in FLOAT_SOFTMAX if method in time))
+    ours, whole = methods["qflash int8"], methods["qflash"]
+    cells = [number(ours["median_us"]), number(fp16 / ours["median_us"]), number(best / ours["median_us"])]
+    cells += [number(ours["sqnr_db"], 1), number(whole["median_us"]), number(fp16 / whole["median_us"])]
+    return [*cells, number(whole["sqnr_db"], 1)]
+
+
 def latencies() -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
-    found = by_shape(rows_of("bench_h200")) | by_shape(rows_of("bench_1024_h200")) | by_shape(rows_of("bench_long_h200"))
-    return {name: methods for (name, _), methods in found.items()}
+    return unbiased("bench_h200", "bench_1024_h200", "bench_long_h200")
 
 
 def latency() -> list[str]:
@@ -66,14 +81,8 @@ def latency() -> list[str]:
     names = (*FP16, "sdpa efficient", *FLOAT_SOFTMAX)
     for name, methods in latencies().items():
         time = medians(methods)
-        fp16 = fastest_fp16(time)
-        best = min(fp16, *(time[method] for method in FLOAT_SOFTMAX))
-        ours, whole = methods["qflash int8"], methods["qflash"]
         cells = [number(time[method]) for method in (*names, "i-vit kernel")]
-        cells += [number(ours["median_us"]), number(fp16 / ours["median_us"]), number(best / ours["median_us"])]
-        cells += [number(ours["sqnr_db"], 1), number(whole["median_us"]), number(fp16 / whole["median_us"])]
-        cells += [number(whole["sqnr_db"], 1)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells + our_cells(methods))} |")
     return lines
 
 
@@ -96,7 +105,7 @@ OTHERS = {
 
 def other_shapes() -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run of other vision transformers."""
-    return {name: methods for (name, _), methods in by_shape(rows_of("shapes_h200")).items()}
+    return unbiased("shapes_h200")
 
 
 def ratios() -> list[str]:
@@ -122,13 +131,9 @@ def shapes() -> list[str]:
     ]
     for name, methods in sorted(other_shapes().items(), key=lambda found: [int(part) for part in found[0].split("x")]):
         time = medians(methods)
-        fp16 = fastest_fp16(time)
         others = min(time[method] for method in time if method in FLOAT_SOFTMAX)
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
-        cells += [number(time["qflash int8"]), number(fp16 / time["qflash int8"])]
-        cells += [number(min(fp16, others) / time["qflash int8"]), number(methods["qflash int8"]["sqnr_db"], 1)]
-        cells += [number(time["qflash"]), number(fp16 / time["qflash"]), number(methods["qflash"]["sqnr_db"], 1)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells + our_cells(methods))} |")
     return lines
 
 
@@ -193,8 +198,10 @@ def newer() -> list[str]:
     lines = ["| shape | int8 | fp16 | int8, queries in shared memory |", "|---|---|---|---|"]
     found: dict[str, dict[str, float]] = {}
     for row in rows_of("triton39_h200"):
-        column = row["kind"] if row["kernels"] == "888c02a" else "shared" if "shared memory" in row["kernels"] else ""
-        found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
+        shared = "shared memory" in row["kernels"]
+        if shared or row["kernels"] == "888c02a":
+            column = "shared" if shared else row["kind"]
+            found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
     for shape, of in found.items():
         lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in ('int8', 'fp16', 'shared'))} |")
     return lines

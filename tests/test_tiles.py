@@ -253,8 +253,7 @@ def test_heads_are_shared_out_by_load(
     assert call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == across
     # sums of V by products where a program has a block or two, and registers that wide outputs need unless two warps share them
-    room = dim <= 64 or across > 1
-    room = room and not tiles.is_crowded(tokens)
+    room = (dim <= 64 or across > 1) and not tiles.is_crowded(tokens)
     assert call.arguments["FOLD"] == (held and room and grid * heads <= 132 and 2 * grid * block >= tokens)
 
 

@@ -128,25 +128,14 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
     hopper.test_fused_attention_has_the_reference_bits(case)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("fused", [False, True])
-def test_scores_that_fill_the_registers(hopper: ModuleType, fused: bool) -> None:
+def test_scores_that_fill_the_registers(fused: bool) -> None:
     """577 keys by two warps a row: nothing else is under way beside their scores."""
-    generator = torch.Generator().manual_seed(577)
-    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (70, 577, 577))
-    tiles = Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER)
-    if fused:
-        out = torch.empty_like(q)
-        (call,) = attention.fused_calls(q, k, v, None, False, 0.1, out, DEFAULT, tiles=tiles)
-        expected = ops.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
-    else:
-        out, one = torch.empty(q.shape, dtype=torch.int8), torch.full((1, 1, 1, 1), 0.02)
-        x, y, z = ((32 * floats).to(torch.int8) for floats in (q, k, v))
-        arguments = (x, one, y, one, z, one, None, False, 0.1, one / 9)
-        (call,) = attention.attention_calls(*arguments, out, DEFAULT, tiles=tiles)
-        expected = reference.int8_attention(*arguments, torch.int8, DEFAULT)
+    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER), queries=70)
     assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["FOLD"]) == (2, 0, False)
     call.run()
-    assert same_bits(out, expected)
+    assert same_bits(out, expected())
 
 
 @pytest.fixture
@@ -218,18 +207,23 @@ def test_quantising_long_rows(emulated: Load) -> None:
 # --- mistakes that must be noticed ------------------------------------------------------------------------
 
 
-def one_head(tokens: int, head_dim: int, fused: bool, tiles: Tiles) -> tuple[list[attention.Call], torch.Tensor]:
-    """The launches of a head, and where they leave its output."""
+def one_head(
+    tokens: int, head_dim: int, fused: bool, tiles: Tiles, queries: int | None = None
+) -> tuple[list[attention.Call], torch.Tensor, Callable[[], torch.Tensor]]:
+    """The launches of a head of so many tokens, or of as many keys, where they leave its output, and what that should be."""
     generator = torch.Generator().manual_seed(tokens)
-    size = (1, 1, tokens, head_dim)
+    sizes = [(1, 1, count, head_dim) for count in (queries or tokens, tokens, tokens)]
     if fused:
-        floats = [torch.randn(size, generator=generator).half() for _ in range(3)]
-        out = torch.empty_like(floats[0])
-        return attention.fused_calls(*floats, None, False, 0.1, out, DEFAULT, tiles=tiles), out
-    q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for _ in range(3))
+        q, k, v = (torch.randn(size, generator=generator).half() for size in sizes)
+        out = torch.empty_like(q)
+        calls = attention.fused_calls(q, k, v, None, False, 0.1, out, DEFAULT, tiles=tiles)
+        return calls, out, lambda: ops.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
+    q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in sizes)
     one = torch.full((1, 1, 1, 1), 0.02)
     out = torch.empty_like(q)
-    return attention.attention_calls(q, one, k, one, v, one, None, False, 0.1, one / 9, out, DEFAULT, tiles=tiles), out
+    arguments = q, one, k, one, v, one, None, False, 0.1, one / 9
+    calls = attention.attention_calls(*arguments, out, DEFAULT, tiles=tiles)
+    return calls, out, lambda: reference.int8_attention(*arguments, torch.int8, DEFAULT)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,7 @@ def one_head(tokens: int, head_dim: int, fused: bool, tiles: Tiles) -> tuple[lis
     ids=["products", "copies", "barriers", "tiles", "long barriers", "accumulators"],
 )
 def test_what_is_not_waited_for_is_noticed(tokens: int, fused: bool, tiles: Tiles, mistake: str, instead: str) -> None:
-    calls, out = one_head(tokens, 64, fused, tiles)
+    calls, out, _ = one_head(tokens, 64, fused, tiles)
 
     def results(edit: Callable[[str], str]) -> list[torch.Tensor]:
         found = []
@@ -272,7 +266,7 @@ def test_what_is_not_waited_for_is_noticed(tokens: int, fused: bool, tiles: Tile
 
 
 def test_what_lies_beside_a_tensor_is_not_read() -> None:
-    calls, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS))
+    calls, _, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS))
     calls[0].arguments["k_ptr"] = calls[0].arguments["k_ptr"][:, :, :48].clone()
     with pytest.raises(RuntimeError, match="outside every tensor"):
         ptx.launch(calls[0])

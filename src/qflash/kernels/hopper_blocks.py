@@ -11,7 +11,6 @@ from .hopper_layouts import (
     channel_spans,
     eight_layout,
     in_memory,
-    is_operand,
     kernel_width,
     output_layout,
     product_layout,
@@ -175,7 +174,7 @@ def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 @gluon.jit
 def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     L: gl.constexpr = product_layout(v.shape[0], WARPS, ACROSS)
-    if is_operand(p.type.layout):
+    if not in_memory(p.type.layout):
         # the order of probabilities is that of any product
         p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
     return warpgroup_mma(p, v.permute((1, 0)), accumulator, is_async=True)

@@ -57,12 +57,6 @@ def product_layout(width, warps, across=1):
 
 
 @gluon.constexpr_function
-def is_operand(layout):
-    """Whether a product finds this in registers."""
-    return isinstance(layout, gl.DotOperandLayout)
-
-
-@gluon.constexpr_function
 def in_memory(layout):
     """Whether a product finds this in shared memory."""
     return isinstance(layout, gl.NVMMASharedLayout)

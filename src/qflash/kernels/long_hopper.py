@@ -38,6 +38,7 @@ from .by_hand import (
     twice_probabilities,
 )
 from .hopper_blocks import (
+    allocate,
     aside,
     finished,
     fold_columns,
@@ -55,7 +56,6 @@ from .hopper_layouts import (
     product_layout,
     quarter_layout,
     score_layout,
-    shared_layout,
 )
 from .integer import split_scale, usable_scale
 from .long import CHUNKS
@@ -201,7 +201,7 @@ def long_hopper_kernel(
     IN_MEMORY: gl.constexpr = D == 64 and (QUANTIZE or SHORT_OF_REGISTERS)
     operand = q
     if IN_MEMORY:
-        operand = gl.allocate_shared_memory(gl.int8, [BLOCK_M, D], shared_layout(D))
+        operand = allocate(BLOCK_M, D)
         operand.store(q)
         fence_async_shared()
         barrier()

@@ -195,15 +195,16 @@ def profile() -> list[str]:
 
 def newer() -> list[str]:
     """Triton 3.9's machine code beside Triton 3.6's."""
-    lines = ["| shape | int8 | fp16 | int8, queries in shared memory |", "|---|---|---|---|"]
+    lines = ["| shape | int8 | fp16 | int8 since | fp16 since |", "|---|---|---|---|---|"]
     found: dict[str, dict[str, float]] = {}
     for row in rows_of("triton39_h200"):
-        shared = "shared memory" in row["kernels"]
-        if shared or row["kernels"] == "888c02a":
-            column = "shared" if shared else row["kind"]
+        used_since = "(used with Triton 3.9)" in row["kernels"]
+        if used_since or row["kernels"] in ("888c02a", "a897876"):
+            column = f"{row['kind']} since" if used_since else row["kind"]
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
+    columns = "int8", "fp16", "int8 since", "fp16 since"
     for shape, of in found.items():
-        lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in ('int8', 'fp16', 'shared'))} |")
+        lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in columns)} |")
     return lines
 
 

@@ -13,7 +13,6 @@ the beginning, while the first keys are on their way.
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import tiles
 from .by_hand import (
     barrier,
     beside_rows,
@@ -66,7 +66,7 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # At 64 channels registers are short behind quantisation, and always with the assembler of Triton 3.9, which then waits behind
 # every product (C7512). Queries in shared memory leave room; elsewhere, measured, they are 1 to 4 % slower there.
-SHORT_OF_REGISTERS = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9))
+SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
 # keys of a product
 TILE = gl.constexpr(128)
 

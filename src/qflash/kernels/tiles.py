@@ -23,6 +23,8 @@ _HELD = 288, 608
 """Most scores of a row that :mod:`.hopper` holds whole, padding included: one warp's, or those of two that share it."""
 _SHARED, _RESERVED = 228 * 1024, 1024
 """Bytes of shared memory of a processor (Hopper), and of these what each program takes besides its own."""
+SHORT_OF_REGISTERS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+"""Whether the assembler (that of Triton 3.9) waits behind every product with fewer numbers in registers than that of 3.6."""
 GENERAL, HOPPER, WINDOWS, LONG_HOPPER = range(4)
 """Kernels: :mod:`.short` and :mod:`.long` take every call; :mod:`.hopper`, :mod:`.windows` and :mod:`.long_hopper` what they
 are written for. What is not for HOPPER may still be for LONG_HOPPER."""
@@ -93,10 +95,9 @@ def is_held(keys: int, across: int = 1) -> bool:
 def is_crowded(keys: int) -> bool:
     """Tell whether :mod:`.hopper` has registers for little else than a row's scores where it holds so many keys whole.
 
-    With anything else under way the assembler then waits behind every product and says so (C7512). Triton 3.9's does from some
-    450 keys on; up to 512 it is left as it is faster with Triton 3.6, whose does not.
+    With anything else under way the assembler then waits behind every product and says so (C7512).
     """
-    return keys > 512
+    return keys > (448 if SHORT_OF_REGISTERS else 512)
 
 
 def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:

@@ -8,6 +8,7 @@ the machine meets all of them. `int8` starts from tensors quantised before the c
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import pathlib
@@ -15,7 +16,6 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -78,8 +78,9 @@ def measure(shape: tuple[int, int, int, int]) -> dict[str, object]:
 
 def main() -> None:
     """Measure every shape, write the JSON, print the table of docs/performance.md."""
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python benchmarks/cpu.py OUT.json")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=pathlib.Path, metavar="OUT.json", help="where the results go")
+    output = parser.parse_args().output
     if reason := backends.cpu_missing():
         raise SystemExit(f"the compiled CPU kernels are not available: {reason}")
     info = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -111,7 +112,7 @@ def main() -> None:
             flush=True,
         )
     text = json.dumps({"conditions": conditions, "results": results}, indent=1)
-    pathlib.Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
+    output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ results/evaluate_digits.json and .csv beside this script and the table into the 
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/evaluate-digits")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-digits"), help="where the evaluation goes")
+    folder = parser.parse_args().folder
     report = run_evaluate(["digits-vit", "digits-swin"], output=folder)
     results = HERE / "results"
     for kind in ("json", "csv"):

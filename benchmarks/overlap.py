@@ -8,9 +8,9 @@ cycles a product and an instruction take a quarter of a processor; on an H200 th
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,4 +208,6 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="OUT.json", help="where the results go")
+    main(parser.parse_args().output)

@@ -5,6 +5,7 @@ Usage: ``python scripts/record_gpu_tests.py benchmarks/results/gpu_tests.json``
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import pathlib
@@ -65,4 +66,6 @@ def main(output: pathlib.Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(pathlib.Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=pathlib.Path, metavar="OUT.json", help="where the record goes")
+    sys.exit(main(parser.parse_args().output))

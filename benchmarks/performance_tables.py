@@ -195,14 +195,13 @@ def profile() -> list[str]:
 
 def newer() -> list[str]:
     """Triton 3.9's machine code beside Triton 3.6's."""
-    lines = ["| shape | int8 | fp16 | int8 since | fp16 since |", "|---|---|---|---|---|"]
+    columns = "int8", "fp16", "int8 since", "fp16 since"
+    lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     found: dict[str, dict[str, float]] = {}
     for row in rows_of("triton39_h200"):
-        used_since = "(used with Triton 3.9)" in row["kernels"]
-        if used_since or row["kernels"] in ("888c02a", "a897876"):
-            column = f"{row['kind']} since" if used_since else row["kind"]
+        if used_by := row.get("used_by"):
+            column = row["kind"] if used_by == "3.6" else f"{row['kind']} since"
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
-    columns = "int8", "fp16", "int8 since", "fp16 since"
     for shape, of in found.items():
         lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in columns)} |")
     return lines

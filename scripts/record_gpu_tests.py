@@ -1,7 +1,4 @@
-"""Run the tests that a GPU runs and write what was run, on what, with what result, as JSON.
-
-Usage: ``python scripts/record_gpu_tests.py benchmarks/results/gpu_tests.json``
-"""
+"""Run the tests that a GPU runs and write what was run, on what, with what result, as JSON."""
 
 from __future__ import annotations
 

@@ -334,12 +334,11 @@ def store_span(
     x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:
-        scaled = x * _beside_outputs(1 << (24 - bits), D, L, WARPS, ACROSS)
         if factor.type.is_block():
             row_factor = multiply_high(_beside_outputs(inverse, D, L, WARPS, ACROSS), factor, False)
         else:
             row_factor = _beside_outputs(multiply_high(inverse, factor, False), D, L, WARPS, ACROSS)
-        result = requantize(scaled, row_factor, shift, half, False)
+        result = requantize(x, row_factor, _beside_outputs(bits, D, L, WARPS, ACROSS), shift, half, False, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = row_weight(inverse, bits)

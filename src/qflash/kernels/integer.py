@@ -12,10 +12,20 @@ from .. import fixed_point as fp
 
 MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
 
-# The complement of a rounded quotient, (~half - product's high half) >> shift. As a sum the assembler would fuse it with the
-# product, whose addend is a pair of registers: two moves an element.
+# An output rounded: product and rounding in one multiply-add of 64 bits, of which a funnel shift takes what is wanted.
+ROUND = tl.constexpr("""{.reg .b64 a;
+mul.wide.s32 a, $1, $2;
+add.s64 a, a, $3;
+shr.s64 a, a, $4;
+cvt.u32.u64 $0, a;}""")
+# The same with a rounding for each channel, complemented: (~half - product's high half) >> shift. As a sum the assembler would
+# fuse it with the product, whose addend is a pair of registers: two moves an element.
 ROUND_COMPLEMENT = tl.constexpr("{.reg .b32 a; mul.hi.s32 a, $1, $2; sub.s32 a, $3, a; shr.s32 $0, a, $4;}")
-# four 32-bit integers -> the complements of four bytes, saturating
+# four 32-bit integers -> four bytes, saturating
+SATURATE = tl.constexpr("""{.reg .b32 a;
+cvt.pack.sat.s8.s32.b32 a, $4, $3, 0;
+cvt.pack.sat.s8.s32.b32 $0, $2, $1, a;}""")
+# and their complements
 SATURATE_COMPLEMENT = tl.constexpr("""{.reg .b32 a;
 cvt.pack.sat.s8.s32.b32 a, $4, $3, 0;
 cvt.pack.sat.s8.s32.b32 a, $2, $1, a;
@@ -203,10 +213,23 @@ def half_of(shift):
 
 
 @triton.jit
-def requantize(scaled, multiplier, shift, half, GUARD: tl.constexpr):
-    """``O << (24 - bits)`` -> int8 at the output scale, half up, saturating."""
+def requantize(numerator, multiplier, bits, shift, half, NEGATIVE: tl.constexpr, GUARD: tl.constexpr):
+    """Numerators (or, if so, their negatives) of rows whose sums have ``bits`` bits -> int8, half up, saturating.
+
+    What is shifted is ``mulhi(numerator << (24 - bits), multiplier) + half``. Rounding down twice is rounding down once, so
+    the product's low half, and with it the shift before it, can stay where it is until the end.
+    """
     if GUARD:
+        scaled = numerator * (-(1 << (24 - bits)) if NEGATIVE else 1 << (24 - bits))
         rounded = (multiply_high(scaled, multiplier, GUARD) + half) >> shift
         return tl.minimum(tl.maximum(rounded, -128), 127).to(tl.int8)
-    flipped = tl.inline_asm_elementwise(ROUND_COMPLEMENT, "=r,r,r,r,r", [scaled, multiplier, ~half, shift], tl.int32, True, 1)
-    return tl.inline_asm_elementwise(SATURATE_COMPLEMENT, "=r,r,r,r,r", [flipped], tl.int8, True, 4)
+    if half.type.is_block():
+        scaled = numerator * (-(1 << (24 - bits)) if NEGATIVE else 1 << (24 - bits))
+        x = tl.inline_asm_elementwise(ROUND_COMPLEMENT, "=r,r,r,r,r", [scaled, multiplier, ~half, shift], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(SATURATE_COMPLEMENT, "=r,r,r,r,r", [x], tl.int8, True, 4)
+    if NEGATIVE:
+        multiplier = -multiplier
+    down = bits + 8
+    up = half.to(tl.int64) << down
+    x = tl.inline_asm_elementwise(ROUND, "=r,r,r,l,r", [numerator, multiplier, up, down + shift], tl.int32, True, 1)
+    return tl.inline_asm_elementwise(SATURATE, "=r,r,r,r,r", [x], tl.int8, True, 4)

@@ -391,12 +391,11 @@ def _store(
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
     bits, inverse = row_inverse(127 * KEYS - _one_row(total), False)
     if o_base.dtype.element_ty == gl.int8:
-        scaled = x * _spread(_all_rows(-(1 << (24 - bits)), ROWS), OL)
         if factor.type.is_block():
             row_factor = multiply_high(_spread(_all_rows(inverse, ROWS), OL), factor, False)
         else:
             row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), ROWS), OL)
-        result = requantize(scaled, row_factor, shift, half, False)
+        result = requantize(x, row_factor, _spread(_all_rows(bits, ROWS), OL), shift, half, True, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element

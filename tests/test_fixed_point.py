@@ -375,7 +375,14 @@ def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM:
     elif WHAT == "output_multiplier":
         x, y = integer.output_multiplier(a, b, GUARD)
     elif WHAT == "requantize":
-        x = integer.requantize(a, b, c, integer.half_of(c), GUARD)
+        shift, half = c & 31, integer.half_of(c & 31)
+        x = integer.requantize(a, b, c >> 5, shift, half, False, GUARD)
+        y = integer.requantize(-a, b, c >> 5, shift, half, True, GUARD)
+    elif WHAT == "requantize alike":
+        shift = tl.load(c_ptr) & 31
+        half = integer.half_of(shift)
+        x = integer.requantize(a, b, c >> 5, shift, half, False, GUARD)
+        y = integer.requantize(-a, b, c >> 5, shift, half, True, GUARD)
     elif WHAT == "release":
         x = integer.release_factor(a, b, GUARD)
     elif WHAT == "offset":
@@ -445,9 +452,18 @@ def test_twin_output_multiplier_and_requantize() -> None:
     output[::2] = value[::2] * torch.exp2(torch.randn(2 * LANES, generator=torch.Generator().manual_seed(0)))
     multiplier, shift = fp.output_multiplier(value, output)
     assert_twins(run_twin("output_multiplier", value, output), multiplier, shift)
-    x = torch.randint(-(1 << 31), 1 << 31, (4 * LANES,), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(1, 25, (4 * LANES,), generator=generator)
+    numerator = torch.randint(1 - (1 << 31), 1 << 31, (4 * LANES,), generator=generator) >> (24 - bits)
     by = fp.multiply_high(torch.full_like(multiplier, (1 << 30) + 1), multiplier)
-    assert_twins(run_twin("requantize", x, by, shift), fp.requantize(x, by, shift))
+    wanted = fp.requantize(numerator << (24 - bits), by, shift)
+    assert_twins(run_twin("requantize", numerator, by, shift + 32 * bits), wanted, wanted)
+    # one shift for all channels, whose roundings then go into the product
+    for alike in range(32):
+        part = slice(128 * alike, 128 * (alike + 1))
+        fits = numerator[part] >> (alike % 2 * 12)
+        wanted = fp.requantize(fits << (24 - bits[part]), by[part], torch.full_like(by[part], alike))
+        assert_twins(run_twin("requantize alike", fits, by[part], alike + 32 * bits[part]), wanted, wanted)
 
 
 def test_twin_release_factor_and_exponent_offset() -> None:

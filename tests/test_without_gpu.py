@@ -92,6 +92,13 @@ def few_processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     monkeypatch.setattr(attention, "processors_of", lambda device: processors)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = emulated("test_fixed_point", target)
+    monkeypatch.setattr(module, "GUARD", False)
+    module.test_twin_output_multiplier_and_requantize()
+
+
 @pytest.mark.usefixtures("few_processors")
 @pytest.mark.parametrize("case", range(6))
 def test_windows_int8(emulated: Load, case: int) -> None:

@@ -12,7 +12,8 @@ from .. import fixed_point as fp
 
 MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
 
-# An output rounded: product and rounding in one multiply-add of 64 bits, of which a funnel shift takes what is wanted.
+# An output rounded: product and rounding in one multiply-add of 64 bits, of which a funnel shift takes what is wanted. Written
+# as mad.wide the assembler takes it apart.
 ROUND = tl.constexpr("""{.reg .b64 a;
 mul.wide.s32 a, $1, $2;
 add.s64 a, a, $3;
@@ -219,17 +220,15 @@ def requantize(numerator, multiplier, bits, shift, half, NEGATIVE: tl.constexpr,
     What is shifted is ``mulhi(numerator << (24 - bits), multiplier) + half``. Rounding down twice is rounding down once, so
     the product's low half, and with it the shift before it, can stay where it is until the end.
     """
+    SIGN: tl.constexpr = -1 if NEGATIVE else 1
+    scaled = numerator * (SIGN << (24 - bits))
     if GUARD:
-        scaled = numerator * (-(1 << (24 - bits)) if NEGATIVE else 1 << (24 - bits))
         rounded = (multiply_high(scaled, multiplier, GUARD) + half) >> shift
         return tl.minimum(tl.maximum(rounded, -128), 127).to(tl.int8)
     if half.type.is_block():
-        scaled = numerator * (-(1 << (24 - bits)) if NEGATIVE else 1 << (24 - bits))
         x = tl.inline_asm_elementwise(ROUND_COMPLEMENT, "=r,r,r,r,r", [scaled, multiplier, ~half, shift], tl.int32, True, 1)
         return tl.inline_asm_elementwise(SATURATE_COMPLEMENT, "=r,r,r,r,r", [x], tl.int8, True, 4)
-    if NEGATIVE:
-        multiplier = -multiplier
     down = bits + 8
     up = half.to(tl.int64) << down
-    x = tl.inline_asm_elementwise(ROUND, "=r,r,r,l,r", [numerator, multiplier, up, down + shift], tl.int32, True, 1)
+    x = tl.inline_asm_elementwise(ROUND, "=r,r,r,l,r", [numerator, multiplier * SIGN, up, down + shift], tl.int32, True, 1)
     return tl.inline_asm_elementwise(SATURATE, "=r,r,r,r,r", [x], tl.int8, True, 4)

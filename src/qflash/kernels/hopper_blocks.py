@@ -338,7 +338,7 @@ def store_span(
             row_factor = multiply_high(_beside_outputs(inverse, D, L, WARPS, ACROSS), factor, False)
         else:
             row_factor = _beside_outputs(multiply_high(inverse, factor, False), D, L, WARPS, ACROSS)
-        result = requantize(x, row_factor, _beside_outputs(bits, D, L, WARPS, ACROSS), shift, half, False, False)
+        result = requantize(x, row_factor, _beside_outputs(bits, D, L, WARPS, ACROSS), shift, half, 1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = row_weight(inverse, bits)

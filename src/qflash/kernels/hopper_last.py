@@ -250,7 +250,7 @@ def _store_last(
     factor, shift, half = factors
     L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:
-        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, False, False)
+        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, 1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]

@@ -214,13 +214,12 @@ def half_of(shift):
 
 
 @triton.jit
-def requantize(numerator, multiplier, bits, shift, half, NEGATIVE: tl.constexpr, GUARD: tl.constexpr):
-    """Numerators (or, if so, their negatives) of rows whose sums have ``bits`` bits -> int8, half up, saturating.
+def requantize(numerator, multiplier, bits, shift, half, SIGN: tl.constexpr, GUARD: tl.constexpr):
+    """SIGN (1 or -1) times the numerators of rows whose sums have ``bits`` bits -> int8, half up, saturating.
 
     What is shifted is ``mulhi(numerator << (24 - bits), multiplier) + half``. Rounding down twice is rounding down once, so
     the product's low half, and with it the shift before it, can stay where it is until the end.
     """
-    SIGN: tl.constexpr = -1 if NEGATIVE else 1
     scaled = numerator * (SIGN << (24 - bits))
     if GUARD:
         rounded = (multiply_high(scaled, multiplier, GUARD) + half) >> shift

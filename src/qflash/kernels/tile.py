@@ -386,13 +386,13 @@ def finish(
     elif BITS == 8:
         total = 127 * count - total
     bits, inverse = row_inverse(total, GUARD)
-    NEGATIVE: tl.constexpr = BITS == 8
+    SIGN: tl.constexpr = -1 if BITS == 8 else 1
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
     else:
-        numerator = -accumulator if NEGATIVE else accumulator
-        scaled = accumulator * (-(1 << (24 - bits)) if NEGATIVE else 1 << (24 - bits))
+        numerator = accumulator * SIGN
+        scaled = accumulator * (SIGN << (24 - bits))
     if FLOOR_OUTPUT:
         floor = multiply_high(scaled, inverse, GUARD) >> 21
         remainder = numerator - floor * total
@@ -400,13 +400,13 @@ def finish(
 
     if o_ptrs.dtype.element_ty == tl.int8:
         if FLOOR_OUTPUT:
-            result = requantize(floor, factor >> 2, 1, shift, half, False, GUARD)
+            result = requantize(floor, factor >> 2, 1, shift, half, 1, GUARD)
         else:
             row_factor = multiply_high(inverse, factor, GUARD)
             if BITS == 15:
-                result = requantize(scaled, row_factor, 24, shift, half, False, GUARD)
+                result = requantize(scaled, row_factor, 24, shift, half, 1, GUARD)
             else:
-                result = requantize(accumulator, row_factor, bits, shift, half, NEGATIVE, GUARD)
+                result = requantize(accumulator, row_factor, bits, shift, half, SIGN, GUARD)
         tl.store(o_ptrs, result, mask=stored)
     else:
         factor = tl.where(usable_scale(factor.to(tl.int32, bitcast=True)), factor, float("nan"))

@@ -395,7 +395,7 @@ def _store(
             row_factor = multiply_high(_spread(_all_rows(inverse, ROWS), OL), factor, False)
         else:
             row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), ROWS), OL)
-        result = requantize(x, row_factor, _spread(_all_rows(bits, ROWS), OL), shift, half, True, False)
+        result = requantize(x, row_factor, _spread(_all_rows(bits, ROWS), OL), shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element

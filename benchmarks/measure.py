@@ -1,0 +1,130 @@
+"""Measure what the tables of docs/performance.md on attention are made of: every ``qflash bench`` they need, on this GPU.
+
+``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run; the committed ones lie in ``benchmarks/results``.
+Kernels are compiled by several processes first, which one process would do one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
+BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
+OURS = ("qflash int8", "qflash")
+WINDOWS = ("A4", "A5", "A6", "A7")
+VITS = ("A1", "A2", "A3")
+# heads, tokens, channels of the models in "Other shapes of vision transformers"
+MODELS = (
+    "16,257,64", "12,261,64", "12,401,64", "12,577,64", "16,577,64", "12,785,64", "12,1025,64", "12,1370,64",
+    "16,256,72", "16,729,72", "16,257,80", "16,577,80",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One call of ``qflash bench``; all but ``name`` are its options. No methods are all of them."""
+
+    name: str
+    workloads: tuple[str, ...] = ()
+    batches: tuple[int, ...] = (1, 8, 64)
+    shapes: tuple[str, ...] = ()
+    methods: tuple[str, ...] = (*SDPA, *BASELINES, *OURS)
+    modes: tuple[str, ...] = ("kernel", "end-to-end")
+    bias: bool = False
+    rounds: int = 15
+
+    def options(self) -> list[str]:
+        """Return the command line behind ``qflash bench``."""
+        several = {
+            "--workload": self.workloads,
+            "--batch": map(str, self.batches),
+            "--shape": self.shapes,
+            "--method": self.methods,
+            "--mode": self.modes,
+        }
+        options = [word for name, values in several.items() for value in values for word in (name, value)]
+        return [*options, *(["--bias"] if self.bias else []), "--rounds", str(self.rounds)]
+
+    def parts(self) -> list[Run]:
+        """Return the run workload by workload and shape by shape, to compile for."""
+        alone = dataclasses.replace(self, workloads=(), shapes=(), rounds=1)
+        parts = [dataclasses.replace(alone, workloads=(name,)) for name in self.workloads]
+        return parts + [dataclasses.replace(alone, shapes=(shape,)) for shape in self.shapes]
+
+
+RUNS = (
+    Run("bench_h200", (*VITS, *WINDOWS)),
+    Run("bench_bias_h200", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
+    Run("bench_1024_h200", shapes=("4,32,1024,64", "4,16,1024,128")),
+    Run("bench_long_h200", shapes=("4,32,4096,64", "2,32,16384,64", "4,16,4096,128", "2,16,16384,128")),
+    Run(
+        "shapes_h200",
+        shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
+        methods=("sdpa flash", "sdpa cudnn", "int-flash-full kernel", "qattn kernel", *OURS),
+        rounds=9,
+    ),
+    Run("bench_eager_h200", ("A2",), batches=(8,), methods=(), modes=("eager",)),
+)
+"""Under the names that ``performance_tables.py`` reads."""
+
+
+def bench(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Call ``qflash bench`` in a process of its own; what it prints is in the result."""
+    command = [sys.executable, "-m", "qflash", "bench", *run.options(), "--output", str(folder)]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def compile_for(runs: Sequence[Run], processes: int, console: Console) -> None:
+    """Have every kernel compiled and kept by Triton; a part that fails says why when it is timed."""
+    parts = [part for run in runs for part in run.parts()]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        under_way = [pool.submit(bench, part, Path(folder, str(i))) for i, part in enumerate(parts)]
+        done = concurrent.futures.as_completed(under_way)
+        for part in track(done, f"Compiling, {processes} at a time", total=len(parts), console=console):
+            part.result()
+
+
+def main(output: Path, runs: Sequence[Run], processes: int) -> int:
+    """Compile, then measure one run after the other; return the number of those that failed."""
+    console = Console(stderr=True)
+    if processes > 1:
+        compile_for(runs, processes, console)
+    output.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for run in runs:
+        console.print(f"[bold]{run.name}[/bold]")
+        with tempfile.TemporaryDirectory() as folder:
+            done = bench(run, Path(folder))
+            print(done.stdout, flush=True)
+            if done.returncode != 0:
+                failed += 1
+                continue
+            for kind in ("json", "csv"):
+                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{run.name}.{kind}")
+    return failed
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="FOLDER", help="where the results go")
+    parser.add_argument("--run", action="append", choices=[run.name for run in RUNS], help="only this; repeatable")
+    parser.add_argument(
+        "--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile side by side; 1: none beforehand"
+    )
+    arguments = parser.parse_args()
+    if arguments.processes < 1:
+        parser.error(f"--processes must be at least 1, got {arguments.processes}")
+    chosen = [run for run in RUNS if not arguments.run or run.name in arguments.run]
+    sys.exit(1 if main(arguments.output, chosen, arguments.processes) else 0)

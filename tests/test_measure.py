@@ -1,0 +1,63 @@
+"""benchmarks/measure.py measures what the committed results hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflash import bench
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "measure.py"
+
+
+def load() -> Any:
+    specification = importlib.util.spec_from_file_location("measure", SCRIPT)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["measure"] = module  # where dataclasses look for their annotations
+    specification.loader.exec_module(module)
+    return module
+
+
+MEASURE = load()
+
+
+@pytest.mark.parametrize("run", MEASURE.RUNS, ids=lambda run: run.name)
+def test_run_has_the_rows_of_the_results(run: Any) -> None:
+    record = json.loads((SCRIPT.parent / "results" / f"{run.name}.json").read_text())
+    problems = bench.make_problems(run.workloads, run.shapes, run.batches, bias=run.bias)
+    wanted = {(problem.workload, problem.batch, problem.bias) for problem in problems}
+    assert {(row["workload"], row["batch"], row["bias"]) for row in record["rows"]} == wanted
+    if run.methods:
+        assert {row["method"] for row in record["rows"]} == set(run.methods)
+        assert {row["mode"] for row in record["rows"]} <= set(run.modes)
+
+
+def test_parts_are_the_run() -> None:
+    for run in MEASURE.RUNS:
+        parts = [bench.make_problems(part.workloads, part.shapes, part.batches, bias=part.bias) for part in run.parts()]
+        whole = bench.make_problems(run.workloads, run.shapes, run.batches, bias=run.bias)
+        assert {problem for part in parts for problem in part} == set(whole)
+
+
+@pytest.mark.slow
+def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = MEASURE.Run("small", shapes=("1,1,16,32",), methods=(), rounds=2)
+    wrong = MEASURE.Run("wrong", workloads=("A9",))
+    failed = MEASURE.main(tmp_path, [small, wrong], 2)
+    printed = capfd.readouterr().out
+    assert failed == 1 and "A9" in printed
+    record = json.loads((tmp_path / "small.json").read_text())
+    assert {row["workload"] for row in record["rows"]} == {"1x1x16x32"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.csv", "small.json"]
+
+
+def test_arguments_are_checked() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "x", "--processes", "0"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--processes must be at least 1, got 0" in done.stderr

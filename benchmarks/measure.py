@@ -20,11 +20,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from qflash.bench import LONG
+from qflash.workloads import WORKLOADS
+
 SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
 OURS = ("qflash int8", "qflash")
+# those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")
-VITS = ("A1", "A2", "A3")
 # heads, tokens, channels of the models in "Other shapes of vision transformers"
 MODELS = (
     "16,257,64", "12,261,64", "12,401,64", "12,577,64", "16,577,64", "12,785,64", "12,1025,64", "12,1370,64",
@@ -64,11 +67,16 @@ class Run:
         return parts + [dataclasses.replace(alone, shapes=(shape,)) for shape in self.shapes]
 
 
+def _long(least: int, most: int) -> tuple[str, ...]:
+    """Return the long rows of so many keys."""
+    return tuple(",".join(map(str, shape)) for shape in LONG if least <= shape[2] <= most)
+
+
 RUNS = (
-    Run("bench_h200", (*VITS, *WINDOWS)),
+    Run("bench_h200", tuple(workload.name for workload in WORKLOADS)),
     Run("bench_bias_h200", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
-    Run("bench_1024_h200", shapes=("4,32,1024,64", "4,16,1024,128")),
-    Run("bench_long_h200", shapes=("4,32,4096,64", "2,32,16384,64", "4,16,4096,128", "2,16,16384,128")),
+    Run("bench_1024_h200", shapes=_long(1024, 1024)),
+    Run("bench_long_h200", shapes=_long(4096, 16384)),
     Run(
         "shapes_h200",
         shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
@@ -80,17 +88,17 @@ RUNS = (
 """Under the names that ``performance_tables.py`` reads."""
 
 
-def bench(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Call ``qflash bench`` in a process of its own; what it prints is in the result."""
+def bench(run: Run, folder: Path, printed: int | None = None) -> int:
+    """Call ``qflash bench`` in a process of its own, printing here unless ``printed`` says where; return its exit status."""
     command = [sys.executable, "-m", "qflash", "bench", *run.options(), "--output", str(folder)]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT).returncode
 
 
 def compile_for(runs: Sequence[Run], processes: int, console: Console) -> None:
     """Have every kernel compiled and kept by Triton; a part that fails says why when it is timed."""
     parts = [part for run in runs for part in run.parts()]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        under_way = [pool.submit(bench, part, Path(folder, str(i))) for i, part in enumerate(parts)]
+        under_way = [pool.submit(bench, part, Path(folder, str(i)), subprocess.DEVNULL) for i, part in enumerate(parts)]
         done = concurrent.futures.as_completed(under_way)
         for part in track(done, f"Compiling, {processes} at a time", total=len(parts), console=console):
             part.result()
@@ -106,9 +114,7 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
     for run in runs:
         console.print(f"[bold]{run.name}[/bold]")
         with tempfile.TemporaryDirectory() as folder:
-            done = bench(run, Path(folder))
-            print(done.stdout, flush=True)
-            if done.returncode != 0:
+            if bench(run, Path(folder)) != 0:
                 failed += 1
                 continue
             for kind in ("json", "csv"):

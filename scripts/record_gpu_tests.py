@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -23,24 +24,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/gpu", "tests/test_long_quantize.py")
 
 
-def pytest_command(*arguments: str) -> list[str]:
-    """Return a call of pytest that writes nothing into the tree and prints as it is told here, not in pyproject.toml."""
-    return [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-q", "-p", "no:cacheprovider", *arguments]
-
-
-def collect(tests: Sequence[str]) -> list[str]:
-    """Return the names of all tests in these files and folders.
-
-    Raises:
-        SystemExit: there is none, or they cannot be collected.
-    """
-    done = subprocess.run(pytest_command("--collect-only", *tests), cwd=ROOT, capture_output=True, text=True)
-    names = [line for line in done.stdout.splitlines() if "::" in line]
-    if done.returncode != 0 or not names:
-        sys.exit(f"no tests in {', '.join(tests)}:\n{done.stdout}{done.stderr}")
-    return names
-
-
 def outcome_of(case: ElementTree.Element) -> str:
     """Return what a report says of a test."""
     kinds = {child.tag for child in case}
@@ -48,35 +31,26 @@ def outcome_of(case: ElementTree.Element) -> str:
 
 
 def main(output: pathlib.Path, processes: int, tests: Sequence[str]) -> int:
-    """Run the tests, write ``output``, return 0 if every process of pytest did."""
-    names = collect(tests)
-    processes = min(processes, len(names))
-    print(f"{len(names)} tests in {processes} processes", flush=True)
+    """Run the tests, write ``output``, return pytest's exit status."""
     start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        status = subprocess.run([*command, *(["-n", str(processes)] if processes > 1 else [])], cwd=ROOT).returncode
+        cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
+    if not cases:
+        sys.exit(f"no test ran, nothing is recorded: pytest ended with status {status}")
     outcomes: dict[str, Counter[str]] = {}
     failures = []
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for i in range(processes):
-            report, log = pathlib.Path(folder, f"{i}.xml"), pathlib.Path(folder, f"{i}.txt")
-            # neighbours take about as long as one another, so they are dealt out
-            command = pytest_command(f"--junitxml={report}", *names[i::processes])
-            with log.open("w") as stream:
-                running.append((subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream), report, log))
-        status = 0
-        for process, report, log in running:
-            if process.wait() != 0:
-                status = 1
-                print(log.read_text(), flush=True)
-            for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-                outcome, name = outcome_of(case), case.get("name") or ""
-                outcomes.setdefault(name.split("[")[0], Counter())[outcome] += 1
-                if outcome in ("failure", "error"):
-                    failures.append(f"{case.get('classname')}::{name}")
+    for case in cases:
+        outcome, name = outcome_of(case), case.get("name") or ""
+        outcomes.setdefault(name.split("[")[0], Counter())[outcome] += 1
+        if outcome in ("failure", "error"):
+            failures.append(f"{case.get('classname')}::{name}")
     seconds = time.monotonic() - start
     total = sum(outcomes.values(), Counter[str]())
-    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items())) or "none ran"
-    of = f"{' and '.join(tests)}: {said} of {len(names)} in {seconds:.0f} s by {processes} processes"
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))
+    of = f"{' and '.join(tests)}: {said} in {seconds:.0f} s by {processes} processes"
     print(of)
     has_gpu = torch.cuda.is_available()
     record = {
@@ -105,4 +79,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
+    if arguments.processes > 1 and importlib.util.find_spec("xdist") is None:
+        parser.error("several processes need pytest-xdist, which is not installed; --processes 1 does without")
     sys.exit(main(arguments.output, arguments.processes, arguments.tests))

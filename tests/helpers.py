@@ -7,11 +7,14 @@ the interpreter and the GPU draw from the same distribution of cases.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,19 @@ from qflash.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
+
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """Import a script of benchmarks/, which is no package."""
+    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # where dataclasses look for their annotations
+    specification.loader.exec_module(module)
+    return module
 
 
 def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:

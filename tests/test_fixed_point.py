@@ -374,12 +374,10 @@ def twin_kernel(a_ptr, b_ptr, c_ptr, x_ptr, y_ptr, WHAT: tl.constexpr, HEAD_DIM:
         x = integer.bit_length(a, GUARD)
     elif WHAT == "output_multiplier":
         x, y = integer.output_multiplier(a, b, GUARD)
-    elif WHAT == "requantize":
-        shift, half = c & 31, integer.half_of(c & 31)
-        x = integer.requantize(a, b, c >> 5, shift, half, 1, GUARD)
-        y = integer.requantize(-a, b, c >> 5, shift, half, -1, GUARD)
-    elif WHAT == "requantize alike":
-        shift = tl.load(c_ptr) & 31
+    elif WHAT == "requantize" or WHAT == "requantize alike":
+        shift = c & 31
+        if WHAT == "requantize alike":
+            shift = tl.load(c_ptr) & 31
         half = integer.half_of(shift)
         x = integer.requantize(a, b, c >> 5, shift, half, 1, GUARD)
         y = integer.requantize(-a, b, c >> 5, shift, half, -1, GUARD)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,26 +10,15 @@ from typing import Any
 
 import pytest
 
+from helpers import BENCHMARKS, load_benchmark
 from qflash import bench
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "measure.py"
-
-
-def load() -> Any:
-    specification = importlib.util.spec_from_file_location("measure", SCRIPT)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["measure"] = module  # where dataclasses look for their annotations
-    specification.loader.exec_module(module)
-    return module
-
-
-MEASURE = load()
+MEASURE = load_benchmark("measure")
 
 
 @pytest.mark.parametrize("run", MEASURE.RUNS, ids=lambda run: run.name)
 def test_run_has_the_rows_of_the_results(run: Any) -> None:
-    record = json.loads((SCRIPT.parent / "results" / f"{run.name}.json").read_text())
+    record = json.loads((BENCHMARKS / "results" / f"{run.name}.json").read_text())
     problems = bench.make_problems(run.workloads, run.shapes, run.batches, bias=run.bias)
     wanted = {(problem.workload, problem.batch, problem.bias) for problem in problems}
     assert {(row["workload"], row["batch"], row["bias"]) for row in record["rows"]} == wanted
@@ -59,5 +47,5 @@ def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.
 
 
 def test_arguments_are_checked() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "x", "--processes", "0"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, MEASURE.__file__, "x", "--processes", "0"], capture_output=True, text=True)
     assert done.returncode == 2 and "--processes must be at least 1, got 0" in done.stderr

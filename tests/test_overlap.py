@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 
-PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "overlap.py"
-spec = importlib.util.spec_from_file_location("overlap", PATH)
-assert spec is not None and spec.loader is not None
-overlap = importlib.util.module_from_spec(spec)
-sys.modules["overlap"] = overlap
-spec.loader.exec_module(overlap)
+from helpers import load_benchmark
+
+overlap = load_benchmark("overlap")
 
 
 def test_cases_are_different_and_name_what_there_is() -> None:

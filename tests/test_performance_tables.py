@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "performance_tables.py"
+from helpers import load_benchmark
 
 
 @pytest.fixture
 def tables() -> Any:
-    specification = importlib.util.spec_from_file_location("performance_tables", SCRIPT)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_benchmark("performance_tables")
 
 
 def test_page_has_the_figures_of_the_results(tables: Any) -> None:

@@ -390,13 +390,16 @@ def draw_case(seed: int, limits: Limits) -> Case:
 
 
 def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit; any NaN equals any NaN."""
+    """Whether two tensors agree in dtype, shape and every bit, zeros in their sign, too; any NaN equals any NaN."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     if not got.dtype.is_floating_point:
         return torch.equal(got, expected)
     nan = torch.isnan(expected)
-    return torch.equal(torch.isnan(got), nan) and torch.equal(got[~nan], expected[~nan])
+    if not torch.equal(torch.isnan(got), nan):
+        return False
+    got, expected = got[~nan], expected[~nan]
+    return torch.equal(got, expected) and torch.equal(torch.signbit(got), torch.signbit(expected))
 
 
 def random_scales(count: int, seed: int, low: int = -60, high: int = 40) -> torch.Tensor:

@@ -830,11 +830,14 @@ def _make_elect(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 def _make_shfl(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     kind = modifiers[1]
     target, source, lane = operands[0].partition("|")[0], operands[1], operands[2]
-    assert kind in ("bfly", "idx") and operands[3] == "31"
+    # the lanes that exchange are those alike in the bits of a mask
+    alike = int(operands[3], 0) >> 8
+    assert kind in ("bfly", "idx") and int(operands[3], 0) & 255 == 31
 
     def step(warp: Warp) -> None:
         which = warp.read(lane).astype(np.int64)
-        warp.write(target, warp.read(source)[(_LANE ^ which if kind == "bfly" else which) & 31])
+        within = _LANE ^ which if kind == "bfly" else which
+        warp.write(target, warp.read(source)[(_LANE & alike) | (within & 31 & ~alike)])
 
     return step
 

@@ -234,6 +234,24 @@ def one_head(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "head_dim", "tiles"),
+    [
+        (49, 32, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS)),
+        (100, 64, HELD),
+        (100, 64, HELD._replace(warps=8)),
+        (400, 64, HELD),
+    ],
+    ids=["windows", "sums by products", "warps that share rows", "walked over twice"],
+)
+def test_nothing_is_no_negative_zero(tokens: int, head_dim: int, tiles: Tiles) -> None:
+    (call,), out, expected = one_head(tokens, head_dim, True, tiles)
+    call.arguments["v_ptr"][..., 1::3] = 0
+    ptx.launch(call)
+    assert same_bits(out, expected())
+    assert not out[..., 1::3].any()
+
+
+@pytest.mark.parametrize(
     ("tokens", "fused", "tiles", "mistake", "instead"),
     [
         (100, False, HELD, r"wgmma\.wait_group\.sync\.aligned\s+\d+", "wgmma.wait_group.sync.aligned 7"),

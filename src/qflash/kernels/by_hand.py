@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from .integer import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
 from .quantize import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
+from .rows import beside_rows, bring_both, own_twice
 from .tile import MASKED, row_multiplier
 
 # the name differs between releases of Triton
@@ -123,11 +124,20 @@ def raised(s, least):
 
 
 @gluon.constexpr_function
-def _raised_in_place(pieces, each):
-    """Assembly for so many pieces of ``each`` scores: maxima with as many others, unless these are the least there is."""
+def _raised_in_place(pieces, each, own):
+    """Assembly for so many pieces of ``each`` scores: maxima with as many others, unless these are the least there is.
+
+    If these are a thread's ``own``, neighbours tell each other theirs.
+    """
     count = each * pieces
-    maxima = " ".join(f"max.s32 ${i}, ${i}, ${2 * count + i % each};" for i in range(count))
-    return f"{{.reg .pred p; setp.eq.s32 p, ${2 * count}, {MASKED.value}; @p bra.uni DONE; {maxima} DONE: }}"
+    least = [f"${2 * count + i}" for i in range(each)]
+    exchange = ""
+    if own and each == 4:
+        exchange = bring_both("a", "b", least[0])
+        least = ["a", "a", "b", "b"]
+    maxima = " ".join(f"max.s32 ${i}, ${i}, {least[i % each]};" for i in range(count))
+    unless = f"setp.eq.s32 p, ${2 * count}, {MASKED.value}; @p bra.uni DONE;"
+    return f"{{.reg .pred p; .reg .b32 a, b; {unless} {exchange} {maxima} DONE: }}"
 
 
 @gluon.constexpr_function
@@ -170,12 +180,12 @@ def _together(pieces, ACROSS: gl.constexpr):
 def least_if_needed(row_max, most, multiplier, fraction_bits):
     """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
 
-    No score lies below ``-most``. Of eight rows a thread has one, of more two.
+    No score lies below ``-most``. Rows are one a thread, or a vector of more than eight.
     """
     reach = (row_max + most) * multiplier
     least = least_score(row_max, multiplier, fraction_bits)
     limit = row_max * 0 + (OCTAVES << fraction_bits)
-    if row_max.shape[0] > 8:
+    if len(row_max.shape) == 1 and row_max.shape[0] > 8:
         least = gl.inline_asm_elementwise(LEAST_IF_NEEDED_TWO, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
     else:
         least = gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,r,r,r", [reach, limit, least], gl.int32, True, 1)
@@ -193,9 +203,10 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
     for i in gl.static_range(len(tiles)):
         pieces = pieces + _apart(tiles[i], L, ACROSS)
     COUNT: gl.constexpr = len(pieces)
-    least = beside_rows(least, L) + gl.zeros_like(pieces[0])
+    OWN: gl.constexpr = len(least.shape) == 2
+    least = beside_rows(own_twice(least, tiles[0].shape[0]), L) + gl.zeros_like(pieces[0])
     pieces = gl.inline_asm_elementwise(
-        _raised_in_place(COUNT, EACH), _in_place(COUNT, EACH), pieces + (least,), (gl.int32,) * COUNT, True, EACH
+        _raised_in_place(COUNT, EACH, OWN), _in_place(COUNT, EACH), pieces + (least,), (gl.int32,) * COUNT, True, EACH
     )
     raised_tiles = ()
     for i in gl.static_range(len(tiles)):
@@ -346,14 +357,6 @@ def channel_ranges(low, high):
 def halves(x):
     """The upper and the lower half of the rows."""
     return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
-
-
-@gluon.jit
-def beside_rows(x, L: gl.constexpr):
-    """A number, or one for each row as a thread has it, beside a tile of layout ``L``."""
-    if x.type.is_block():
-        x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
-    return x
 
 
 @gluon.jit

@@ -77,6 +77,7 @@ from .hopper_layouts import (
 )
 from .integer import split_scale, usable_scale
 from .quantize import amplitude_to_scale, nan_max
+from .rows import both_rows, own_twice, row_largest, row_sum
 from .tile import MASKED
 
 
@@ -163,7 +164,7 @@ def _second_walk(
         p_t = _tile_probabilities(q, k_smem[t], row, WIDTHS[t], WARPS, OPERAND)
         accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
         total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
-    return accumulator, gl.sum(total, 1)
+    return accumulator, row_sum(total)
 
 
 @gluon.jit
@@ -220,7 +221,11 @@ def _block(
         for t in gl.static_range(1, TILES):
             ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
             largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
-    if ACROSS == 1:
+    # with one scale for all queries there is so little to work out for a row that this gains nothing
+    ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
+    if ONE:
+        row_max = row_largest(largest)
+    elif ACROSS == 1:
         row_max = gl.max(largest, 1)
     else:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
@@ -230,6 +235,8 @@ def _block(
         keep_apart(units[2], 2)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    if ONE:
+        slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = FOLD or is_crowded(KEYS)
     if TWICE:
@@ -249,36 +256,38 @@ def _block(
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
-        if t == 0:
-            parts = part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+        if ACROSS == 1:
+            more = quarter_sums(p, STARTS[t], WIDTHS[t], KEYS, WARPS)
         else:
             more = part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+        if t == 0:
+            parts = more
+        else:
             parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
     if ACROSS == 1 and not TWICE:
-        total = gl.sum(parts, 1)
+        total = row_sum(parts)
     elif not TWICE:
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
         fence_async_shared()
         barrier()
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
-        total = gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1)
-    total = gl.convert_layout(total, RL, assert_trivial=True)
+        total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     numerators = ()
     for c in gl.static_range(SPANS):
-        numerator = 0 - warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
+        numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
         if TWICE:
-            numerator += sums[c].load(gl.SliceLayout(0, numerator.type.layout))[None, :]
+            numerator = sums[c].load(gl.SliceLayout(0, numerator.type.layout))[None, :] - numerator
         elif not FOLD:
-            numerator += sums[c][None, :]
+            numerator = sums[c][None, :] - numerator
         numerators = numerators + (numerator,)
-    bits, inverse = row_inverses(total, KEYS, WARPS, ACROSS)
+    bits, inverse = row_inverses(total, KEYS)
     SPAN: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     for c in gl.static_range(SPANS):
         store_span(
             numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPAN[c], WARPS,
-            ACROSS,
+            ACROSS, -1 if FOLD else 1,
         )  # fmt: skip
 
 
@@ -395,6 +404,8 @@ def _head(
                 words = load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS)
                 more = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
                 largest = nan_max(largest, more)
+            if ACROSS == 1:
+                largest = gl.reduce(largest, 1, nan_max)
             head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
     else:
         for i in gl.static_range(TILES):

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .by_hand import beside_channels, beside_rows, first_of_four, pack, round_to_int8, twice_probabilities, unpack
+from .by_hand import beside_channels, first_of_four, pack, round_to_int8, twice_probabilities, unpack
 from .hopper_layouts import (
     channel_spans,
     eight_layout,
@@ -23,6 +23,7 @@ from .hopper_layouts import (
 )
 from .integer import multiply_high, requantize, row_inverse, row_weight, usable_scale
 from .quantize import amplitude_to_scale, higher, inverse_scale, nan_max
+from .rows import beside_columns, beside_rows, both_rows, one_row, row_largest
 from .tile import held_order
 
 # the sum of four bytes, each times its weight, and nothing in the other three of four places
@@ -86,13 +87,17 @@ def load_query_span(
 
 @gluon.jit
 def row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Largest magnitude of each row, as float32."""
+    """Largest magnitude of each row, as float32: one row a thread, or a vector where warps share rows."""
     largest = _span_amplitude(spans[0])
     for c in gl.static_range(1, len(spans)):
         more = gl.convert_layout(_span_amplitude(spans[c]), largest.type.layout, assert_trivial=True)
         largest = nan_max(largest, more)
-    L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
-    return gl.convert_layout(gl.reduce(largest, 1, nan_max), L, assert_trivial=True)
+    if ACROSS == 1:
+        largest = row_largest(largest)
+    else:
+        L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+        largest = gl.convert_layout(gl.reduce(largest, 1, nan_max), L, assert_trivial=True)
+    return largest
 
 
 @gluon.jit
@@ -131,7 +136,11 @@ def _unpack_span(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.con
 def round_rows(x, inverse):
     """Floats times the inverse of their row's scale, or of all rows', as int8."""
     L: gl.constexpr = x.type.layout
-    return round_to_int8(x, beside_rows(inverse, L))
+    if len(inverse.shape) == 2:
+        inverse = beside_columns(both_rows(inverse, x.shape[0]), 4, L)
+    else:
+        inverse = beside_rows(inverse, L)
+    return round_to_int8(x, inverse)
 
 
 @gluon.jit
@@ -139,7 +148,7 @@ def read_queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
     QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """A block of queries as int8, span by span, and the bits of its scale or of its rows'."""
+    """A block of queries as int8, span by span, and the bits of its scale or of its rows', like :func:`row_amplitude`'s."""
     q = unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
     if QUANTIZE:
@@ -157,8 +166,11 @@ def read_queries(
             rounded = rounded + (round_rows(floats[c], inverse),)
         q = rounded
     elif QUERY_TOKEN:
-        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, eight_layout(WARPS, ACROSS)))
+        L: gl.constexpr = eight_layout(WARPS, ACROSS)
+        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L))
         bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
+        if ACROSS == 1:
+            bits = one_row(beside_rows(bits, L) + gl.zeros((16 * WARPS, 8), gl.int32, L))
     return q, bits
 
 
@@ -250,7 +262,7 @@ def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexp
 
 @gluon.jit
 def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of a tile's stored probabilities, four a row."""
+    """Sums of a tile's stored probabilities, those past the last key left out: four a row, one for each thread."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
@@ -267,66 +279,30 @@ def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, A
 
 
 @gluon.jit
-def _one_row(x, WARPS: gl.constexpr):
-    """Of numbers of rows, which four neighbours have, one for each thread: of its two rows they take one each."""
-    L: gl.constexpr = eight_layout(WARPS)
-    x = gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)[:, None] + gl.zeros((16 * WARPS, 8), gl.int32, L)
-    x, _ = gl.split(gl.reshape(x, (16 * WARPS, 4, 2)))
-    x, y = gl.split(gl.permute(gl.reshape(x, (WARPS, 2, 8, 4)), (0, 2, 3, 1)))
-    R: gl.constexpr = x.type.layout
-    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, R)))
-    return gl.where((c & 1)[None, None, :] == 0, x, y)
-
-
-@gluon.jit
-def _all_rows(x, WARPS: gl.constexpr):
-    """What :func:`_one_row` distributed, back: (rows, 4), the same in all columns."""
-    x = gl.reshape(x, (WARPS, 8, 2, 2))
-    R: gl.constexpr = x.type.layout
-    even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, R)))) == 0)[None, None, None, :]
-    first = gl.expand_dims(gl.sum(gl.where(even, x, x * 0), 3), 3) + gl.zeros_like(x)
-    second = gl.expand_dims(gl.sum(gl.where(even, x * 0, x), 3), 3) + gl.zeros_like(x)
-    return gl.reshape(gl.permute(gl.join(first, second), (0, 4, 1, 2, 3)), (16 * WARPS, 4))
-
-
-@gluon.jit
-def _spread(x, D: gl.constexpr, L: gl.constexpr):
-    """Four numbers a row, all alike, each for a quarter of the channels."""
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    if D >= 32:
-        x = gl.join(x, x)
-    if D >= 64:
-        x = gl.join(x, x)
-    if D == 128:
-        x = gl.join(x, x)
-    return gl.convert_layout(gl.reshape(x, (x.shape[0], D)), L, assert_trivial=True)
-
-
-@gluon.jit
-def _beside_outputs(x, D: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Numbers of rows, as :func:`store_span` has them, beside outputs."""
     if ACROSS == 1:
-        x = _spread(_all_rows(x, WARPS), D, L)
+        x = beside_columns(both_rows(x, 16 * WARPS), L.shape[1] // 4, L)
     else:
         x = beside_rows(x, L)
     return x
 
 
 @gluon.jit
-def row_inverses(total, count, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+def row_inverses(total, count):
     """What :func:`store_span` normalises by: ``total`` adds up ``count`` stored probabilities of each row."""
-    if ACROSS == 1:
-        total = _one_row(total, WARPS)
     return row_inverse(127 * count - total, False)
 
 
 @gluon.jit
 def store_span(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1, SIGN: gl.constexpr = 1,
 ):  # fmt: skip
-    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.tile.finish`."""
+    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.tile.finish`.
+
+    Rows' numbers are one a thread, or vectors where warps share rows. Numerators come times SIGN (1 or -1).
+    """
     factor, shift, half = factors
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
@@ -335,22 +311,18 @@ def store_span(
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
-            row_factor = multiply_high(_beside_outputs(inverse, D, L, WARPS, ACROSS), factor, False)
+            row_factor = multiply_high(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
         else:
-            row_factor = _beside_outputs(multiply_high(inverse, factor, False), D, L, WARPS, ACROSS)
-        result = requantize(x, row_factor, _beside_outputs(bits, D, L, WARPS, ACROSS), shift, half, 1, False)
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), L, WARPS, ACROSS)
+        result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, SIGN, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
-        weight = row_weight(inverse, bits)
-        if ACROSS == 1:
-            weight = _all_rows(weight.to(gl.int32, bitcast=True), WARPS).to(gl.float32, bitcast=True)
-            W: gl.constexpr = weight.type.layout
-            # NaN in a factor a row is cheaper than a choice an element
-            weight = gl.where(beside_rows(usable, W), weight, float("nan"))
-            weight = _spread(weight, D, L)
-        else:
-            weight = beside_rows(gl.where(usable, weight, float("nan")), L)
-        result = (x.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+        # NaN in a factor a row is cheaper than a choice an element
+        weight = gl.where(usable, row_weight(inverse, bits) * SIGN, float("nan"))
+        weight = _beside_outputs(weight, L, WARPS, ACROSS)
+        # the sum makes nothing times a negative weight 0, not -0
+        result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     inside = (rows[:, None] < queries) & (channels[None, :] < CHANNELS)

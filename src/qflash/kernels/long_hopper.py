@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import tiles
 from .by_hand import (
     barrier,
-    beside_rows,
     least_score,
     magnitudes,
     may_wrap,
@@ -59,6 +58,7 @@ from .hopper_layouts import (
 )
 from .integer import split_scale, usable_scale
 from .long import CHUNKS
+from .rows import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .tile import MASKED, channel_of_row
 
 # the names differ between releases of Triton
@@ -152,7 +152,8 @@ def long_hopper_kernel(
     WARPS: gl.constexpr = BLOCK_M // 16
     S: gl.constexpr = product_layout(TILE, WARPS)
     PV: gl.constexpr = product_layout(D, WARPS)
-    RL: gl.constexpr = gl.SliceLayout(1, score_layout(8, WARPS))
+    EIGHT: gl.constexpr = score_layout(8, WARPS)
+    RL: gl.constexpr = gl.SliceLayout(1, EIGHT)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
     first = gl.program_id(0) * BLOCK_M
@@ -239,13 +240,15 @@ def long_hopper_kernel(
                     wanted = more | (turn % 2 == 0) if UNROLL == 2 else True
                     mbarrier.expect(ready.index(slot), SIZE, pred=wanted)
                     _load(k_desc, [k_row + following * SPAN, k_column], ready.index(slot), k_smem.index(slot), pred=wanted)
-    row_max = gl.max(largest, 1)
-
-    wrap = (
-        gl.max(may_wrap(gl.convert_layout(magnitudes(q), RL, assert_trivial=True), row_max, multiplier, fraction_bits), 0) > 0
-    )
-    least = least_score(row_max, multiplier, fraction_bits)
+    row_max = row_largest(largest)
+    magnitude = one_row(beside_rows(gl.convert_layout(magnitudes(q), RL, assert_trivial=True), EIGHT) + largest * 0)
+    wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
+    least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    # what stands for keys past the last has the largest probability
+    most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
+    row_max = both_rows(row_max, BLOCK_M)
+    slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
     accumulator = warpgroup_mma_init(gl.zeros((BLOCK_M, D), gl.int32, PV))
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
     # steps that the first two slots had in the first walk
@@ -293,14 +296,12 @@ def long_hopper_kernel(
     if CHANNELS and INT8:
         shift, rounding = shift.load(CO), rounding.load(CO)
     numerator = sums.load(gl.SliceLayout(0, PV))[None, :] - warpgroup_mma_wait(0, [accumulator])
-    # what stood for keys past the last had the largest probability
     count = (steps - 1) * SPAN + LEFT
-    most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
-    total = gl.convert_layout(gl.sum(total, 1), RL, assert_trivial=True) + (count - keys) * most
+    total = row_sum(total) + (count - keys) * most
     if HEAD_DIM % 16:
         # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
         o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
-    bits, inverse = row_inverses(total, count, WARPS)
+    bits, inverse = row_inverses(total, count)
     store_span(
         numerator, bits, inverse, usable, (factor, shift, rounding), o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first,
         queries, HEAD_DIM, WARPS,

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from .by_hand import (
     barrier,
     beside_channels,
-    beside_rows,
     channel_maxima,
     channel_ranges,
     halves,
@@ -45,6 +44,7 @@ from .integer import (
     usable_scale,
 )
 from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max
+from .rows import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
 from .tile import (
     BIAS_LIMIT,
     BIAS_MASKED,
@@ -326,13 +326,12 @@ def _extremes(x, EXTREME: gl.constexpr):
 
 @gluon.jit
 def _row_amplitude(x):
-    """Largest magnitude of each row, as float32; two numbers an instruction while a thread is by itself."""
+    """Largest magnitude of each row, one row a thread, as float32; two numbers an instruction while a thread is by itself."""
     ROWS: gl.constexpr = x.shape[0]
     x = gl.reshape(gl.abs(x), (ROWS, 4, 2, 2, 2))
     a, b = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
     a, b = gl.split(gl.permute(higher(a, b, False), (0, 1, 3, 2)))
-    x = gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
-    return gl.convert_layout(gl.reduce(x, 1, nan_max), gl.SliceLayout(1, score_layout(ROWS, 8)), assert_trivial=True)
+    return row_largest(gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32))
 
 
 @gluon.jit
@@ -343,39 +342,16 @@ def _fold_columns(s):
 
 
 @gluon.jit
-def _row_max(s):
-    """Row maxima over the tiles of a row."""
+def _row_max(s, ONE: gl.constexpr):
+    """Row maxima over the tiles of a row: with ONE one row a thread, else a vector."""
     largest = _fold_columns(s[0])
     for i in gl.static_range(1, len(s)):
         largest = gl.maximum(largest, _fold_columns(s[i]))
-    return gl.max(largest, 1)
-
-
-@gluon.jit
-def _one_row(total):
-    """Of row sums, which all columns of a row have, one for each thread: of its two rows neighbours take one each."""
-    ROWS: gl.constexpr = total.shape[0]
-    x, _ = gl.split(gl.reshape(total, (ROWS, 4, 2)))
-    if ROWS > 8:
-        x, y = gl.split(gl.permute(gl.reshape(x, (ROWS // 16, 2, 8, 4)), (0, 2, 3, 1)))
-        x, y = gl.reshape(x, (ROWS // 2, 4)), gl.reshape(y, (ROWS // 2, 4))
-        L: gl.constexpr = x.type.layout
-        x = gl.where((gl.arange(0, 4, layout=gl.SliceLayout(0, L)) & 1)[None, :] == 0, x, y)
-    return x
-
-
-@gluon.jit
-def _all_rows(x, ROWS: gl.constexpr):
-    """What :func:`_one_row` distributed, back: (ROWS, 4), the same in all columns."""
-    if ROWS > 8:
-        x = gl.reshape(x, (ROWS // 2, 2, 2))
-        L: gl.constexpr = x.type.layout
-        even = (gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L))) == 0)[None, None, :]
-        first = gl.sum(gl.where(even, x, x * 0), 2)[:, :, None] + gl.zeros_like(x)
-        second = gl.sum(gl.where(even, x * 0, x), 2)[:, :, None] + gl.zeros_like(x)
-        x = gl.permute(gl.reshape(gl.join(first, second), (ROWS // 16, 8, 4, 2)), (0, 3, 1, 2))
-        x = gl.reshape(x, (ROWS, 4))
-    return x
+    if ONE:
+        largest = row_largest(largest)
+    else:
+        largest = gl.max(largest, 1)
+    return largest
 
 
 @gluon.jit
@@ -389,20 +365,19 @@ def _store(
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
-    bits, inverse = row_inverse(127 * KEYS - _one_row(total), False)
+    bits, inverse = row_inverse(127 * KEYS - one_row(total), False)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
-            row_factor = multiply_high(_spread(_all_rows(inverse, ROWS), OL), factor, False)
+            row_factor = multiply_high(_beside_outputs(inverse, ROWS, OL), factor, False)
         else:
-            row_factor = _spread(_all_rows(multiply_high(inverse, factor, False), ROWS), OL)
-        result = requantize(x, row_factor, _spread(_all_rows(bits, ROWS), OL), shift, half, -1, False)
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), ROWS, OL)
+        result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element
-        weight = _all_rows((-row_weight(inverse, bits)).to(gl.int32, bitcast=True), ROWS).to(gl.float32, bitcast=True)
-        W: gl.constexpr = weight.type.layout
-        weight = gl.where(beside_rows(usable, W), weight, float("nan"))
-        result = x.to(gl.float32) * _spread(weight, OL) * gl.where(good, factor, float("nan"))
+        weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
+        # the sum makes nothing times a negative weight 0, not -0
+        result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
     channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
@@ -411,13 +386,9 @@ def _store(
 
 
 @gluon.jit
-def _spread(x, L: gl.constexpr):
-    """Four numbers a row, all alike, each for a quarter of the channels."""
-    ROWS: gl.constexpr = x.shape[0]
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    return gl.convert_layout(gl.reshape(x, (ROWS, 32)), L, assert_trivial=True)
+def _beside_outputs(x, ROWS: gl.constexpr, L: gl.constexpr):
+    """Numbers of rows, one a thread, beside outputs."""
+    return beside_columns(both_rows(x, ROWS), 8, L)
 
 
 @gluon.jit
@@ -445,7 +416,9 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
 @gluon.jit
 def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
     """Twice the probabilities of a row's tiles, rounded down."""
+    ROWS: gl.constexpr = s[0].shape[0]
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
     p = ()
     for i in gl.static_range(len(s)):
         p = p + (_twice(s[i], slope, begin, constant),)
@@ -590,12 +563,12 @@ def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
     none. What is STAGED was looked at then.
     """
     L: gl.constexpr = score_layout(ROWS, 8)
-    flags = beside_rows(gl.where(drop < 1, 1, 0), L) + gl.zeros((ROWS, 8), gl.int32, L)
+    flags = beside_rows(own_twice(gl.where(drop < 1, 1, 0), ROWS), L) + gl.zeros((ROWS, 8), gl.int32, L)
     if bias[0].dtype.is_floating():
         flags |= _beyond(bias)
     elif not STAGED:
         # 0 from half of one mark up to half of the other
-        flags |= beside_rows((row_max + BIAS_POISON // 2) & BIAS_MASKED, L)
+        flags |= beside_rows(own_twice((row_max + BIAS_POISON // 2) & BIAS_MASKED, ROWS), L)
     return _eight_rows(flags)
 
 
@@ -614,9 +587,10 @@ def _no_flags():
 
 
 @gluon.jit
-def _scaled(s, multiplier, drop):
+def _scaled(s, scale):
     """Scores in the unit in which a bias is added, with 16 fraction bits unless their scale is too large for that."""
     L: gl.constexpr = s.type.layout
+    multiplier, drop = scale
     return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
 
 
@@ -634,7 +608,7 @@ def _queries(
     q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
     ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries as int8, and the bits of the scales of ROWS of them."""
+    """A tile of queries as int8, and the bits of the scale, or of the scales of ROWS of them, one row a thread."""
     if QUANTIZE and ROWS == 8:
         q = _first_eight(q)
     q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
@@ -643,13 +617,16 @@ def _queries(
         y = q.to(gl.float32)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
-            q = round_to_int8(y, beside_rows(inverse_scale(scale, False), query_layout(ROWS, 1)))
+            inverse = both_rows(inverse_scale(scale, False), ROWS)
+            q = round_to_int8(y, beside_columns(inverse, 8, query_layout(ROWS, 1)))
             bits = scale.to(gl.int32, bitcast=True)
         else:
             q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
     elif QUERY_TOKEN:
-        n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout(ROWS, 8)))
+        L: gl.constexpr = score_layout(ROWS, 8)
+        n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         bits = gl.load(qs_base + gl.minimum(n, QUERIES - 1) * qs_stride_n)
+        bits = one_row(beside_rows(bits, L) + gl.zeros((ROWS, 8), gl.int32, L))
     return q, bits
 
 
@@ -691,7 +668,10 @@ def _attend(
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
     flags = 0
+    # measured: with one scale for all queries, and so little to work out for a row, 1 to 2 % slower
+    ONE: gl.constexpr = query_bits.type.is_block() or MASK == "bias"
     if MASK == "bias":
+        scale = both_rows(multiplier, ROWS), both_rows(drop, ROWS)
         b = ()
         if STAGED:
             for i in gl.static_range(len(k)):
@@ -704,20 +684,20 @@ def _attend(
         z = ()
         if CAREFUL:
             for i in gl.static_range(len(k)):
-                x = _scaled(s[i], multiplier, drop)
-                z = z + (_add_any_bias(x, _fixed_with_marks(b[i]), fraction_bits),)
-            row_max = _row_max(z)
+                x = _scaled(s[i], scale)
+                z = z + (_add_any_bias(x, _fixed_with_marks(b[i]), both_rows(fraction_bits, ROWS)),)
+            row_max = _row_max(z, ONE)
             flags = _no_flags()
-            p = _all_stored(z, row_max, multiplier, fraction_bits, OFFSET)
+            p = _all_stored(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
         else:
             for i in gl.static_range(len(k)):
-                z = z + (_scaled(s[i], multiplier, drop) + _fixed(b[i]),)
-            row_max = _row_max(z)
+                z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
+            row_max = _row_max(z, ONE)
             flags = _flags(b, row_max, drop, ROWS, STAGED)
-            p = _all_twice_16(z, row_max, OFFSET)
+            p = _all_twice_16(z, both_rows(row_max, ROWS), OFFSET)
         usable = usable & (row_max < POISON)
     else:
-        row_max = _row_max(s)
+        row_max = _row_max(s, ONE)
         least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
         p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)

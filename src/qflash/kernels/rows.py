@@ -25,7 +25,7 @@ OF_SECOND = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 2, 31, -1;")
 
 @gluon.constexpr_function
 def bring_both(even, odd, own):
-    """Assembly for the numbers of the even and of the odd one of two neighbouring lanes."""
+    """Assembly for the numbers of the even and of the odd one of two neighbouring lanes, which are a segment of a shuffle."""
     return f"shfl.sync.idx.b32 {even}, {own}, 0, 0x1E1F, -1; shfl.sync.idx.b32 {odd}, {own}, 1, 0x1E1F, -1;"
 
 

@@ -888,7 +888,7 @@ def _make_ld(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
         wide = kind[0] == "s" or kind == "b64"
 
         def parameter(warp: Warp) -> None:
-            name = warp.program.kernel.parameters[int(warp.read(base)[0])] if base[0] == "%" else base
+            name = warp.program.kernel.parameters[int(warp.read(base, 64)[0])] if base[0] == "%" else base
             number = warp.program.parameters[name]
             # an s32 in a register of 64 bits
             register = 64 if wide and names[0].startswith("%rd") else width

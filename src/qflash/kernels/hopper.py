@@ -176,12 +176,12 @@ def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _begin(starts, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """What products with the spans of V begin at: the sums of its channels, or nothing."""
     spans = ()
     for c in gl.static_range(len(v)):
-        if len(starts) > 0:
-            span = beside_product(starts[c], WARPS, ACROSS)
+        if SUMS == "begin":
+            span = beside_product(sums[c], WARPS, ACROSS)
         else:
             span = _no_outputs(v[c].shape[0], WARPS, ACROSS)
         spans = spans + (warpgroup_mma_init(span),)
@@ -201,12 +201,12 @@ def _block(
         row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
         memory: keys and values, in the order of tiles and the whole tiles in one piece, each span by span, and where warps
             that share a row leave probabilities, maxima and sums.
-        output: the sums that :func:`.hopper_heads.sums_aside` left for products to begin at, and those that are added at their
-            end, there or, where registers have room, as :func:`.hopper_heads.sums_beside` has them; what outputs are
-            multiplied with and shifted by, span by span; where they go.
+        output: the sums that :func:`.hopper_heads.sums_aside` left, or, where registers have room for those that are added at
+            the end, as :func:`.hopper_heads.sums_beside` has them; what outputs are multiplied with and shifted by, span by
+            span; where they go.
     """
     k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
-    starts, ends, factors, o_base = output
+    sums, factors, o_base = output
     TWICE: gl.constexpr = TURN > 0
     M: gl.constexpr = 16 * WARPS
     SPANS: gl.constexpr = len(q)
@@ -220,7 +220,7 @@ def _block(
     BEHIND: gl.constexpr = TILES if PRODUCTS else 0
     accumulator = ()
     if PRODUCTS:
-        accumulator = _begin(starts, v_smem[0], WARPS, ACROSS)
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         for t in gl.static_range(TILES):
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
@@ -257,7 +257,7 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
     if TWICE:
-        accumulator = _begin(starts, v_smem[0], WARPS, ACROSS)
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         accumulator, total = _second_walk(
             q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
             OPERAND,
@@ -272,7 +272,7 @@ def _block(
         p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
-                accumulator = _begin(starts, v_smem[0], WARPS, ACROSS)
+                accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
@@ -291,7 +291,7 @@ def _block(
         fence_async_shared()
         barrier()
         if not PRODUCTS:
-            accumulator = _begin(starts, v_smem[0], WARPS, ACROSS)
+            accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
@@ -299,9 +299,9 @@ def _block(
     for c in gl.static_range(SPANS):
         numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
         if SUMS == "end" and (TWICE or QUANTIZE):
-            numerator += sums_beside(ends[c], WARPS, ACROSS)
+            numerator += sums_beside(sums[c], WARPS, ACROSS)
         elif SUMS == "end":
-            numerator += ends[c]
+            numerator += sums[c]
         numerators = numerators + (numerator,)
     bits, inverse = row_inverses(total, KEYS)
     SPAN: gl.constexpr = channel_spans(CHANNELS)
@@ -485,17 +485,17 @@ def _head(
         for c in gl.static_range(COUNT):
             factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)))
             factors = factors + ((factor, 0, 0),)
-    starts, in_order = (), ()
+    left = ()
     if SUMS != "products":
-        starts, in_order = sums_aside(v_smem, SUMS, TAIL > 0, ALL)
-    ends = in_order
+        left = sums_aside(v_smem, SUMS, ALL)
+    sums = left
     if SUMS == "end" and not (TWICE or QUANTIZE):
-        ends = ()
+        sums = ()
         for c in gl.static_range(COUNT):
-            ends = ends + (sums_beside(in_order[c], WARPS, ACROSS),)
+            sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
 
     memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
-    output = starts, ends, factors, o_base
+    output = sums, factors, o_base
     if EARLY:
         _block(
             q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
@@ -526,8 +526,8 @@ def _head(
     if TAIL:
         if last_too:
             last_rows(
-                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, in_order, factors, o_base, o_stride_n,
-                blocks * BLOCK_M, queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, factors, o_base, o_stride_n,
+                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
 

@@ -184,6 +184,14 @@ def pairs_twice(x):
 
 
 @gluon.jit
+def in_order(x):
+    """Undoes :func:`pairs_twice`."""
+    D: gl.constexpr = x.shape[0] // 2
+    x, _ = gl.split(gl.permute(gl.reshape(x, (D // 2, 2, 2)), (0, 2, 1)))
+    return gl.reshape(x, (D,))
+
+
+@gluon.jit
 def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
     """What :func:`pairs_twice` returned, left in shared memory, in every row of a product with V.
 

@@ -314,22 +314,20 @@ def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def sums_aside(v_smem, SUMS: gl.constexpr, TAIL: gl.constexpr, WARPS: gl.constexpr):
-    """These sums, span by span, left in shared memory: for products to begin at, and in order for where they are added."""
-    starts = ()
-    in_order = ()
+def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
+    """These sums, span by span, left in shared memory: in the order in which products begin at them, or in their own."""
+    spans = ()
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
         if SUMS == "begin":
-            starts = starts + (aside(pairs_twice(sums)),)
-        if SUMS == "end" or TAIL:
-            in_order = in_order + (aside(sums),)
+            sums = pairs_twice(sums)
+        spans = spans + (aside(sums),)
     barrier()
-    return starts, in_order
+    return spans
 
 
 @gluon.jit
-def sums_beside(in_order, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """One of those in order, beside a product with V."""
-    L: gl.constexpr = product_layout(in_order.shape[0], WARPS, ACROSS)
-    return in_order.load(gl.SliceLayout(0, L))[None, :]
+def sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A span of them, in their own order, beside a product with V."""
+    L: gl.constexpr = product_layout(smem.shape[0], WARPS, ACROSS)
+    return smem.load(gl.SliceLayout(0, L))[None, :]

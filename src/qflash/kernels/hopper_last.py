@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .by_hand import barrier, halves, row_factors
-from .hopper_blocks import allocate, load_channels, round_rows
+from .hopper_blocks import allocate, in_order, load_channels, round_rows
 from .hopper_layouts import (
     channel_spans,
     depth,
@@ -110,9 +110,11 @@ def _beside_last(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _last_sums(smem, L: gl.constexpr):
-    """What products with V are added to, beside outputs whose rows are the channels."""
-    if smem.shape[0] >= 64:
+def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
+    """What :func:`.hopper_heads.sums_aside` left there, beside outputs whose rows are the channels."""
+    if SUMS == "begin":
+        sums = _beside_last(in_order(smem.load(gl.BlockedLayout([4], [32], [4], [0]))), L)
+    elif smem.shape[0] >= 64:
         sums = smem.load(gl.SliceLayout(1, L))
     else:
         sums = _beside_last(smem.load(gl.BlockedLayout([1], [32], [4], [0])), L)
@@ -168,9 +170,9 @@ def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WAR
 
 @gluon.jit
 def last_rows(
-    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, factors, o_base, o_stride_n: gl.constexpr,
-    first, queries, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr,
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, factors, o_base, o_stride_n: gl.constexpr, first,
+    queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
 
@@ -193,7 +195,7 @@ def last_rows(
     last_factors = ()
     for c in gl.static_range(COUNT):
         factor, shift, half = factors[c]
-        last_sums = last_sums + (_last_sums(sums[c], L),)
+        last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
         last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():

@@ -86,7 +86,10 @@ def verify(
     The kernels that quantise float tensors, and attention with a float output, are float by nature and are
     not verified.
 
-    Exit status: 0 no float instruction; 1 some, or a kernel does not compile; 2 it cannot be verified here.
+    Two things that an assembler has got wrong count as errors of a kernel: accesses that leave a block's shared memory
+    (sm_90) and products that read the operands of a later block.
+
+    Exit status: 0 no float instruction; 1 some, or a kernel with an error; 2 it cannot be verified here.
     """
     from .verify import VerificationError, render
     from .verify import verify as run_verify

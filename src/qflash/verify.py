@@ -6,6 +6,9 @@ Triton's JIT is given a driver that only knows the target, and the call that
 disassembled with the tools that ship inside Triton's package, and counted.
 
 Only these kernels are looked at. Quantising floats and writing float outputs is float arithmetic by nature.
+
+What the assembler was seen to get wrong is looked for as well: products that read the next block's queries
+(:func:`early_operands`), and accesses outside shared memory (:mod:`.addresses`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from .addresses import accesses_outside
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -206,7 +211,7 @@ class Instruction:
         opcode: with its modifiers.
         operands: everything after the opcode.
         source: file and line of the Python source it comes from, if known.
-        predicated: whether a predicate can turn it off.
+        guard: the predicate that can turn it off, ``"!P0"`` for instance; empty if there is none.
         target: where a branch goes, if it says so.
     """
 
@@ -214,8 +219,13 @@ class Instruction:
     opcode: str
     operands: str
     source: str = ""
-    predicated: bool = False
+    guard: str = ""
     target: int | None = None
+
+    @property
+    def predicated(self) -> bool:
+        """Whether a predicate can turn it off."""
+        return bool(self.guard)
 
     @property
     def base(self) -> str:
@@ -272,7 +282,7 @@ def parse_sass(text: str) -> list[Instruction]:
             address, opcode, operands = int(found[1], 16), found[3], found[4].strip()
             labels.update(dict.fromkeys(waiting, address))
             waiting.clear()
-            instructions.append(Instruction(address, opcode, operands, source, predicated=found[2] is not None))
+            instructions.append(Instruction(address, opcode, operands, source, guard=(found[2] or "").strip(" @")))
             if opcode.startswith(("BRA", "JMP")) and (to := _BRANCH_TARGET.findall(operands)):
                 goals[address] = to[-1][0] or to[-1][1]
     for index, instruction in enumerate(instructions):
@@ -474,7 +484,7 @@ class Report:
         spills: loads from and stores to local memory (LDL, STL).
         stack: bytes of stack a thread; None without cuobjdump, as ``registers``.
         shared: bytes of shared memory a block.
-        error: why there is no machine code, or what is wrong with it.
+        error: why there is no machine code, or what else is wrong with it.
     """
 
     case: str
@@ -543,7 +553,13 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         # its code is one tile of sixteen queries a warp, which may be walked through, and then one of eight for the rest
         half = has_half(call.arguments["QUERIES"], warps, call.arguments["SPLITS"])
         block_m, columns, tiles = 16 * warps + 8 * half, sum(widths(call.arguments["KEYS"])), 1
-    early = early_operands(instructions) if call.kernel.__name__ == "hopper_kernel" else []
+    error = None
+    if call.kernel.__name__ == "hopper_kernel" and (early := early_operands(instructions)):
+        error = f"{early[0].opcode} at {early[0].source} takes the next block's queries for this one's"
+    if target == "sm_90":
+        outside, _ = accesses_outside(*_basic_blocks(instructions), 32 * warps, compiled.metadata.shared)
+        if outside:
+            error = f"{outside[0].opcode} at {outside[0].source} leaves the block's shared memory"
     scores = block_m * columns
     hot = [] if tiles else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
@@ -564,7 +580,7 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         spills=sum(i.base in ("LDL", "STL") for i in instructions),
         stack=usage.get("stack"),
         shared=compiled.metadata.shared,
-        error=f"{early[0].opcode} at {early[0].source} takes the next block's queries for this one's" if early else None,
+        error=error,
     )
 
 

@@ -76,6 +76,7 @@ def test_an_offset_from_a_register_that_was_overwritten_is_found() -> None:
         ("IMAD.SHL.U32 R1, R0, 0x4, RZ\nISETP.GE.U32.AND P0, PT, R0, 0x4, PT\n@!P0 STS [R1+UR4], R9", 16, False),
         ("IMAD.SHL.U32 R1, R0, 0x4, RZ\nISETP.GT.U32.AND P0, PT, R0, 0x4, PT\n@!P0 STS [R1+UR4], R9", 16, True),
         ("ISETP.NE.AND P0, PT, R0, RZ, PT\nSEL R1, RZ, 0x8, P0\nSTS [R1+UR4], R9", 12, False),
+        ("UISETP.NE.AND UP0, UPT, UR5, URZ, UPT\nPLOP3.LUT P0, PT, PT, PT, UP0, 0x80, 0x0\n@P0 STS [R0+UR4], R9", 4, False),
         ("ISETP.NE.AND P0, PT, R0, RZ, PT\nSEL R1, RZ, 0x8, P0\nSTS [R1+UR4], R9", 8, True),
         # put aside and taken back
         ("IMAD.SHL.U32 R1, R0, 0x4, RZ\nSTL [R1+0x8], R1\nMOV R1, RZ\nLDL R2, [R1+0x8]\nSTS [R2+UR4], R9", 508, True),
@@ -96,6 +97,8 @@ def test_addresses(text: str, shared: int, wrong: bool) -> None:
         "IGMMA.64x64x32.S8.S8 R0, gdesc[UR8], RZ, !UPT\nSTS [R31+UR4], R9",
         "SHFL.BFLY PT, R1, R0, 0x1, 0x1f\nSTS [R1+UR4], R9",
         "S2R R1, SR_CTAID.X\nSTS [R1+UR4], R9",
+        "STL [R1], R0\nSTL [R9], R7\nLDL R2, [R1]\nSTS [R2+UR4], R9",  # which may have gone there, too
+        "STL [R1], R0\nLDL R2, [R9]\nSTS [R2+UR4], R9",
         # of two ways neither is known to be taken
         "ISETP.NE.AND P0, PT, R7, RZ, PT\nMOV R1, RZ\n@P0 BRA `(.L_x_1)\nMOV R1, 0x8000\n.L_x_1:\nSTS [R1+UR4], R9",
     ],
@@ -109,6 +112,9 @@ def test_of_a_loop_the_first_turn_counts() -> None:
     loop = "MOV R1, RZ\n.L_x_1:\nSTS [R1+UR4], R9\nVIADD R1, R1, 0x100\n@P1 BRA `(.L_x_1)\nEXIT"
     assert outside(loop, 16) == []
     assert outside(loop.replace("MOV R1, RZ", "MOV R1, 0x10"), 16) == ["STS [R1+UR4], R9"]
+    # behind it nobody knows how many there were
+    behind = loop.replace("EXIT", "STS [R1+UR4], R9\nEXIT")
+    assert accesses_outside(*verify._basic_blocks(code(behind)), 128, 16) == ([], 1)
 
 
 COMPILED = """

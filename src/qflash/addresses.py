@@ -24,7 +24,7 @@ WINDOW = 0x400
 _MASK = 0xFFFFFFFF
 _ACCESSES = {"LDS", "STS", "LDSM", "STSM", "LDGSTS", "ATOMS"}
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-# what follows the last of several registers: these opcodes and modifiers write more than one
+# registers that a modifier makes an instruction write
 _REGISTERS = {"128": 4, "64": 2, "WIDE": 2, "S64": 2, "U64": 2}
 _NO_RESULT = {
     "STS", "STSM", "STG", "LDGSTS", "RED", "BAR", "BRA", "EXIT", "BSSY", "BSYNC", "MEMBAR", "FENCE", "WARPGROUP", "LDGDEPBAR",
@@ -128,7 +128,7 @@ class _Block:
         # predicates among the operands are carries
         names = [name for name in operands[1:] if not re.fullmatch(r"!?U?P(\d|T)", name)]
         x = [self.value(name) for name in names]
-        name = base.removeprefix("U") if base not in ("USEL",) else "SEL"
+        name = base.removeprefix("U")
         if base == "S2R" and operands[1] == "SR_TID.X":
             return np.arange(self.threads, dtype=np.int64)
         if base in ("S2R", "S2UR") and operands[1] == "SR_CgaCtaId":
@@ -198,17 +198,19 @@ class _Block:
         count = max(_REGISTERS.get(part, 1) for part in parts)
         at = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", place)
         first = re.fullmatch(r"R(\d+)(?:\.reuse)?", number)
+        if store and at is None:
+            # it may be anywhere
+            self.state.spilled.clear()
+            return
         for index in range(count):
-            offset = str(int(at[1] or "0", 16) + 4 * index) if at else ""
+            offset = str(int(at[1] or "0", 16) + 4 * index) if at else "unknown"
             name = f"R{int(first[1]) + index}" if first else number
-            if store:
-                x = self.value(name)
-                if x is None or active is None or not active.all():
-                    self.state.spilled.pop(offset, None)
-                else:
-                    self.state.spilled[offset] = x
-            else:
+            if not store:
                 self.write(name, self.state.spilled.get(offset), active)
+            elif (x := self.value(name)) is None or active is None or not active.all():
+                self.state.spilled.pop(offset, None)
+            else:
+                self.state.spilled[offset] = x
 
     def carry_out(self, instruction: Instruction) -> None:
         """Change what is known as an instruction does."""
@@ -224,8 +226,9 @@ class _Block:
         if base.removeprefix("U") == "ISETP":
             self.compare(parts, operands, active)
             return
-        if base.removeprefix("U") == "PLOP3" and operands[2:5] == ["PT", "PT", "PT"]:
-            self.write(operands[0], self.predicate(operands[5]), active)
+        if base == "PLOP3" and [*operands[1:4], *operands[5:]] == ["PT", "PT", "PT", "0x80", "0x0"]:
+            # the conjunction of three, two of them true
+            self.write(operands[0], self.predicate(operands[4]), active)
             return
         # predicates may be read here or written, where only a choice is sure to read them: forgetting one does no harm
         for name in re.findall(r"\bU?P\d\b", instruction.operands if base not in ("SEL", "USEL", "R2P") else ""):
@@ -281,12 +284,13 @@ def accesses_outside(
     """
     found: list[Instruction] = []
     known = 0
-    states: dict[int, _State] = {0: _State()}
+    loops = [(header, last) for last, goals in enumerate(successors) for header in goals if header <= last]
+    before: dict[int, _State] = {0: _State()}
     block = _Block(threads)
     for index, instructions in enumerate(blocks):
-        if index not in states:
+        if index not in before:
             continue
-        block.state = states.pop(index).copy()
+        block.state = before[index].copy()
         for instruction in instructions:
             outside = block.outside(instruction, shared)
             known += outside is not None
@@ -294,8 +298,13 @@ def accesses_outside(
                 found.append(instruction)
             block.carry_out(instruction)
         for following in successors[index]:
-            # of a loop the first turn
-            if following > index:
-                before = states.get(following)
-                states[following] = block.state.copy() if before is None else before.meet(block.state)
+            if following <= index:
+                # of a loop the first turn counts
+                continue
+            after = block.state.copy()
+            for header, last in loops:
+                if header <= index <= last < following and header in before:
+                    # behind it, what no turn has changed
+                    after = after.meet(before[header])
+            before[following] = before[following].meet(after) if following in before else after
     return found, known

@@ -107,6 +107,10 @@ class _Block:
         x = np.ones(self.threads, dtype=bool) if name in ("PT", "UPT") else self.state.registers.get(name)
         return x if x is None or not text.strip().startswith("!") else ~x
 
+    def active(self, instruction: Instruction) -> Numbers | None:
+        """The threads that carry an instruction out, None if they are unknown."""
+        return self.predicate(instruction.guard or "PT")
+
     def write(self, name: str, x: Numbers | None, active: Numbers | None) -> None:
         """Set a register or predicate in active threads; None is unknown."""
         if name in ("RZ", "URZ", "PT", "UPT"):
@@ -217,7 +221,7 @@ class _Block:
         parts = instruction.opcode.split(".")
         base = parts[0]
         operands = [operand.strip() for operand in instruction.operands.split(",")]
-        active = self.predicate(instruction.guard) if instruction.guard else np.ones(self.threads, dtype=bool)
+        active = self.active(instruction)
         if base in _NO_RESULT:
             return
         if base in ("STL", "LDL"):
@@ -260,7 +264,7 @@ class _Block:
         if parts[0] not in _ACCESSES or found is None or instruction.guard == "!PT":
             return None
         at = self.address(found[1])
-        active = self.predicate(instruction.guard) if instruction.guard else np.ones(self.threads, dtype=bool)
+        active = self.active(instruction)
         if at is None or active is None:
             return None
         size = next((_WIDTHS[part] for part in parts if part in _WIDTHS), 4)

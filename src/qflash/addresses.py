@@ -24,12 +24,8 @@ WINDOW = 0x400
 _MASK = 0xFFFFFFFF
 _ACCESSES = {"LDS", "STS", "LDSM", "STSM", "LDGSTS", "ATOMS"}
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-# registers that a modifier makes an instruction write
-_REGISTERS = {"128": 4, "64": 2, "WIDE": 2, "S64": 2, "U64": 2}
-_NO_RESULT = {
-    "STS", "STSM", "STG", "LDGSTS", "RED", "BAR", "BRA", "EXIT", "BSSY", "BSYNC", "MEMBAR", "FENCE", "WARPGROUP", "LDGDEPBAR",
-    "DEPBAR", "BPT", "WARPSYNC", "UTMALDG", "SYNCS", "ERRBAR", "CCTL", "YIELD",
-}  # fmt: skip
+# these only read predicates
+_NO_RESULT = {"STS", "STSM", "STG", "LDGSTS", "RED", "BRA", "EXIT"}
 
 Numbers = np.ndarray
 """One for each thread of a block: integers below 2**32, or truth values."""
@@ -52,6 +48,11 @@ class _State:
             return {name: x for name, x in a.items() if name in b and np.array_equal(x, b[name])}
 
         return _State(alike(self.registers, other.registers), alike(self.spilled, other.spilled))
+
+
+def _size(parts: Sequence[str]) -> int:
+    """Bytes that a load or a store moves for a thread, by its modifiers."""
+    return next((_WIDTHS[part] for part in parts if part in _WIDTHS), 4)
 
 
 def _signed(x: Numbers) -> Numbers:
@@ -199,14 +200,13 @@ class _Block:
         """A store to local memory, or a load from it."""
         store = parts[0] == "STL"
         place, number = operands[:2] if store else (operands[1], operands[0])
-        count = max(_REGISTERS.get(part, 1) for part in parts)
         at = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", place)
         first = re.fullmatch(r"R(\d+)(?:\.reuse)?", number)
         if store and at is None:
             # it may be anywhere
             self.state.spilled.clear()
             return
-        for index in range(count):
+        for index in range(max(1, _size(parts) // 4)):
             offset = str(int(at[1] or "0", 16) + 4 * index) if at else "unknown"
             name = f"R{int(first[1]) + index}" if first else number
             if not store:
@@ -243,19 +243,8 @@ class _Block:
             return
         if re.fullmatch(r"!?U?P(\d|T)", operands[0]):
             operands = operands[1:]
-        target = re.fullmatch(r"(U?R)(\d+|Z)", operands[0]) if operands else None
-        if target is None or target[2] == "Z":
-            return
-        count = max(_REGISTERS.get(part, 1) for part in parts)
-        if "GMMA" in base and (shape := re.search(r"\.64x(\d+)x", instruction.opcode)):
-            count = int(shape[1]) // 2
-        elif "MMA" in base or (base == "LDSM" and parts[-1] == "4"):
-            count = 4
-        elif base == "CS2R" or (base == "LDSM" and parts[-1] == "2"):
-            count = 2
-        for index in range(1, count):
-            self.write(f"{target[1]}{int(target[2]) + index}", None, active)
-        self.write(operands[0], None if base == "SHFL" else self.result(base, parts, operands), active)
+        for name in instruction.written:
+            self.write(name, None if base == "SHFL" or name != operands[0] else self.result(base, parts, operands), active)
 
     def outside(self, instruction: Instruction, shared: int) -> bool | None:
         """Tell whether an access is known to leave ``shared`` bytes, or to be misaligned; None if it is no known access."""
@@ -267,7 +256,7 @@ class _Block:
         active = self.active(instruction)
         if at is None or active is None:
             return None
-        size = next((_WIDTHS[part] for part in parts if part in _WIDTHS), 4)
+        size = _size(parts)
         if parts[0] in ("LDSM", "STSM"):
             # matrices of eight rows of sixteen bytes, each at a thread's address
             size, rows = 16, 8 * (int(parts[-1]) if parts[-1] in ("2", "4") else 1)

@@ -232,6 +232,28 @@ class Instruction:
         """The opcode without modifiers."""
         return self.opcode.partition(".")[0]
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The registers that it writes, predicates left out."""
+        operands = [operand.strip() for operand in self.operands.split(",")]
+        if _PREDICATE.fullmatch(operands[0]) and len(operands) > 1 and self.base != "FCHK":
+            # one that is written besides
+            operands = operands[1:]
+        first = re.fullmatch(r"(U?R)(\d+)", operands[0])
+        if first is None or self.base in ("STS", "STG", "STL", "STSM"):
+            return ()
+        parts = self.opcode.split(".")
+        count = max({"64": 2, "128": 4, "WIDE": 2}.get(part, 1) for part in parts)
+        if shape := re.search(r"GMMA\.64x(\d+)x", self.opcode):
+            count = int(shape[1]) // 2
+        elif is_tensor_core(self):
+            count = 4
+        elif self.base == "LDSM" and parts[-1] in ("2", "4"):
+            count = int(parts[-1])
+        elif (self.base == "CS2R" and "32" not in parts) or (self.base == "F2I" and {"S64", "U64"} & set(parts)):
+            count = 2
+        return tuple(f"{first[1]}{int(first[2]) + index}" for index in range(count))
+
 
 # Anything that looks like float counts as float unless named here, so that an opcode nobody has seen yet fails.
 _FLOAT_BASE = re.compile(r"U?(?:[FHD][A-Z0-9_]+|MUFU|I2F[A-Z0-9]*|UTC[HQO]M+A|[QO]G?MMA)")
@@ -239,6 +261,7 @@ _NOT_FLOAT = re.compile(r"U?(?:FLO|FENCE|FOOTPRINT|DEPBAR)")
 _FLOAT_MODIFIER = re.compile(r"\.(?:B?F(?:16|32|64)|TF32|E\dM\d)")
 _ZERO_OR_NUMBER = re.compile(r"[-+]?(?:U?RZ(?:\.H\d_H\d)?|0x[0-9a-f]+|\d[\d.]*(?:e[-+]?\d+)?|INF|QNAN)", re.IGNORECASE)
 _TENSOR_CORE = re.compile(r"(?:UTC)?[A-Z]{1,2}MMA")
+_PREDICATE = re.compile(r"!?U?P(?:\d|T)")
 
 _SOURCE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
@@ -375,22 +398,6 @@ def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
     return [smallest[products] for products in sorted(smallest)]
 
 
-def _written(instruction: Instruction) -> set[int]:
-    """Return the registers that an instruction which is no product writes."""
-    first, *others = (operand.strip() for operand in instruction.operands.split(","))
-    if instruction.base in ("SHFL", "ATOM", "ATOMG", "ATOMS") and others:
-        # a predicate comes first
-        first = others[0]
-    written = re.fullmatch(r"R(\d+)", first)
-    if written is None:
-        return set()
-    parts = instruction.opcode.split(".")
-    count = max({"64": 2, "128": 4, "WIDE": 2}.get(part, 1) for part in parts)
-    if instruction.base == "CS2R" and "32" not in parts:
-        count = 2
-    return set(range(int(written[1]), int(written[1]) + count))
-
-
 def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return products that read registers to which queries of the next block are on their way.
 
@@ -401,17 +408,17 @@ def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     wanted = {"LDG", "STG"}
     loops = [body for body in _product_loops(instructions) if wanted <= {i.base for i in body}]
     found: list[Instruction] = []
-    awaited: set[int] = set()
+    awaited: set[str] = set()
     for instruction in min(loops, key=len, default=[]):
         others = instruction.operands.split(",")[1:]
         if is_tensor_core(instruction):
             # four registers of int8 are the left operand, unless it lies in shared memory
             left = re.match(r"\s*R(\d+)", others[0])
-            if left and awaited & set(range(int(left[1]), int(left[1]) + 4)):
+            if left and awaited & {f"R{int(left[1]) + index}" for index in range(4)}:
                 found.append(instruction)
-        elif registers := _written(instruction):
+        elif registers := set(instruction.written):
             # a copy is as good as what it is of
-            copied = "MOV" in instruction.opcode and awaited & {int(n) for n in re.findall(r"\bR(\d+)", ",".join(others))}
+            copied = "MOV" in instruction.opcode and awaited & set(re.findall(r"\bR\d+", ",".join(others)))
             awaited = awaited | registers if instruction.base == "LDG" or copied else awaited - registers
     return found
 

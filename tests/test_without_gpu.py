@@ -140,7 +140,7 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
 def test_scores_that_fill_the_registers(fused: bool) -> None:
     """577 keys by two warps a row: nothing else is under way beside their scores."""
     (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER), queries=70)
-    assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["FOLD"]) == (2, 0, False)
+    assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["SUMS"]) == (2, 0, "end")
     call.run()
     assert same_bits(out, expected())
 

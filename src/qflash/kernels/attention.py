@@ -415,7 +415,7 @@ class _Scales(NamedTuple):
 
 def _division(
     tiles: Tiles, queries: int, keys: int, head_dim: int, heads: int, batch: int, fused: bool, processors: int
-) -> dict[str, int]:
+) -> dict[str, int | str]:
     """Return the constants of :mod:`.hopper` that say how a call's work is divided and what a program does with its part."""
     across, splits = tiles.across, tiles.splits
     blocks, left = triton.cdiv(queries, tiles.block_m), queries % tiles.block_m
@@ -434,10 +434,20 @@ def _division(
     tail = (8 if left <= 8 else 16) if possible and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
-    # tensor cores that are idle anyway find the sums of V's channels sooner than instructions do, for a block or two;
-    # beside the outputs of wide heads registers have no room for it
-    few = 0 < splits * batch * heads <= processors and 2 * splits * tiles.block_m >= queries
-    fold = few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1)
+    # Products that begin at the sums of V's channels are fewer instructions, but start later, which other programs hide (all
+    # of it measured). Beside last queries from floats registers have no room for them.
+    programs = splits * batch * heads
+    if twice:
+        begin = batch * heads > processors
+    else:
+        begin = programs > processors or (fused and across == 1)
+        begin = begin and not (fused and tail)
+    sums = "begin" if begin else "end"
+    # Tensor cores that are idle anyway find the sums sooner than instructions do, for a block or two; beside the outputs of
+    # wide heads registers have no room for it.
+    few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries
+    if few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1):
+        sums = "products"
     # programs that go from head to head have to know how many blocks that is
     whole = 0 if splits else blocks - (tail > 0)
     # a loop of one turn is none, and its four tiles are more than registers hold
@@ -446,7 +456,7 @@ def _division(
         "WALK": not splits or splits < blocks,
         "TAIL": tail,
         "ACROSS": across,
-        "FOLD": fold,
+        "SUMS": sums,
         "TURN": turn,
         "BLOCKS": whole,
         "HEADS": heads if whole else 0,

@@ -15,7 +15,8 @@ another. Three orders make that possible; they leave every product as it is:
 
 The products of a block are issued one behind the other and waited for tile by tile: those of a tile of probabilities
 with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
-channel's sum of V, is formed once a program; where tensor cores would idle it is a product with -127 in every block.
+channel's sum of V, is formed once a program, and products begin there or it is added at their end; where tensor cores would
+idle it is a product with -127 in every block.
 
 Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats, and
 where rows are long, two warps then share sixteen queries: each has half of the scores and half of the outputs, and
@@ -42,6 +43,7 @@ from .by_hand import (
 from .hopper_blocks import (
     add_values,
     allocate,
+    beside_product,
     deal,
     finished,
     fold_columns,
@@ -56,7 +58,7 @@ from .hopper_blocks import (
     stored,
     unpack_queries,
 )
-from .hopper_heads import all_quads, channel_sums, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside
+from .hopper_heads import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
 from .hopper_last import last_queries, last_rows, load_last
 from .hopper_layouts import (
     channel_spans,
@@ -169,14 +171,27 @@ def _second_walk(
 
 @gluon.jit
 def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """A span of zeros for products with V to add to."""
-    return warpgroup_mma_init(gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS)))
+    """A span of zeros."""
+    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
+
+
+@gluon.jit
+def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """What products with the spans of V begin at: the sums of its channels, or nothing."""
+    spans = ()
+    for c in gl.static_range(len(v)):
+        if SUMS == "begin":
+            span = beside_product(sums[c], WARPS, ACROSS)
+        else:
+            span = _no_outputs(v[c].shape[0], WARPS, ACROSS)
+        spans = spans + (warpgroup_mma_init(span),)
+    return spans
 
 
 @gluon.jit
 def _block(
     q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
     TURN: gl.constexpr, QUANTIZE: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries.
@@ -186,7 +201,9 @@ def _block(
         row: what :func:`.by_hand.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
         memory: keys and values, in the order of tiles and the whole tiles in one piece, each span by span, and where warps
             that share a row leave probabilities, maxima and sums.
-        output: 127 times the sums of channels and what outputs are multiplied with and shifted by, span by span; where they go.
+        output: the sums that :func:`.hopper_heads.sums_aside` left, or, where registers have room for those that are added at
+            the end, as :func:`.hopper_heads.sums_beside` has them; what outputs are multiplied with and shifted by, span by
+            span; where they go.
     """
     k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
     sums, factors, o_base = output
@@ -199,11 +216,11 @@ def _block(
     PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+    PRODUCTS: gl.constexpr = SUMS == "products"
+    BEHIND: gl.constexpr = TILES if PRODUCTS else 0
     accumulator = ()
-    for c in gl.static_range(SPANS):
-        accumulator = accumulator + (_no_outputs(v_smem[0][c].shape[0], WARPS, ACROSS),)
-    BEHIND: gl.constexpr = TILES if FOLD else 0
-    if FOLD:
+    if PRODUCTS:
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         for t in gl.static_range(TILES):
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
@@ -238,8 +255,9 @@ def _block(
     if ONE:
         slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
-    APART: gl.constexpr = FOLD or is_crowded(KEYS)
+    APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
     if TWICE:
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         accumulator, total = _second_walk(
             q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
             OPERAND,
@@ -253,6 +271,8 @@ def _block(
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
         p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:
+            if t == 0 and not PRODUCTS:
+                accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
@@ -270,16 +290,18 @@ def _block(
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
         fence_async_shared()
         barrier()
+        if not PRODUCTS:
+            accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     numerators = ()
     for c in gl.static_range(SPANS):
         numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
-        if TWICE:
-            numerator = sums[c].load(gl.SliceLayout(0, numerator.type.layout))[None, :] - numerator
-        elif not FOLD:
-            numerator = sums[c][None, :] - numerator
+        if SUMS == "end" and (TWICE or QUANTIZE):
+            numerator += sums_beside(sums[c], WARPS, ACROSS)
+        elif SUMS == "end":
+            numerator += sums[c]
         numerators = numerators + (numerator,)
     bits, inverse = row_inverses(total, KEYS)
     SPAN: gl.constexpr = channel_spans(CHANNELS)
@@ -287,7 +309,7 @@ def _block(
     for c in gl.static_range(SPANS):
         store_span(
             numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPAN[c], WARPS,
-            ACROSS, -1 if FOLD else 1,
+            ACROSS,
         )  # fmt: skip
 
 
@@ -343,7 +365,7 @@ def _head(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     """Attention of every ``step``-th of a head's blocks of queries from ``block`` on, before ``blocks``.
 
@@ -463,18 +485,21 @@ def _head(
         for c in gl.static_range(COUNT):
             factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)))
             factors = factors + ((factor, 0, 0),)
-    sums = ()
-    if TWICE:
-        sums = sums_aside(v_smem, ALL)
-    elif not FOLD:
-        sums = channel_sums(v_smem, WARPS, ACROSS)
+    left = ()
+    if SUMS != "products":
+        left = sums_aside(v_smem, SUMS, ALL)
+    sums = left
+    if SUMS == "end" and not (TWICE or QUANTIZE):
+        sums = ()
+        for c in gl.static_range(COUNT):
+            sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
 
     memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
     output = sums, factors, o_base
     if EARLY:
         _block(
             q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
-            KEYS, WARPS, ACROSS, FOLD, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start that still read them
@@ -495,14 +520,14 @@ def _head(
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
                 q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
-                WARPS, ACROSS, FOLD, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+                WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
         if last_too:
             last_rows(
-                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, output, TWICE, o_stride_n, blocks * BLOCK_M,
-                queries, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, factors, o_base, o_stride_n,
+                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
 
@@ -522,7 +547,7 @@ def hopper_kernel(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, FOLD: gl.constexpr, TURN: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
@@ -534,8 +559,11 @@ def hopper_kernel(
     With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
     program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
     matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs. With FOLD the sums of V's channels are part of a block's products. Rows that are
-    walked over twice are so TURN tiles of 128 keys a turn; where they are held whole it is 0.
+    its scores and the channels of its outputs. Rows that are walked over twice are so TURN tiles of 128 keys a turn; where they
+    are held whole it is 0.
+
+    SUMS says how outputs come by -127 times the sums of V's channels, for the offset of stored probabilities: products with
+    V "begin" there, they are added at the "end", or they are one of the "products" of every block.
     """
     memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
     if BLOCKS:
@@ -576,7 +604,7 @@ def hopper_kernel(
             tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
             q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d,
             HEAD_DIM, KEYS, BLOCK_M, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
-            WALK, TAIL, ACROSS, FOLD, TURN,
+            WALK, TAIL, ACROSS, SUMS, TURN,
         )  # fmt: skip
         if BLOCKS:
             # the next head's keys and values take the places of these

@@ -10,9 +10,11 @@ from .by_hand import beside_channels, first_of_four, pack, round_to_int8, twice_
 from .hopper_layouts import (
     channel_spans,
     eight_layout,
+    half_layout,
     in_memory,
     kernel_width,
     output_layout,
+    pairs_layout,
     product_layout,
     quarter_layout,
     query_layout,
@@ -175,6 +177,38 @@ def read_queries(
 
 
 @gluon.jit
+def pairs_twice(x):
+    """Numbers of V's channels in the order in which :func:`beside_product` reads them: every two neighbours twice."""
+    D: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(gl.join(x, x), (D // 2, 2, 2)), (0, 2, 1)), (2 * D,))
+
+
+@gluon.jit
+def in_order(x):
+    """Undoes :func:`pairs_twice`."""
+    D: gl.constexpr = x.shape[0] // 2
+    x, _ = gl.split(gl.permute(gl.reshape(x, (D // 2, 2, 2)), (0, 2, 1)))
+    return gl.reshape(x, (D,))
+
+
+@gluon.jit
+def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """What :func:`pairs_twice` returned, left in shared memory, in every row of a product with V.
+
+    A thread reads it for both of its rows, so that it comes straight to the registers where the product begins.
+    """
+    D: gl.constexpr = smem.shape[0] // 2
+    L: gl.constexpr = half_layout(D, WARPS, ACROSS)
+    x = gl.permute(gl.reshape(smem.load(pairs_layout(D, WARPS, ACROSS)), (D // 2, 2, 2)), (0, 2, 1))
+    upper, lower = gl.split(gl.reshape(x, (D, 2)))
+    none = gl.zeros((8 * WARPS, D), gl.int32, L)
+    upper = gl.convert_layout(upper, gl.SliceLayout(0, L), assert_trivial=True)[None, :] + none
+    lower = gl.convert_layout(lower, gl.SliceLayout(0, L), assert_trivial=True)[None, :] + none
+    x = gl.permute(gl.reshape(gl.join(upper, lower), (WARPS, 8, D, 2)), (0, 3, 1, 2))
+    return gl.convert_layout(gl.reshape(x, (16 * WARPS, D)), product_layout(D, WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
 def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Start the products of a tile of probabilities with the spans of a tile of V."""
     spans = ()
@@ -297,11 +331,11 @@ def row_inverses(total, count):
 @gluon.jit
 def store_span(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1, SIGN: gl.constexpr = 1,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.tile.finish`.
 
-    Rows' numbers are one a thread, or vectors where warps share rows. Numerators come times SIGN (1 or -1).
+    Rows' numbers are one a thread, or vectors where warps share rows. Numerators come negative.
     """
     factor, shift, half = factors
     M: gl.constexpr = numerator.shape[0]
@@ -314,11 +348,11 @@ def store_span(
             row_factor = multiply_high(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
         else:
             row_factor = _beside_outputs(multiply_high(inverse, factor, False), L, WARPS, ACROSS)
-        result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, SIGN, False)
+        result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element
-        weight = gl.where(usable, row_weight(inverse, bits) * SIGN, float("nan"))
+        weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))
         weight = _beside_outputs(weight, L, WARPS, ACROSS)
         # the sum makes nothing times a negative weight 0, not -0
         result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))

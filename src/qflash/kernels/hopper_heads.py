@@ -18,7 +18,7 @@ from .by_hand import (
     word_ranges,
     words_of,
 )
-from .hopper_blocks import SUM_FOUR, aside, deal, load_channels
+from .hopper_blocks import SUM_FOUR, aside, deal, load_channels, pairs_twice
 from .hopper_layouts import (
     all_words_layout,
     channel_spans,
@@ -306,32 +306,28 @@ def _parts_of_sums(smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
-    """127 times the sums of the channels of a span of V."""
+    """-127 times the sums of the channels of a span of V: what the offset of stored probabilities adds to outputs."""
     parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
     for i in gl.static_range(1, len(v_smem)):
         parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
-    return 127 * gl.sum(parts, 1)
+    return -127 * gl.sum(parts, 1)
 
 
 @gluon.jit
-def _beside_product(x, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    return gl.convert_layout(x, gl.SliceLayout(0, product_layout(x.shape[0], WARPS, ACROSS)))
-
-
-@gluon.jit
-def channel_sums(v_smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """127 times the sums of V's channels, span by span, beside a product with V."""
+def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
+    """These sums, span by span, left in shared memory: in the order in which products begin at them, or in their own."""
     spans = ()
     for c in gl.static_range(len(v_smem[0])):
-        spans = spans + (_beside_product(_sums(v_smem, c, WARPS * ACROSS), WARPS, ACROSS),)
-    return spans
-
-
-@gluon.jit
-def sums_aside(v_smem, WARPS: gl.constexpr):
-    """The same, left in shared memory for everybody."""
-    spans = ()
-    for c in gl.static_range(len(v_smem[0])):
-        spans = spans + (aside(_sums(v_smem, c, WARPS)),)
+        sums = _sums(v_smem, c, WARPS)
+        if SUMS == "begin":
+            sums = pairs_twice(sums)
+        spans = spans + (aside(sums),)
     barrier()
     return spans
+
+
+@gluon.jit
+def sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A span of them, in their own order, beside a product with V."""
+    L: gl.constexpr = product_layout(smem.shape[0], WARPS, ACROSS)
+    return smem.load(gl.SliceLayout(0, L))[None, :]

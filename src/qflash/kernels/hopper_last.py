@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .by_hand import barrier, halves, row_factors
-from .hopper_blocks import allocate, load_channels, round_rows
+from .hopper_blocks import allocate, in_order, load_channels, round_rows
 from .hopper_layouts import (
     channel_spans,
     depth,
@@ -110,15 +110,15 @@ def _beside_last(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _last_sums(sums, ASIDE: gl.constexpr, L: gl.constexpr):
-    """What is added to outputs whose rows are the channels, from registers or from shared memory."""
-    if ASIDE and sums.shape[0] >= 64:
-        sums = sums.load(gl.SliceLayout(1, L))
-    elif ASIDE:
-        sums = _beside_last(sums.load(gl.BlockedLayout([1], [32], [4], [0])), L)
+def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
+    """What :func:`.hopper_heads.sums_aside` left there, beside outputs whose rows are the channels."""
+    if SUMS == "begin":
+        sums = _beside_last(in_order(smem.load(gl.BlockedLayout([4], [32], [4], [0]))), L)
+    elif smem.shape[0] >= 64:
+        sums = smem.load(gl.SliceLayout(1, L))
     else:
-        sums = _beside_last(sums, L)
-    return sums
+        sums = _beside_last(smem.load(gl.BlockedLayout([1], [32], [4], [0])), L)
+    return sums[:, None]
 
 
 @gluon.jit
@@ -156,12 +156,12 @@ def _last_stored(
 
 
 @gluon.jit
-def _last_outputs(p_smem, v_smem, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
     """Start the products of a span of V, channels as rows, with the last few queries' probabilities."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     D: gl.constexpr = v_smem[0][c].shape[0]
     N: gl.constexpr = p_smem[0].shape[0]
-    accumulator = warpgroup_mma_init(gl.zeros((D, N), gl.int32, product_layout(N, WARPS)))
+    accumulator = warpgroup_mma_init(sums + gl.zeros((D, N), gl.int32, product_layout(N, WARPS)))
     for t in gl.static_range(len(WIDTHS)):
         p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1)
         accumulator = warpgroup_mma(v_smem[t][c], p_t.permute((1, 0)), accumulator, is_async=True)
@@ -170,9 +170,9 @@ def _last_outputs(p_smem, v_smem, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl
 
 @gluon.jit
 def last_rows(
-    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, output, ASIDE: gl.constexpr, o_stride_n: gl.constexpr, first,
-    queries, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr,
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, factors, o_base, o_stride_n: gl.constexpr, first,
+    queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
 
@@ -191,12 +191,11 @@ def last_rows(
     p_smem = ()
     for i in gl.static_range(TILES):
         p_smem = p_smem + (allocate(N, max(WIDTHS[i], 64)),)
-    sums, factors, o_base = output
     last_sums = ()
     last_factors = ()
     for c in gl.static_range(COUNT):
         factor, shift, half = factors[c]
-        last_sums = last_sums + (_last_sums(sums[c], ASIDE, L),)
+        last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
         last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
@@ -235,10 +234,10 @@ def last_rows(
     barrier()
     accumulators = ()
     for c in gl.static_range(COUNT):
-        accumulators = accumulators + (_last_outputs(p_smem, v_smem, c, KEYS, WARPS),)
+        accumulators = accumulators + (_last_outputs(p_smem, v_smem, last_sums[c], c, KEYS, WARPS),)
     bits, inverse = row_inverse(127 * KEYS - total, False)
     for c in gl.static_range(COUNT):
-        numerator = last_sums[c][:, None] - warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
+        numerator = warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
         _store_last(numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c])
 
 
@@ -246,15 +245,16 @@ def last_rows(
 def _store_last(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr
 ):  # fmt: skip
-    """Normalise and store a span of outputs whose rows are the channels."""
+    """Normalise and store a span of outputs whose rows are the channels, as :func:`.hopper_blocks.store_span` does."""
     factor, shift, half = factors
     L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:
-        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, 1, False)
+        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
-        weight = gl.where(usable, row_weight(inverse, bits), float("nan"))[None, :]
-        result = (numerator.to(gl.float32) * weight * gl.where(good, factor, float("nan"))).to(o_base.dtype.element_ty)
+        weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))[None, :]
+        result = gl.fma(numerator.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = result.to(o_base.dtype.element_ty)
     D: gl.constexpr = value_width(CHANNELS)
     place = gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, L))
     channels = channel_of_row(place, D)

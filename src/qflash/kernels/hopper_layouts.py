@@ -158,6 +158,28 @@ def quarter_layout(warps):
 
 
 @gluon.constexpr_function
+def half_layout(columns, warps, across=1):
+    """The upper eight, or the eight lower, of each warp's rows of a product."""
+    wide = [[0, bit] for bit in (8, 16, 32, 64) if bit * across < columns]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    rows = [[8 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    parts = [[0, (columns // across) << bit] for bit in range(across.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], *wide], lanes, rows + parts, [], [8 * warps, columns])
+
+
+@gluon.constexpr_function
+def pairs_layout(columns, warps, across=1):
+    """Pairs of a row of ``columns`` numbers, each twice in a row, as a thread's registers of a product have them.
+
+    Four lanes read sixteen bytes each side by side: all banks of shared memory are busy.
+    """
+    own = [[bit] for bit in (1, 2, 16, 32, 64, 128) if bit * across < 2 * columns]
+    rows = [[0] for _ in range(warps.bit_length() - 1)]
+    parts = [[(2 * columns // across) << bit] for bit in range(across.bit_length() - 1)]
+    return gl.DistributedLinearLayout(own, [[4], [8], [0], [0], [0]], rows + parts, [], [2 * columns])
+
+
+@gluon.constexpr_function
 def eight_layout(warps, across=1):
     """Eight columns of a product, which all warps of a row have."""
     return rows_layout(8, [[0, 1], [8, 0]], (2, 4), warps, across)

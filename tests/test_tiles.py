@@ -262,6 +262,25 @@ def test_heads_are_shared_out_by_load(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "registers"),
+    [
+        (197, 64, 768, False, 168),
+        (197, 64, 384, True, 168),
+        (257, 64, 384, False, 168),
+        (264, 64, 1024, False, 168),
+        # one round of two a processor; last queries not apart, or too many of them; wider heads; from floats
+        (257, 64, 264, False, None),
+        (257, 32, 1024, False, None),
+        (272, 64, 1024, False, None),
+        (257, 80, 1024, False, None),
+        (257, 64, 1024, True, None),
+    ],
+)
+def test_a_third_program_a_processor(tokens: int, dim: int, heads: int, fused: bool, registers: int | None) -> None:
+    assert hopper_call(heads, tokens, tokens, dim, fused).options.get("maxnreg") == registers
+
+
+@pytest.mark.parametrize(
     ("tokens", "dim", "heads", "fused", "programs", "block", "share"),
     [
         (577, 64, 96, True, 120, 128, 4),

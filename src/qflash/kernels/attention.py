@@ -140,8 +140,11 @@ def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int
             pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
             if not fused and not wide and pays:
                 return tiles._replace(splits=alone)
-    # three programs a processor instead of two, at the price of a few spills
-    registers = 168 if places == 3 and splits * heads > 2 * processors else 0
+    # three programs a processor instead of two: up to 256 keys at the price of a few spills; int8 images of a few more tokens,
+    # whose last queries are apart, without any
+    few_more = not fused and 32 < head_dim <= 64 and keys <= SHORT_ROW + 8 and 0 < queries % 64 <= 8
+    third = places == 3 or few_more
+    registers = 168 if third and splits * heads > 2 * processors else 0
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
 
 

@@ -1,7 +1,7 @@
 """Measure what the tables of docs/performance.md on attention are made of: every ``qflash bench`` they need, on this GPU.
 
-``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run; the committed ones lie in ``benchmarks/results``.
-Kernels are compiled by several processes first, which one process would do one after the other.
+``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run, named after it and the GPU; the committed ones lie
+in ``benchmarks/results``. Kernels are compiled by several processes first, which one process would do one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -73,19 +74,25 @@ def _long(least: int, most: int) -> tuple[str, ...]:
 
 
 RUNS = (
-    Run("bench_h200", tuple(workload.name for workload in WORKLOADS)),
-    Run("bench_bias_h200", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
-    Run("bench_1024_h200", shapes=_long(1024, 1024)),
-    Run("bench_long_h200", shapes=_long(4096, 16384)),
+    Run("bench", tuple(workload.name for workload in WORKLOADS)),
+    Run("bench_bias", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
+    Run("bench_1024", shapes=_long(1024, 1024)),
+    Run("bench_long", shapes=_long(4096, 16384)),
     Run(
-        "shapes_h200",
+        "shapes",
         shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
         methods=("sdpa flash", "sdpa cudnn", "int-flash-full kernel", "qattn kernel", *OURS),
         rounds=9,
     ),
-    Run("bench_eager_h200", ("A2",), batches=(8,), methods=(), modes=("eager",)),
+    # int8 in, int8 out has an eager call only where there are kernels
+    Run("bench_eager", ("A2",), batches=(8,), methods=(), modes=("kernel", "end-to-end", "eager")),
 )
-"""Under the names that ``performance_tables.py`` reads."""
+"""Under the names that ``performance_tables.py`` reads, behind which the card stands there."""
+
+
+def card_of(device: str) -> str:
+    """Return what a GPU's name has for its model, in lower case: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    return next((word for word in device.lower().split() if any(map(str.isdigit, word))), "gpu")
 
 
 def bench(run: Run, folder: Path, printed: int | None = None) -> int:
@@ -110,6 +117,7 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
     if processes > 1:
         compile_for(runs, processes, console)
     output.mkdir(parents=True, exist_ok=True)
+    card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
     failed = 0
     for run in runs:
         console.print(f"[bold]{run.name}[/bold]")
@@ -118,7 +126,7 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
                 failed += 1
                 continue
             for kind in ("json", "csv"):
-                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{run.name}.{kind}")
+                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{run.name}_{card}.{kind}")
     return failed
 
 

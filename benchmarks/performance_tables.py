@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md and docs/speed.svg from the committed H200 results.
+"""Write the tables of docs/performance.md and docs/speed.svg from the committed results of the H200 and the H100.
 
 ``python benchmarks/performance_tables.py``; the figure needs matplotlib.
 """
@@ -17,11 +17,15 @@ FP16 = ("sdpa flash", "sdpa cudnn")
 """What ratios are against: the faster of the two."""
 FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
 """This library's kernels of methods with int8 products and a float softmax."""
+CARD = "h200"
+"""Whose results are shown unless another card is named."""
+OTHER_CARD = "h100"
+"""Whose results are shown, too, more briefly."""
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    """Return the rows of one result file."""
-    return json.loads((HERE / "results" / f"{name}.json").read_text())["rows"]
+def rows_of(name: str, card: str = CARD) -> list[dict[str, Any]]:
+    """Return the rows of a run's result file for a card."""
+    return json.loads((HERE / "results" / f"{name}_{card}.json").read_text())["rows"]
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -50,9 +54,9 @@ def fastest_fp16(time: dict[str, float]) -> float:
     return min(time[method] for method in FP16)
 
 
-def unbiased(*names: str) -> dict[str, dict[str, dict[str, Any]]]:
+def unbiased(card: str, *names: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of runs without a bias, the last that has a shape."""
-    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run)).items() if not bias}
+    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run, card)).items() if not bias}
 
 
 def our_cells(methods: dict[str, dict[str, Any]]) -> list[str]:
@@ -66,12 +70,12 @@ def our_cells(methods: dict[str, dict[str, Any]]) -> list[str]:
     return [*cells, number(whole["sqnr_db"], 1)]
 
 
-def latencies() -> dict[str, dict[str, dict[str, Any]]]:
+def latencies(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
-    return unbiased("bench_h200", "bench_1024_h200", "bench_long_h200")
+    return unbiased(card, "bench", "bench_1024", "bench_long")
 
 
-def latency() -> list[str]:
+def latency(card: str = CARD) -> list[str]:
     """Every shape: PyTorch's kernels, the baselines, ours, with ratios and accuracy."""
     lines = [
         "| shape | FA2 | cuDNN | efficient | INT-Flash-Full | INT-Flash-Half | QAttn | I-ViT "
@@ -79,9 +83,9 @@ def latency() -> list[str]:
         "|" + "---|" * 15,
     ]
     names = (*FP16, "sdpa efficient", *FLOAT_SOFTMAX)
-    for name, methods in latencies().items():
+    for name, methods in latencies(card).items():
         time = medians(methods)
-        cells = [number(time[method]) for method in (*names, "i-vit kernel")]
+        cells = [number(time.get(method)) for method in (*names, "i-vit kernel")]
         lines.append(f"| {name} | {' | '.join(cells + our_cells(methods))} |")
     return lines
 
@@ -103,14 +107,14 @@ OTHERS = {
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
 
-def other_shapes() -> dict[str, dict[str, dict[str, Any]]]:
+def other_shapes(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run of other vision transformers."""
-    return unbiased("shapes_h200")
+    return unbiased(card, "shapes")
 
 
-def ratios() -> list[str]:
+def ratios(card: str = CARD) -> list[str]:
     """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
-    found = other_shapes()
+    found = other_shapes(card)
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
         cells = []
@@ -123,13 +127,13 @@ def ratios() -> list[str]:
     return lines
 
 
-def shapes() -> list[str]:
+def shapes(card: str = CARD) -> list[str]:
     """Other shapes of vision transformers in microseconds, with ratios and accuracy."""
     lines = [
         "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
         "|" + "---|" * 11,
     ]
-    for name, methods in sorted(other_shapes().items(), key=lambda found: [int(part) for part in found[0].split("x")]):
+    for name, methods in sorted(other_shapes(card).items(), key=lambda found: [int(part) for part in found[0].split("x")]):
         time = medians(methods)
         others = min(time[method] for method in time if method in FLOAT_SOFTMAX)
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
@@ -137,18 +141,18 @@ def shapes() -> list[str]:
     return lines
 
 
-def biased() -> dict[str, dict[str, dict[str, Any]]]:
+def biased(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run with a bias."""
-    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias_h200")).items() if bias}
+    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias", card)).items() if bias}
 
 
-def bias() -> list[str]:
+def bias(card: str = CARD) -> list[str]:
     """Swin with its bias and shift mask."""
     lines = [
         "| shape | cuDNN | efficient | int8 | cost of the bias | fp16 | cost of the bias | efficient ÷ fp16 |",
         "|" + "---|" * 8,
     ]
-    for name, methods in biased().items():
+    for name, methods in biased(card).items():
         cells = [number(methods[method]["median_us"]) for method in ("sdpa cudnn", "sdpa efficient")]
         for row in (methods["qflash int8"], methods["qflash"]):
             cells += [number(row["median_us"]), number(row["bias_cost"])]
@@ -158,18 +162,18 @@ def bias() -> list[str]:
     return lines
 
 
-def eager() -> list[str]:
+def eager(card: str = CARD) -> list[str]:
     """Eager calls on A2, batch 8."""
     lines = ["| method | until the device is done, µs | issuing, µs |", "|---|---|---|"]
-    for row in rows_of("bench_eager_h200"):
+    for row in rows_of("bench_eager", card):
         if row["mode"] == "eager" and row["median_us"] is not None:
             lines.append(f"| {row['method']} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
     return lines
 
 
-def energy() -> list[str]:
+def energy(card: str = CARD) -> list[str]:
     """Microjoules a call."""
-    rows = rows_of("energy_h200")
+    rows = rows_of("energy", card)
     reference = next(row["uj"] for row in rows if row["method"] == "sdpa flash")
     lines = ["| method | µJ a call | ÷ FA2 | SQNR dB |", "|---|---|---|---|"]
     for row in rows:
@@ -186,7 +190,7 @@ def profile() -> list[str]:
         "| registers | warp instructions |",
         "|" + "---|" * 10,
     ]
-    for row in rows_of("profile_h200"):
+    for row in rows_of("profile"):
         cells = [number(row[field], 1) for field in ("duration_us", "imma_percent", "tensor_percent", "issue_percent")]
         cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
         lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
@@ -198,7 +202,7 @@ def newer() -> list[str]:
     columns = "int8", "fp16", "int8 since", "fp16 since"
     lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     found: dict[str, dict[str, float]] = {}
-    for row in rows_of("triton39_h200"):
+    for row in rows_of("triton39"):
         if used_by := row.get("used_by"):
             column = row["kind"] if used_by == "3.6" else f"{row['kind']} since"
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
@@ -214,7 +218,7 @@ def models() -> list[str]:
         "|" + "---|" * 9,
     ]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in rows_of("models_h200"):
+    for row in rows_of("models"):
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     names = ("timm", "sdpa flash", "sdpa cudnn", "sdpa efficient", "qflash")
     for (model, batch), methods in found.items():
@@ -225,12 +229,12 @@ def models() -> list[str]:
     return lines
 
 
-def aims() -> list[str]:
+def aims(card: str = CARD) -> list[str]:
     """What this library set out to reach on this GPU, and what was measured."""
-    found = {name: medians(methods) for name, methods in latencies().items()}
+    found = {name: medians(methods) for name, methods in latencies(card).items()}
     vit = {name: time for name, time in found.items() if name.startswith("A")}
-    energy_of = {row["method"]: row["uj"] for row in rows_of("energy_h200")}
-    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager_h200") if row["mode"] == "eager"}
+    energy_of = {row["method"]: row["uj"] for row in rows_of("energy", card)}
+    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager", card) if row["mode"] == "eager"}
 
     def long_rows(head_dim: int, least: int) -> list[dict[str, float]]:
         shapes = {name: [int(part) for part in name.split("x")] for name in found if name not in vit}
@@ -248,7 +252,8 @@ def aims() -> list[str]:
     def ratio(times: Iterable[dict[str, float]], ours: str, *others: str) -> list[float]:
         return [min(time[other] for other in others) / time[ours] for time in times]
 
-    record = json.loads((HERE / "results" / "authors_kernel_h200.json").read_text())
+    # measured on this card alone: another one's times are no times to compare with
+    record = json.loads((HERE / "results" / f"authors_kernel_{CARD}.json").read_text())
     column = record["methods"].index("authors' QFlash")
     authors = {
         f"{workload} b{batch}": times[column]
@@ -260,8 +265,9 @@ def aims() -> list[str]:
         add(f"{head}, fp16 in and out, beside the faster of FA2 and cuDNN", 1.2, ratio(times.values(), "qflash", *FP16))
         best = ratio(times.values(), "qflash int8", *FP16, *FLOAT_SOFTMAX)
         add(f"{head}, int8, beside the fastest of all methods here", 1.5, best)
-        quotients = [authors[name] / time["qflash int8"] for name, time in times.items()]
-        add(f"{head}, int8, beside the paper authors' kernel (a run of its own, {record['date']})", aim, quotients)
+        if card == CARD:
+            quotients = [authors[name] / time["qflash int8"] for name, time in times.items()]
+            add(f"{head}, int8, beside the paper authors' kernel (a run of its own, {record['date']})", aim, quotients)
     for head_dim, aim, fa2 in ((64, 1.15, 1.7), (128, 1.4, 2.4)):
         rows = long_rows(head_dim, 1024)
         add(f"rows of 1024 keys and more, d = {head_dim}, int8, beside cuDNN", aim, ratio(rows, "qflash int8", "sdpa cudnn"))
@@ -269,7 +275,7 @@ def aims() -> list[str]:
     for head_dim, aim in ((64, 1.05), (128, 1.25)):
         rows = long_rows(head_dim, 4096)
         add(f"rows of 4096 keys and more, d = {head_dim}, fp16, beside cuDNN", aim, ratio(rows, "qflash", "sdpa cudnn"))
-    runs = biased().values()
+    runs = biased(card).values()
     rows = [medians(methods) for methods in runs]
     for method, name in (("qflash int8", "int8"), ("qflash", "fp16")):
         costs = [methods[method]["bias_cost"] for methods in runs]
@@ -312,10 +318,14 @@ def draw() -> None:
 
 def laid_out(text: str) -> str:
     """Return the page with every table between its markers as the results have it."""
-    for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile, newer):
-        start, end = f"<!-- table:{make.__name__} -->\n", "<!-- end -->"
-        before, _, rest = text.partition(start)
-        text = before + start + "\n".join(make()) + "\n" + end + rest.partition(end)[2]
+    made = {make.__name__: make() for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile, newer)}
+    made |= {f"{make.__name__} {OTHER_CARD}": make(OTHER_CARD) for make in (aims, latency, ratios, bias)}
+    for name, lines in made.items():
+        start, end = f"<!-- table:{name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(start)
+        if not found:
+            raise ValueError(f"the page has no place for the table {name!r}")
+        text = before + start + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
     return text
 
 

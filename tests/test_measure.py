@@ -16,15 +16,18 @@ from qflash import bench
 MEASURE = load_benchmark("measure")
 
 
+@pytest.mark.parametrize("card", ["h100", "h200"])
 @pytest.mark.parametrize("run", MEASURE.RUNS, ids=lambda run: run.name)
-def test_run_has_the_rows_of_the_results(run: Any) -> None:
-    record = json.loads((BENCHMARKS / "results" / f"{run.name}.json").read_text())
+def test_run_has_the_rows_of_the_results(run: Any, card: str) -> None:
+    record = json.loads((BENCHMARKS / "results" / f"{run.name}_{card}.json").read_text())
+    assert MEASURE.card_of(record["environment"]["device"]) == card
     problems = bench.make_problems(run.workloads, run.shapes, run.batches, bias=run.bias)
     wanted = {(problem.workload, problem.batch, problem.bias) for problem in problems}
     assert {(row["workload"], row["batch"], row["bias"]) for row in record["rows"]} == wanted
     if run.methods:
         assert {row["method"] for row in record["rows"]} == set(run.methods)
-        assert {row["mode"] for row in record["rows"]} <= set(run.modes)
+    assert {row["method"] for row in record["rows"]} >= set(MEASURE.OURS)
+    assert {row["mode"] for row in record["rows"]} == set(run.modes)
 
 
 def test_parts_are_the_run() -> None:
@@ -34,6 +37,19 @@ def test_parts_are_the_run() -> None:
         assert {problem for part in parts for problem in part} == set(whole)
 
 
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Fast", "gpu"),
+    ],
+)
+def test_cards_are_called_by_their_model(device: str, card: str) -> None:
+    assert MEASURE.card_of(device) == card
+
+
 @pytest.mark.slow
 def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = MEASURE.Run("small", shapes=("1,1,16,32",), methods=(), rounds=2)
@@ -41,9 +57,9 @@ def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.
     failed = MEASURE.main(tmp_path, [small, wrong], 2)
     printed = capfd.readouterr().out
     assert failed == 1 and "A9" in printed
-    record = json.loads((tmp_path / "small.json").read_text())
+    record = json.loads((tmp_path / "small_cpu.json").read_text())
     assert {row["workload"] for row in record["rows"]} == {"1x1x16x32"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.csv", "small.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small_cpu.csv", "small_cpu.json"]
 
 
 def test_arguments_are_checked() -> None:

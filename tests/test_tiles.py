@@ -166,8 +166,11 @@ def test_programs_that_a_processor_has_room_for() -> None:
     assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
 
 
-def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool):
-    """Return the launch that the rules choose for so many heads, None if it is not for the kernel that has them for itself."""
+def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, channels: int = 1):
+    """Return the launch that the rules choose for so many heads, None if it is not for the kernel that has them for itself.
+
+    On int8 V has ``channels`` scales.
+    """
     from qflash.kernels.attention import attention_calls, fused_calls
 
     sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
@@ -177,10 +180,11 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool):
     dtype = torch.float16 if fused else torch.int8
     q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
+    several = torch.ones(1, 1, 1, channels, device="meta")
     if fused:
         (call,) = fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
     else:
-        (call,) = attention_calls(q, one, k, one, k, one, None, False, 0.1, one, out, DEFAULT, tiles=rule)
+        (call,) = attention_calls(q, one, k, one, k, several, None, False, 0.1, one, out, DEFAULT, tiles=rule)
     assert call.kernel.__name__ == "hopper_kernel"
     return call
 
@@ -278,6 +282,11 @@ def test_heads_are_shared_out_by_load(
 )
 def test_a_third_program_a_processor(tokens: int, dim: int, heads: int, fused: bool, registers: int | None) -> None:
     assert hopper_call(heads, tokens, tokens, dim, fused).options.get("maxnreg") == registers
+
+
+def test_no_third_program_where_it_would_spill_for_scales_of_channels() -> None:
+    assert "maxnreg" not in hopper_call(1024, 257, 257, 64, False, channels=64).options
+    assert hopper_call(1024, 197, 197, 64, False, channels=64).options["maxnreg"] == 168
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,9 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
     return tiles._replace(splits=splits, programs=programs, registers=registers)
 
 
-def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
+def _split_held(
+    tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, by_channel: bool, processors: int
+) -> Tiles:
     """:func:`_split` for rows that :mod:`.hopper` holds whole."""
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
@@ -141,8 +143,8 @@ def _split_held(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int
             if not fused and not wide and pays:
                 return tiles._replace(splits=alone)
     # three programs a processor instead of two: up to 256 keys at the price of a few spills; int8 images of a few more tokens,
-    # whose last queries are apart, without any
-    few_more = not fused and 32 < head_dim <= 64 and keys <= SHORT_ROW + 8 and 0 < queries % 64 <= 8
+    # whose last queries are apart, without any, unless scales differ from channel to channel
+    few_more = not (fused or by_channel) and 32 < head_dim <= 64 and keys <= SHORT_ROW + 8 and 0 < queries % 64 <= 8
     third = places == 3 or few_more
     registers = 168 if third and splits * heads > 2 * processors else 0
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
@@ -157,6 +159,7 @@ def _split(
     narrow: bool,
     fused: bool,
     masked: bool,
+    by_channel: bool,
     device: torch.device,
 ) -> Tiles:
     """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
@@ -164,8 +167,9 @@ def _split(
     if tiles.kernel == HOPPER:
         if tiles.programs:
             return tiles._replace(splits=0)
-        split = _split_held if is_held(keys, tiles.across) else _split_walked
-        return split(tiles, queries, keys, heads, head_dim, fused, processors)
+        if is_held(keys, tiles.across):
+            return _split_held(tiles, queries, keys, heads, head_dim, fused, by_channel, processors)
+        return _split_walked(tiles, queries, keys, heads, head_dim, fused, processors)
     splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, heads)))
     registers = tiles.registers
     if tiles.kernel == WINDOWS:
@@ -495,6 +499,8 @@ def _calls(
     sums = value_sums
     calls: list[Call] = []
     key_token = scales is not None and scales.key.shape[2] > 1
+    value_channel = recipe.value_granularity == "channel" if scales is None else scales.value.shape[3] > 1
+    output_channel = scales is not None and scales.output is not None and scales.output.shape[3] > 1
     plain = not (is_causal or mask is not None or key_token or guard)
     hopper = plain and not dealt and _held_by_hand(tiles, recipe, query, key, value) and _side_by_side(out, 8)
     most = most_queries(value_dim)
@@ -541,6 +547,7 @@ def _calls(
             max(head_dim, value_dim) <= 64 and recipe.probability_bits == 8 and (scales is None or mask is None),
             scales is None,
             mask is not None,
+            value_channel or output_channel,
             query.device,
         )
     fixed: dict[str, Any] = {
@@ -570,13 +577,10 @@ def _calls(
         # the kernel finds the scales and reads none; any tensor fills the places
         given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
         query_token = recipe.query_granularity == "token"
-        value_channel, output_channel = recipe.value_granularity == "channel", False
     else:
         given = {"qs": query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
         given["os"] = scales.value if scales.output is None else scales.output
         query_token = scales.query is None or scales.query.shape[2] > 1
-        value_channel = scales.value.shape[3] > 1
-        output_channel = scales.output is not None and scales.output.shape[3] > 1
     fixed |= {
         "QUERY_TOKEN": query_token,
         "VALUE_CHANNEL": value_channel,

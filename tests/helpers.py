@@ -48,11 +48,11 @@ def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
 
 def print_products(call: Any) -> None:
     """Compile a launch for compute capability 9.0; print how many tensor-core instructions it has and waits for them."""
-    from qflash import verify
+    from qflash import sass, verify
 
-    sass, _ = verify.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
-    instructions = verify.parse_sass(sass)
-    print(sum(map(verify.is_tensor_core, instructions)), sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in instructions))
+    text, _ = sass.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
+    instructions = sass.parse_sass(text)
+    print(sum(map(sass.is_tensor_core, instructions)), sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in instructions))
 
 
 def products_printed_by(file: str) -> list[int]:

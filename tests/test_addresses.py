@@ -7,7 +7,7 @@ import json
 import pytest
 
 from helpers import run_compiling
-from qflash import verify
+from qflash import sass
 from qflash.addresses import accesses_outside
 
 # R0: a thread's number of 128; R4: where shared memory begins
@@ -19,7 +19,7 @@ ULEA UR4, UR5, UR4, 0x18
 """
 
 
-def code(text: str) -> list[verify.Instruction]:
+def code(text: str) -> list[sass.Instruction]:
     """Machine code as nvdisasm prints it, from instructions and labels a line each."""
     lines, address = [], 0
     for line in (START + text).strip().splitlines():
@@ -28,13 +28,13 @@ def code(text: str) -> list[verify.Instruction]:
             continue
         lines.append(f"        /*{address:04x}*/                   {line} ;")
         address += 16
-    return verify.parse_sass("\n".join(lines))
+    return sass.parse_sass("\n".join(lines))
 
 
 def outside(text: str, shared: int = 512) -> list[str]:
     """The accesses found; all of them are known."""
     instructions = code(text)
-    found, known = accesses_outside(*verify._basic_blocks(instructions), 128, shared)
+    found, known = accesses_outside(instructions, 128, shared)
     assert known == sum(i.base in ("LDS", "STS", "LDSM") for i in instructions)
     return [f"{i.opcode} {i.operands}" for i in found]
 
@@ -105,7 +105,7 @@ def test_addresses(text: str, shared: int, wrong: bool) -> None:
 )
 def test_what_is_unknown_passes(text: str) -> None:
     instructions = code(text)
-    assert accesses_outside(*verify._basic_blocks(instructions), 128, 16) == ([], 0)
+    assert accesses_outside(instructions, 128, 16) == ([], 0)
 
 
 def test_of_a_loop_the_first_turn_counts() -> None:
@@ -114,21 +114,20 @@ def test_of_a_loop_the_first_turn_counts() -> None:
     assert outside(loop.replace("MOV R1, RZ", "MOV R1, 0x10"), 16) == ["STS [R1+UR4], R9"]
     # behind it nobody knows how many there were
     behind = loop.replace("EXIT", "STS [R1+UR4], R9\nEXIT")
-    assert accesses_outside(*verify._basic_blocks(code(behind)), 128, 16) == ([], 1)
+    assert accesses_outside(code(behind), 128, 16) == ([], 1)
 
 
 COMPILED = """
 import json
-from qflash import verify
+from qflash import sass, verify
 from qflash.addresses import accesses_outside
 
 (case,) = [case for case in verify.CASES if case.name == "vit-hundreds"]
 compiled = verify.compile_call(verify.kernel_call(case, "sm_90"), "sm_90")
-instructions = verify.parse_sass(verify.disassemble(compiled.asm["cubin"])[0])
+instructions = sass.parse_sass(sass.disassemble(compiled.asm["cubin"])[0])
 shared = compiled.metadata.shared
-blocks = verify._basic_blocks(instructions)
 accesses = [i for i in instructions if i.base in ("LDS", "STS", "LDSM", "STSM", "LDGSTS") and i.guard != "!PT"]
-found = [accesses_outside(*blocks, 128, bytes) for bytes in (shared, shared // 2)]
+found = [accesses_outside(instructions, 128, bytes) for bytes in (shared, shared // 2)]
 print(json.dumps([len(accesses), *([len(outside), known] for outside, known in found)]))
 """
 

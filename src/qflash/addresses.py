@@ -12,12 +12,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .verify import Instruction
+from .sass import Instruction, basic_blocks
 
 WINDOW = 0x400
 """Where a block's shared memory begins: the first kilobyte is the system's."""
@@ -265,18 +263,17 @@ class _Block:
         return bool((wrong & active).any())
 
 
-def accesses_outside(
-    blocks: Sequence[Sequence[Instruction]], successors: Sequence[Sequence[int]], threads: int, shared: int
-) -> tuple[list[Instruction], int]:
+def accesses_outside(kernel: Sequence[Instruction], threads: int, shared: int) -> tuple[list[Instruction], int]:
     """Return the accesses that leave a block's shared memory or are misaligned, and how many accesses are known.
 
     Args:
-        blocks, successors: a kernel's basic blocks in the order of their addresses and where control goes from each.
+        kernel: its instructions in the order of their addresses.
         threads: of a block.
         shared: bytes of shared memory of a block.
     """
     found: list[Instruction] = []
     known = 0
+    blocks, successors = basic_blocks(kernel)
     loops = [(header, last) for last, goals in enumerate(successors) for header in goals if header <= last]
     before: dict[int, _State] = {0: _State()}
     block = _Block(threads)

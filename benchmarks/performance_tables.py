@@ -127,13 +127,13 @@ def ratios(card: str = CARD) -> list[str]:
     return lines
 
 
-def shapes(card: str = CARD) -> list[str]:
+def shapes() -> list[str]:
     """Other shapes of vision transformers in microseconds, with ratios and accuracy."""
     lines = [
         "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
         "|" + "---|" * 11,
     ]
-    for name, methods in sorted(other_shapes(card).items(), key=lambda found: [int(part) for part in found[0].split("x")]):
+    for name, methods in sorted(other_shapes().items(), key=lambda found: [int(part) for part in found[0].split("x")]):
         time = medians(methods)
         others = min(time[method] for method in time if method in FLOAT_SOFTMAX)
         cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
@@ -162,18 +162,18 @@ def bias(card: str = CARD) -> list[str]:
     return lines
 
 
-def eager(card: str = CARD) -> list[str]:
+def eager() -> list[str]:
     """Eager calls on A2, batch 8."""
     lines = ["| method | until the device is done, µs | issuing, µs |", "|---|---|---|"]
-    for row in rows_of("bench_eager", card):
+    for row in rows_of("bench_eager"):
         if row["mode"] == "eager" and row["median_us"] is not None:
             lines.append(f"| {row['method']} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
     return lines
 
 
-def energy(card: str = CARD) -> list[str]:
+def energy() -> list[str]:
     """Microjoules a call."""
-    rows = rows_of("energy", card)
+    rows = rows_of("energy")
     reference = next(row["uj"] for row in rows if row["method"] == "sdpa flash")
     lines = ["| method | µJ a call | ÷ FA2 | SQNR dB |", "|---|---|---|---|"]
     for row in rows:

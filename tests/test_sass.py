@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from qflash import sass, verify
+from qflash import sass
 
 
 def _one(text: str) -> sass.Instruction:
@@ -164,10 +164,3 @@ def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) 
     monkeypatch.setattr(sass, "find_tool", lambda name: None)
     with pytest.raises(sass.DisassemblyError, match="no disassembler"):
         sass.disassemble(b"")
-
-
-def test_verification_says_that_it_needs_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(sass, "find_tool", lambda name: None)
-    with pytest.raises(verify.VerificationError, match="no disassembler"):
-        verify.verify()

@@ -145,6 +145,13 @@ def test_heads_in_two_spans_take_the_queries_of_their_block() -> None:
     assert report["kernel"] == "hopper_kernel" and report["passed"] and report["error"] is None
 
 
+def test_verification_says_that_it_needs_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(sass, "find_tool", lambda name: None)
+    with pytest.raises(verify.VerificationError, match="no disassembler"):
+        verify.verify()
+
+
 def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(verify.VerificationError, match="TRITON_INTERPRET"):

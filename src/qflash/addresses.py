@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .sass import Instruction, basic_blocks
+from .sass import Instruction, basic_blocks, is_predicate
 
 WINDOW = 0x400
 """Where a block's shared memory begins: the first kilobyte is the system's."""
@@ -129,7 +129,7 @@ class _Block:
     def result(self, base: str, parts: Sequence[str], operands: Sequence[str]) -> Numbers | None:
         """What a known integer instruction writes to its first operand; None if that is unknown."""
         # predicates among the operands are carries
-        names = [name for name in operands[1:] if not re.fullmatch(r"!?U?P(\d|T)", name)]
+        names = [name for name in operands[1:] if not is_predicate(name)]
         x = [self.value(name) for name in names]
         name = base.removeprefix("U")
         if base == "S2R" and operands[1] == "SR_TID.X":
@@ -216,9 +216,8 @@ class _Block:
 
     def carry_out(self, instruction: Instruction) -> None:
         """Change what is known as an instruction does."""
-        parts = instruction.opcode.split(".")
+        parts, operands = instruction.parts, instruction.operand_list
         base = parts[0]
-        operands = [operand.strip() for operand in instruction.operands.split(",")]
         active = self.active(instruction)
         if base in _NO_RESULT:
             return
@@ -239,14 +238,14 @@ class _Block:
             for index in range(7):
                 self.write(f"P{index}", None, None)
             return
-        if re.fullmatch(r"!?U?P(\d|T)", operands[0]):
+        if is_predicate(operands[0]):
             operands = operands[1:]
         for name in instruction.written:
             self.write(name, None if base == "SHFL" or name != operands[0] else self.result(base, parts, operands), active)
 
     def outside(self, instruction: Instruction, shared: int) -> bool | None:
         """Tell whether an access is known to leave ``shared`` bytes, or to be misaligned; None if it is no known access."""
-        parts = instruction.opcode.split(".")
+        parts = instruction.parts
         found = re.search(r"(?<!desc)\[([^\]]*)\]", instruction.operands)
         if parts[0] not in _ACCESSES or found is None or instruction.guard == "!PT":
             return None
@@ -256,9 +255,9 @@ class _Block:
             return None
         size = _size(parts)
         if parts[0] in ("LDSM", "STSM"):
-            # matrices of eight rows of sixteen bytes, each at a thread's address
-            size, rows = 16, 8 * (int(parts[-1]) if parts[-1] in ("2", "4") else 1)
-            active = active & (np.arange(self.threads) % 32 < rows)
+            # each row of a matrix is at a thread's address
+            size = 16
+            active = active & (np.arange(self.threads) % 32 < 8 * instruction.matrices)
         wrong = (at < WINDOW) | (at + size > WINDOW + shared) | (at % size != 0)
         return bool((wrong & active).any())
 

@@ -46,28 +46,43 @@ class Instruction:
         return bool(self.guard)
 
     @property
+    def parts(self) -> list[str]:
+        """The opcode without modifiers, then these."""
+        return self.opcode.split(".")
+
+    @property
     def base(self) -> str:
         """The opcode without modifiers."""
-        return self.opcode.partition(".")[0]
+        return self.parts[0]
+
+    @property
+    def operand_list(self) -> list[str]:
+        """The operands one by one."""
+        return [operand.strip() for operand in self.operands.split(",")]
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of eight rows of sixteen bytes that an LDSM or STSM moves."""
+        last = self.parts[-1]
+        return int(last) if last in ("2", "4") else 1
 
     @property
     def written(self) -> tuple[str, ...]:
         """The registers that it writes, predicates left out."""
-        operands = [operand.strip() for operand in self.operands.split(",")]
-        if _PREDICATE.fullmatch(operands[0]) and len(operands) > 1 and self.base != "FCHK":
+        operands, parts = self.operand_list, self.parts
+        if is_predicate(operands[0]) and len(operands) > 1 and self.base != "FCHK":
             # one that is written besides
             operands = operands[1:]
         first = re.fullmatch(r"(U?R)(\d+)", operands[0])
         if first is None or self.base in ("STS", "STG", "STL", "STSM"):
             return ()
-        parts = self.opcode.split(".")
         count = max({"64": 2, "128": 4, "WIDE": 2}.get(part, 1) for part in parts)
         if shape := re.search(r"GMMA\.64x(\d+)x", self.opcode):
             count = int(shape[1]) // 2
         elif is_tensor_core(self):
             count = 4
-        elif self.base == "LDSM" and parts[-1] in ("2", "4"):
-            count = int(parts[-1])
+        elif self.base == "LDSM":
+            count = self.matrices
         elif (self.base == "CS2R" and "32" not in parts) or (self.base == "F2I" and {"S64", "U64"} & set(parts)):
             count = 2
         return tuple(f"{first[1]}{int(first[2]) + index}" for index in range(count))
@@ -87,11 +102,16 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\
 _BRANCH_TARGET = re.compile(r"`\((\.L_[\w.]+)\)|\b(0x[0-9a-f]+)")
 
 
+def is_predicate(operand: str) -> bool:
+    """Tell whether an operand is a predicate, a thread's or a warp's."""
+    return bool(_PREDICATE.fullmatch(operand))
+
+
 def is_constant_move(instruction: Instruction) -> bool:
     """Tell whether an HFMA2 only loads a constant: ptxas spreads moves over pipes and uses ``0 * 0 + c`` for it."""
     if instruction.base not in ("HFMA2", "HFMA2_MMA"):
         return False
-    sources = [operand.strip() for operand in instruction.operands.split(",")][1:]
+    sources = instruction.operand_list[1:]
     return len(sources) >= 3 and all(_ZERO_OR_NUMBER.fullmatch(source) for source in sources)
 
 

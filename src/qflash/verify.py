@@ -222,10 +222,10 @@ def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     found: list[Instruction] = []
     awaited: set[str] = set()
     for instruction in min(loops, key=len, default=[]):
-        others = instruction.operands.split(",")[1:]
+        others = instruction.operand_list[1:]
         if is_tensor_core(instruction):
             # four registers of int8 are the left operand, unless it lies in shared memory
-            left = re.match(r"\s*R(\d+)", others[0])
+            left = re.match(r"R(\d+)", others[0])
             if left and awaited & {f"R{int(left[1]) + index}" for index in range(4)}:
                 found.append(instruction)
         elif registers := set(instruction.written):

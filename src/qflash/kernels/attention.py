@@ -117,6 +117,12 @@ def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: i
     return tiles._replace(splits=splits, programs=programs, registers=registers)
 
 
+def _past_blocks(tiles: Tiles, queries: int, head_dim: int) -> int:
+    """Columns of products for the few queries past whole blocks, 8 or 16; 0 if :mod:`.hopper_last` cannot take them apart."""
+    left = queries % tiles.block_m
+    return (8 if left <= 8 else 16) if tiles.warps == 4 and head_dim > 32 and 0 < left <= 16 else 0
+
+
 def _split_held(
     tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, by_channel: bool, processors: int
 ) -> Tiles:
@@ -144,7 +150,7 @@ def _split_held(
                 return tiles._replace(splits=alone)
     # three programs a processor instead of two: up to 256 keys at the price of a few spills; int8 images of a few more tokens,
     # whose last queries are apart, without any, unless scales differ from channel to channel
-    few_more = not (fused or by_channel) and 32 < head_dim <= 64 and keys <= SHORT_ROW + 8 and 0 < queries % 64 <= 8
+    few_more = not (fused or by_channel) and narrow and keys <= SHORT_ROW + 8 and _past_blocks(tiles, queries, head_dim) == 8
     third = places == 3 or few_more
     registers = 168 if third and splits * heads > 2 * processors else 0
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
@@ -425,7 +431,7 @@ def _division(
 ) -> dict[str, int | str]:
     """Return the constants of :mod:`.hopper` that say how a call's work is divided and what a program does with its part."""
     across, splits = tiles.across, tiles.splits
-    blocks, left = triton.cdiv(queries, tiles.block_m), queries % tiles.block_m
+    blocks = triton.cdiv(queries, tiles.block_m)
     twice = not is_held(keys, across)
     # measured: it pays where one program walks over a head's int8 queries and shares its processor with another; from floats
     # with narrow heads, of rows walked over where a block takes longest, of those held whole where one round of programs takes
@@ -437,8 +443,7 @@ def _division(
         pays = False
     else:
         pays = not tiles.registers if twice else keys > SHORT_ROW or batch * heads <= 3 * processors
-    possible = walks and tiles.warps == 4 and head_dim > 32 and 0 < left <= 16
-    tail = (8 if left <= 8 else 16) if possible and pays else 0
+    tail = _past_blocks(tiles, queries, head_dim) if walks and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
     # Products that begin at the sums of V's channels are fewer instructions, but start later, which other programs hide (all

@@ -197,6 +197,18 @@ def profile() -> list[str]:
     return lines
 
 
+def instructions() -> list[str]:
+    """Instructions a score of every case that ``qflash verify`` compiles, with Triton 3.6."""
+    lines = ["| case | sm_80 | sm_90 | registers (sm_90) | spills (sm_90) |", "|---|---|---|---|---|"]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for report in json.loads((HERE / "results" / "verify_triton36.json").read_text()):
+        found.setdefault(report["case"], {})[report["target"]] = report
+    for case, targets in found.items():
+        cells = [number(targets.get(target, {}).get("per_score"), 1) for target in ("sm_80", "sm_90")]
+        lines.append(f"| {case} | {' | '.join(cells)} | {targets['sm_90']['registers']} | {targets['sm_90']['spills']} |")
+    return lines
+
+
 def newer() -> list[str]:
     """Triton 3.9's machine code beside Triton 3.6's."""
     columns = "int8", "fp16", "int8 since", "fp16 since"
@@ -318,7 +330,8 @@ def draw() -> None:
 
 def laid_out(text: str) -> str:
     """Return the page with every table between its markers as the results have it."""
-    made = {make.__name__: make() for make in (aims, latency, ratios, shapes, models, bias, eager, energy, profile, newer)}
+    every = (aims, latency, ratios, shapes, models, bias, eager, energy, profile, instructions, newer)
+    made = {make.__name__: make() for make in every}
     made |= {f"{make.__name__} {OTHER_CARD}": make(OTHER_CARD) for make in (aims, latency, ratios, bias)}
     for name, lines in made.items():
         start, end = f"<!-- table:{name} -->\n", "<!-- end -->"

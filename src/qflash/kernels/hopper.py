@@ -64,6 +64,7 @@ from .hopper_layouts import (
     channel_spans,
     depth,
     eight_layout,
+    in_memory,
     is_crowded,
     output_layout,
     part_layout,
@@ -298,7 +299,7 @@ def _block(
     numerators = ()
     for c in gl.static_range(SPANS):
         numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
-        if SUMS == "end" and (TWICE or QUANTIZE):
+        if SUMS == "end" and in_memory(sums[c].type.layout):
             numerator += sums_beside(sums[c], WARPS, ACROSS)
         elif SUMS == "end":
             numerator += sums[c]

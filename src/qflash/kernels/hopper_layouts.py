@@ -58,8 +58,8 @@ def product_layout(width, warps, across=1):
 
 @gluon.constexpr_function
 def in_memory(layout):
-    """Whether a product finds this in shared memory."""
-    return isinstance(layout, gl.NVMMASharedLayout)
+    """Whether what has this layout lies in shared memory."""
+    return isinstance(layout, (gl.NVMMASharedLayout, gl.SwizzledSharedLayout))
 
 
 @gluon.constexpr_function

@@ -377,30 +377,33 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("windows", "period", "each", "programs"),
-    [(8, None, (1, 1), 2), (80, None, (1, 1), 1), (4096, None, (1, 1), 1), (4096, 64, (6, 8), 1), (4096, 1, (6, 8), 1),
-     (2048, 64, (3, 4), 1), (64, 64, (1, 1), 4), (4096, 4096, (1, 1), 1)],
+    ("windows", "period", "each", "programs", "warps"),
+    [(8, None, (1, 1), (2, 1), (2, 4)), (80, None, (1, 1), (1, 1), (2, 4)), (176, None, (1, 1), (1, 1), (2, 4)),
+     (177, None, (1, 1), (1, 1), (2, 1)), (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)),
+     (4096, 1, (6, 8), (1, 1), (1, 1)), (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (4, 4), (1, 1)),
+     (64, 64, (1, 1), (4, 1), (1, 4)), (128, 64, (1, 1), (4, 1), (1, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
+     (177, 59, (1, 1), (2, 2), (1, 1)), (4096, 4096, (1, 1), (1, 1), (1, 1))],
 )  # fmt: skip
 def test_windows_with_the_same_bias_share_a_program(
-    windows: int, period: int | None, each: tuple[int, int], programs: int, fused: bool
+    windows: int, period: int | None, each: tuple[int, int], programs: tuple[int, int], warps: tuple[int, int], fused: bool
 ) -> None:
-    """So many windows a program, of fixed point or float bias, and so many programs a window."""
+    """So many windows a program; programs a window, and their warps: on int8, where a bias is fixed point, and from floats."""
     dtype = torch.float16 if fused else torch.int32
     bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
     call = windows_call(windows, bias=bias, fused=fused)
     assert call.kernel.__name__ == "windows_kernel"
-    assert call.options["num_warps"] == (2 if bias is None and windows < 4096 else 1)
+    assert call.options["num_warps"] == warps[fused]
     periods = period or 1
     groups = -(-windows // periods // each[fused])
-    total = groups * programs * 3 * periods
+    total = groups * programs[fused] * 3 * periods
     assert call.arguments["SEVERAL"] == (each[fused] > 1)
     assert call.arguments["STAGED"] == (each[fused] > 1 and fused)
     assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
-    assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs
+    assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs[fused]
     assert call.arguments["share"] * 132 + call.arguments["longer"] == total
-    together = bias is not None and not fused and programs == 1
+    together = bias is not None and not fused and warps[fused] * programs[fused] < 4
     assert call.arguments["TOGETHER"] == together
-    assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs, 3, periods))
+    assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs[fused], 3, periods))
 
 
 def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

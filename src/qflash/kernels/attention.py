@@ -181,11 +181,14 @@ def _split(
     if tiles.kernel == WINDOWS:
         # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
         # waited for longer than keys are prepared.
-        loads = (3, 8) if masked else (1, 2) if fused else (1, 8)
+        loads = (4 if fused else 3, 8) if masked else (4, 4) if fused else (1, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
         splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
-        # two warps a program are sooner launched than two programs
+        # two warps a program are sooner launched than two programs; four divide the quantisation of keys and values, too,
+        # which beside a bias pays where a processor has more than one
         warps = 1 if masked else min(splits, 2)
+        if fused and splits == 4 and (heads > processors or not masked):
+            warps = 4
         # sixteen programs a processor instead of fourteen
         registers = 128 if fused and not masked else 0
         return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
@@ -388,7 +391,8 @@ def _share_windows(
     if mask is not None:
         # measured: programs of one block are sooner done with more registers, and to convert a bias takes as many
         room, registers = (12, 168) if one_block or not fixed else (16, 128)
-        groups = min(repeats, max(1, room * processors // (heads * periods * tiles.splits)))
+        # several warps of a program have one window
+        groups = repeats if tiles.warps > 1 else min(repeats, max(1, room * processors // (heads * periods * tiles.splits)))
         groups = triton.cdiv(repeats, triton.cdiv(repeats, groups))
         tiles = tiles._replace(registers=registers)
     several = groups * periods < windows

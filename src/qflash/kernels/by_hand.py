@@ -48,6 +48,20 @@ LEAST_IF_NEEDED_TWO = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; se
 vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7, {MASKED.value}, p;}}""")
 
 
+@gluon.constexpr_function
+def _in_rows(rank):
+    """Numbers in shared memory one behind the other, the last dimension first."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [*range(rank)][::-1])
+
+
+@gluon.jit
+def aside(x):
+    """Numbers left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, _in_rows(len(x.shape)))
+    smem.store(x)
+    return smem
+
+
 @gluon.jit
 def wait_for_copies(x):
     """Wait for a thread's own ``cp.async``; ``x`` is any integer.

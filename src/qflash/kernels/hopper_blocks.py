@@ -366,11 +366,3 @@ def store_span(
 @gluon.jit
 def allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))
-
-
-@gluon.jit
-def aside(x):
-    """Numbers of channels, left in shared memory."""
-    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem.store(x)
-    return smem

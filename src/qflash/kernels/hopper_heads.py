@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .by_hand import (
+    aside,
     barrier,
     beside_channels,
     first_of_four,
@@ -18,7 +19,7 @@ from .by_hand import (
     word_ranges,
     words_of,
 )
-from .hopper_blocks import SUM_FOUR, aside, deal, load_channels, pairs_twice
+from .hopper_blocks import SUM_FOUR, deal, load_channels, pairs_twice
 from .hopper_layouts import (
     all_words_layout,
     channel_spans,
@@ -145,22 +146,14 @@ def _by_warps(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _left(x):
-    """Words of channels from each of the warps that share the keys, left in shared memory."""
-    smem = gl.allocate_shared_memory(x.dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    smem.store(x)
-    return smem
-
-
-@gluon.jit
 def _own_words(smem, tile, WARPS: gl.constexpr):
-    """What :func:`_left` left there of a thread's own channels, those that it has of ``tile``."""
+    """What :func:`aside` left there of a thread's own channels, those that it has of ``tile``."""
     return smem.load(part_words_layout(smem.shape[1], tile.shape[1], WARPS))
 
 
 @gluon.jit
 def _all_words(smem, WARPS: gl.constexpr):
-    """What :func:`_left` left there of all channels, for every warp."""
+    """What :func:`aside` left there of all channels, for every warp."""
     return smem.load(all_words_layout(smem.shape[1], smem.shape[0], WARPS))
 
 
@@ -192,7 +185,7 @@ def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
         low = lower(low, _own_extremes(k[i], lower, WARPS), False)
         high = higher(high, _own_extremes(k[i], higher, WARPS), False)
     low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
-    lows, highs = _left(low), _left(high)
+    lows, highs = aside(low), aside(high)
     keep_apart(mantissa, 0)
     low, high = word_ranges(_all_words(lows, WARPS), _all_words(highs, WARPS), 0, DTYPE)
     low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
@@ -233,11 +226,11 @@ def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
 
 @gluon.jit
 def _value_maxima(v, WARPS: gl.constexpr):
-    """Largest magnitudes in the channels of a span of all values, as :func:`_left` leaves them."""
+    """Largest magnitudes in the channels of a span of all values, as :func:`aside` leaves them."""
     most = _own_extremes(gl.abs(v[0]), higher, WARPS)
     for i in gl.static_range(1, len(v)):
         most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
-    return _left(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
+    return aside(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import tiles
 from .by_hand import (
+    aside,
     barrier,
     least_score,
     magnitudes,
@@ -38,7 +39,6 @@ from .by_hand import (
 )
 from .hopper_blocks import (
     allocate,
-    aside,
     beside_product,
     finished,
     fold_columns,

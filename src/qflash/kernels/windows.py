@@ -1,8 +1,9 @@
-"""Windows of 33 to 64 keys, Swin's shapes, a warp or two each (Gluon): what :mod:`.short` does, in registers alone.
+"""Windows of 33 to 64 keys, Swin's shapes, a few warps each (Gluon): what :mod:`.short` does, in registers.
 
 A warp loads keys, values and queries as the tensor core wants to hold them, so that threads exchange nothing but maxima
 and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two warps, which have the same
-keys and values and nothing to wait for from one another. Three orders make that possible; they leave every product as it is:
+keys and values and nothing to wait for from one another; from floats it is four, which quantise a quarter of them each and
+pass it on through shared memory. Three orders make that possible; they leave every product as it is:
 
 * a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
 * the keys of a product with V come in the order in which the threads hold the scores;
@@ -18,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .by_hand import (
+    aside,
     barrier,
     beside_channels,
     channel_maxima,
@@ -25,6 +27,7 @@ from .by_hand import (
     halves,
     keep_apart,
     least_if_needed,
+    numbers_of,
     output_factors,
     pack,
     raised_if_needed,
@@ -34,6 +37,9 @@ from .by_hand import (
     twice_probabilities,
     twice_probabilities_16,
     unpack,
+    word_maxima,
+    word_ranges,
+    words_of,
 )
 from .integer import (
     multiply_high,
@@ -113,9 +119,47 @@ def output_layout(rows):
 @gluon.constexpr_function
 def rows_layout(rows, warps):
     """The same of rows that every warp has, keys above all."""
-    high = [[bit, 0] for bit in (8, 16) if bit < rows]
+    high = [[bit, 0] for bit in (8, 16, 32) if bit < rows]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _same_rows(warps), [], [rows, 32])
+
+
+@gluon.constexpr_function
+def part_rows_layout():
+    """:func:`rows_layout` of 64 rows, sixteen a warp."""
+    own, lanes = [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
+
+
+@gluon.constexpr_function
+def part_value_layout():
+    """:func:`value_layout` of 64 keys, sixteen a warp."""
+    own, lanes = [[0, 1], [0, 2], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
+    return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
+
+
+@gluon.constexpr_function
+def all_values_layout():
+    """What lanes have of sixteen keys' values, sixteen bytes each, for four times sixteen; every warp has it."""
+    own, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [32, 0], [64, 0]], [[bit, 0] for bit in (1, 2, 4, 8, 16)]
+    return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [128, 16])
+
+
+@gluon.constexpr_function
+def all_words_layout(words, keys):
+    """Words of channels from four warps: all of them of the channels that a lane has of keys, or of values."""
+    each = words // (4 if keys else 8)
+    own = [[1, 0], [2, 0], *([0, bit] for bit in (1, 2, 4) if bit < each)]
+    near, alike = [[0, each], [0, 2 * each]], [[0, 0], [0, 0]]
+    lanes = [*near, *alike, [0, 0]] if keys else [*alike, *near, [0, 4 * each]]
+    return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [4, words])
+
+
+@gluon.constexpr_function
+def all_flags_layout():
+    """A number of each lane of four warps, which every warp has."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], [16, 0]], lanes, _same_rows(4), [], [32, 4])
 
 
 @gluon.constexpr_function
@@ -154,7 +198,7 @@ def bias_layout(rows, columns):
     near = (1, 2) if columns >= 16 else (1,)
     own = [*([0, bit] for bit in near), *([[8, 0]] if rows > 8 else []), *([0, bit] for bit in (16,) if bit < columns)]
     lanes = [[0, bit << len(near)] for bit in (1, 2)]
-    return gl.DistributedLinearLayout(own, [*lanes, [1, 0], [2, 0], [4, 0]], [], [], [rows, columns])
+    return gl.DistributedLinearLayout(own, [*lanes, [1, 0], [2, 0], [4, 0]], _own_rows(rows), [], [rows, columns])
 
 
 @gluon.jit
@@ -233,6 +277,24 @@ def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.cons
 
 
 @gluon.jit
+def _load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+    """The keys of all tiles, sixteen a warp; past the last the last again."""
+    L: gl.constexpr = part_rows_layout()
+    n = gl.minimum(_key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL), KEYS - 1)
+    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    return gl.load(base + n[:, None] * stride_n + d[None, :])
+
+
+@gluon.jit
+def _load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+    """The values of 64 columns of scores, sixteen a warp, zero past the last key."""
+    L: gl.constexpr = part_value_layout()
+    n = _key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL)[:, None]
+    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    return gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
+
+
+@gluon.jit
 def _sixteen(x):
     """Rows as they are; of eight, zeros behind them."""
     if x.shape[0] == 8:
@@ -262,6 +324,45 @@ def _value_operand(x):
     """Values as the right operand: keys as :func:`_probability_operand` has them, channel 4 i + j in column 8 j + i."""
     x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
     return gl.convert_layout(gl.reshape(x, (32, 32)), operand_layout(1, gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def _exchanged(k, v, scale, KEYS: gl.constexpr):
+    """Parts of keys and values -> all of them, as right operands of every warp; and a scale of values, beside outputs.
+
+    That is one number, or one for each channel.
+    """
+    WIDTHS: gl.constexpr = widths(KEYS)
+    k_smem = aside(k)
+    # a row for what a lane has of sixteen keys, in the order of :func:`_value_operand`
+    v_smem = aside(gl.reshape(gl.permute(gl.reshape(v, (4, 2, 4, 2, 8, 4)), (0, 4, 2, 5, 1, 3)), (128, 16)))
+    if scale.type.is_block():
+        scale_smem = aside(scale)
+    barrier()
+    if scale.type.is_block():
+        scale = scale_smem.load(gl.SliceLayout(0, output_layout(64)))
+    k = k_smem.load(rows_layout(64, 4))
+    keys = ()
+    for i in gl.static_range(len(WIDTHS)):
+        a, k = _first_rows(k, WIDTHS[i])
+        keys = keys + (_key_operand(a),)
+    v = gl.permute(gl.reshape(v_smem.load(all_values_layout()), (4, 8, 4, 4, 4)), (0, 2, 4, 3, 1))
+    a, b = halves(gl.reshape(v, (64, 32)))
+    OPERAND: gl.constexpr = operand_layout(1, 4)
+    values = gl.convert_layout(a, OPERAND, assert_trivial=True), gl.convert_layout(b, OPERAND, assert_trivial=True)
+    return (keys, values), scale
+
+
+@gluon.jit
+def _first_rows(x, ROWS: gl.constexpr):
+    """The first ROWS rows, and those behind the first half."""
+    a, b = x, x
+    if x.shape[0] > ROWS:
+        a, b = halves(x)
+    first = a
+    if a.shape[0] > ROWS:
+        first, _ = halves(a)
+    return gl.convert_layout(first, rows_layout(ROWS, 4), assert_trivial=True), b
 
 
 @gluon.jit
@@ -373,11 +474,10 @@ def _store(
             row_factor = _beside_outputs(multiply_high(inverse, factor, False), ROWS, OL)
         result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
     else:
-        good = usable_scale(factor.to(gl.int32, bitcast=True))
         # NaN in a factor a row is cheaper than a choice an element
         weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
         # the sum makes nothing times a negative weight 0, not -0
-        result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = gl.fma(x.to(gl.float32), weight, 0.0) * factor
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
     channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
@@ -531,8 +631,14 @@ def _largest(bias):
 
 
 @gluon.jit
-def _any(flags):
-    """Whether one of the flags of a program is set."""
+def _any(flags, smem):
+    """Whether one of the flags of a program is set; several warps pass theirs through ``smem``."""
+    if gl.num_warps() > 1:
+        # a flag a lane, those of all warps in every warp: Triton's reduction over warps waits twice
+        a, b = gl.split(gl.permute(gl.reshape(flags, (4, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))
+        a, b = gl.split(a | b)
+        smem.store(gl.reshape(a | b, (32, 4)))
+        flags = smem.load(all_flags_layout())
     # in one piece: a reduction over all lanes is one instruction
     flags = gl.reshape((flags != 0).to(gl.int32), (flags.shape[0] * flags.shape[1],))
     return gl.max(flags, 0) > 0
@@ -574,16 +680,17 @@ def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
 
 @gluon.jit
 def _eight_rows(flags):
-    """Flags of sixteen rows, or eight, as those of eight."""
-    if flags.shape[0] > 8:
+    """Flags of a warp's sixteen rows, or eight, as those of eight; where there are several warps, as they are."""
+    if flags.shape[0] == 16:
         a, b = halves(flags)
         flags = a | b
-    return gl.convert_layout(flags, score_layout(8, 8), assert_trivial=True)
+    return gl.convert_layout(flags, score_layout(flags.shape[0], 8), assert_trivial=True)
 
 
 @gluon.jit
 def _no_flags():
-    return gl.zeros((8, 8), gl.int32, score_layout(8, 8))
+    ROWS: gl.constexpr = 8 if gl.num_warps() == 1 else 16 * gl.num_warps()
+    return gl.zeros((ROWS, 8), gl.int32, score_layout(ROWS, 8))
 
 
 @gluon.jit
@@ -731,15 +838,15 @@ def _given_scales(
     factor, shift, half = output_factors(
         o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
     )
+    if o_ptr.dtype.element_ty != gl.int8:
+        # as quantisation leaves a scale that is none
+        factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
     return query_bits, key_bits, row, factor, shift, half
 
 
 @gluon.jit
-def _quantize_window(
-    k, v0, v1, mantissa, q_base, q_stride_n: gl.constexpr, CENTER: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    VALUE_CHANNEL: gl.constexpr, QUERIES: gl.constexpr, STAGED: gl.constexpr,
-):  # fmt: skip
-    """Keys and values as int8; the bits of a scale for all queries, if there is one, and of the keys'; the values' scale.
+def _quantize_window(k, v0, v1, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
+    """Keys and values as int8, as operands; the keys' scale; the values' scale.
 
     ``mantissa`` is for :func:`.by_hand.keep_apart`.
     """
@@ -771,15 +878,73 @@ def _quantize_window(
         quantized = quantized + (round_to_int8(y, key_inverse),)
     v0 = round_to_int8(v0.to(gl.float32), value_inverse)
     v1 = round_to_int8(v1.to(gl.float32), value_inverse)
-    query_scale = key_scale
-    if not QUERY_TOKEN:
-        largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
-        for start in gl.static_range(16, QUERIES, 16):
-            largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
-        query_scale = amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
     if VALUE_CHANNEL:
         value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, output_layout(16 * WARPS)))
-    return quantized, v0, v1, query_scale.to(gl.int32, bitcast=True), key_scale.to(gl.int32, bitcast=True), value_scale
+    return _operands(quantized, v0, v1), key_scale, value_scale
+
+
+@gluon.jit
+def _operands(k, v0, v1):
+    """Right operands of int8 keys, tile by tile, and of values."""
+    keys = ()
+    for i in gl.static_range(len(k)):
+        keys = keys + (_key_operand(k[i]),)
+    return keys, (_value_operand(v0), _value_operand(v1))
+
+
+@gluon.jit
+def _query_scale(q_base, q_stride_n: gl.constexpr, QUERIES: gl.constexpr):
+    """One scale for all queries of a window."""
+    largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
+    for start in gl.static_range(16, QUERIES, 16):
+        largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
+    return amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
+
+
+@gluon.jit
+def _own_words(x, EXTREME: gl.constexpr):
+    """Minima or maxima of rows eight apart of each warp's sixteen: words of channels, (warps, rows, words)."""
+    a, b = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, 32)), (0, 2, 3, 1)))
+    x = words_of(gl.reshape(EXTREME(a, b, False), (32, 32)))
+    return gl.reshape(x, (4, 8, x.shape[1]))
+
+
+@gluon.jit
+def _quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr):
+    """:func:`_quantize_window` of keys and values of which each of four warps has a part: it quantises that alone.
+
+    Warps pass on ranges through shared memory, then what they quantised.
+    """
+    DTYPE: gl.constexpr = k.dtype
+    low, high = word_ranges(_own_words(k, lower), _own_words(k, higher), 1, DTYPE)
+    most = word_maxima(_own_words(gl.abs(v), higher), 1, DTYPE)
+    WORDS: gl.constexpr = most.shape[1]
+    lows, highs, mosts = aside(low), aside(high), aside(most)
+    keep_apart(mantissa, 0)
+    L: gl.constexpr = all_words_layout(WORDS, True)
+    low, high = word_ranges(lows.load(L), highs.load(L), 0, DTYPE)
+    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
+    middle = (low + high) * 0.5
+    if CENTER:
+        low, high = low - middle, high - middle
+    key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+    most = numbers_of(word_maxima(mosts.load(all_words_layout(WORDS, False)), 0, DTYPE), DTYPE)
+    if not VALUE_CHANNEL:
+        most = gl.reduce(most, 0, nan_max)
+    value_scale = amplitude_to_scale(most)
+    y = k.to(gl.float32)
+    if CENTER:
+        y = y - gl.convert_layout(middle, gl.SliceLayout(0, part_rows_layout()), assert_trivial=True)[None, :]
+    k = round_to_int8(y, inverse_scale(key_scale, False))
+    inverse = inverse_scale(value_scale, False)
+    if VALUE_CHANNEL:
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(0, part_value_layout()), assert_trivial=True)[None, :]
+    sides, value_scale = _exchanged(k, round_to_int8(v.to(gl.float32), inverse), value_scale, KEYS)
+    # places that are taken again would be waited for
+    lows._keep_alive()
+    highs._keep_alive()
+    mosts._keep_alive()
+    return sides, key_scale, value_scale
 
 
 @gluon.jit
@@ -814,8 +979,9 @@ def windows_kernel(
     shared memory once (STAGED). Program (x, h, z) has head h, place z and its group and part of a window by x; or else
     (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
     those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
-    the bias for all of them. SPLITS programs share a window's queries; with a bias, whose marks all of a program look out
-    for, a program is one warp. With ONE_SCALE (int8) query, key, value and output have one scale each.
+    the bias for all of them. SPLITS programs share a window's queries. A program is one warp; without a bias, whose marks all
+    of a program look out for, perhaps two; from floats perhaps four, with one window. With ONE_SCALE (int8) query, key, value
+    and output have one scale each.
     """
     if TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
@@ -835,13 +1001,14 @@ def windows_kernel(
     STARTS: gl.constexpr = starts(KEYS)
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK: gl.constexpr = 16 * WARPS
-    gl.static_assert(WARPS == 1 or MASK != "bias")
     # What is left of the queries behind whole tiles, if at most eight, is done by one warp as half a tile; where every
     # program has one tile nobody would be sooner done, and the half would be more code to fetch.
     ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
     HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # warps of a program divide the work of quantising its keys and values
+    DIVIDED: gl.constexpr = QUANTIZE and WARPS == 4
     # measured: of floats, where windows are many
     FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
     # with the keys dealt a thread takes four neighbours of the bias in one load
@@ -866,8 +1033,12 @@ def windows_kernel(
     mask_base = mask_ptr + mask_offset
     staged = ()
     staged_flags = 0
+    flags_smem = 0
     if MASK == "bias":
         staged_flags = _no_flags()
+        if WARPS > 1:
+            # from here on, so that nothing else has been in its place
+            flags_smem = gl.allocate_shared_memory(gl.int32, [32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     if STAGED:
         gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
         for i in gl.static_range(len(WIDTHS)):
@@ -894,9 +1065,13 @@ def windows_kernel(
         o_base = o_ptr + z * o_stride_z + h * o_stride_h
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
         k = ()
-        for i in gl.static_range(len(WIDTHS)):
-            k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
-        v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
+        if DIVIDED:
+            k = _load_key_parts(k_base, k_stride_n, KEYS, DEAL)
+            v0, v1 = _load_value_parts(v_base, v_stride_n, KEYS, DEAL), 0
+        else:
+            for i in gl.static_range(len(WIDTHS)):
+                k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
+            v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
@@ -904,13 +1079,18 @@ def windows_kernel(
         if AHEAD:
             loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
         if QUANTIZE:
-            keys, w0, w1, head_bits, key_bits, factor = _quantize_window(
-                k, v0, v1, constant_mantissa, q_base, q_stride_n, CENTER, QUERY_TOKEN, VALUE_CHANNEL, QUERIES, STAGED
-            )
+            if DIVIDED:
+                sides, key_scale, factor = _quantize_parts(k, v0, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
+            else:
+                sides, key_scale, factor = _quantize_window(k, v0, v1, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
+            key_bits = key_scale.to(gl.int32, bitcast=True)
+            head_bits = key_bits
+            if not QUERY_TOKEN:
+                head_bits = _query_scale(q_base, q_stride_n, QUERIES).to(gl.int32, bitcast=True)
             shift, half = 0, 0
             row = 0, 0, 0
         else:
-            keys, w0, w1 = k, v0, v1
+            sides = _operands(k, v0, v1)
             if ONE_SCALE:
                 head_bits, key_bits, row, factor, shift, half = scales
             else:
@@ -924,10 +1104,7 @@ def windows_kernel(
         units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
         if QUANTIZE and not QUERY_TOKEN:
             row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
-        right = ()
-        for i in gl.static_range(len(WIDTHS)):
-            right = right + (_key_operand(keys[i]),)
-        v = _value_operand(w0), _value_operand(w1)
+        right, v = sides
         # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
         begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
@@ -960,14 +1137,14 @@ def windows_kernel(
                     mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
                 )  # fmt: skip
         if MASK == "bias":
-            if _any(flags):
+            if _any(flags, flags_smem):
                 # what was stored is stored again
-                for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
-                    words = _load_queries(q_base, q_stride_n, tile * 16, 16, QUERIES)
+                for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
+                    words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
                     q, query_bits = _queries(
-                        words, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 16, QUANTIZE, QUERY_TOKEN, QUERIES
+                        words, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
                     )
                     _attend(
                         q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, 16, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS,
+                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS,
                     )  # fmt: skip

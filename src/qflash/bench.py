@@ -585,8 +585,9 @@ class GraphTimer:
         torch.cuda.synchronize()
         self.calls = 1
         self._graph = self._capture(call)
-        # Eager calls cannot tell how long the device takes: for short ones Python is the slower of the two.
-        once = statistics.median(self.sample()["us"] for _ in range(5))
+        # Eager calls cannot tell how long the device takes: for short ones Python is the slower of the two. The least, for
+        # another program on the device may hold up most of them, and with few calls a sample its overhead counts.
+        once = min(self.sample()["us"] for _ in range(5))
         self.calls = max(1, min(_MOST_CALLS, round(_GRAPH_US / max(once, 0.1))))
         if self.calls > 1:
             self._graph = self._capture(call)

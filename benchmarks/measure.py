@@ -140,5 +140,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and PyTorch finds none")
     chosen = [run for run in RUNS if not arguments.run or run.name in arguments.run]
     sys.exit(1 if main(arguments.output, chosen, arguments.processes) else 0)

@@ -210,4 +210,7 @@ def main(output: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUT.json", help="where the results go")
-    main(parser.parse_args().output)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and PyTorch finds none")
+    main(arguments.output)

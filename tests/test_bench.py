@@ -369,6 +369,8 @@ def test_what_json_has_no_word_for(tmp_path: Path) -> None:
         (["--mode", "fast"], "mode must be one of"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--device", "meta"], "device must be cuda or cpu"),
+        (["--device", "foo"], "device must be one that PyTorch knows"),
+        (["--output", __file__], "'--output'"),
         (["--peer", "x=no_such_module_here:f"], "cannot be imported"),
         (["--input", "zeros"], "input must be one of"),
     ],

@@ -142,8 +142,11 @@ def test_checkpoints_of_every_kind_give_the_same(
     model, _ = load_classifier(MODEL, folder, weights=tmp_path / "a.pth")
     assert classification.digest_weights(model) == whole[1]["models"][0]["run"]["weights"]
     torch.save({"head.weight": torch.zeros(3, 64)}, tmp_path / "b.pth")
-    with pytest.raises(RuntimeError, match="Missing key"):
-        load_classifier(MODEL, folder, weights=tmp_path / "b.pth")
+    (tmp_path / "c.pth").write_bytes(b"junk")
+    (tmp_path / "d.safetensors").write_bytes(b"junk")
+    for name in ("b.pth", "c.pth", "d.safetensors"):
+        with pytest.raises(ValueError, match=f"weights must hold this model's parameters, got .*{name}"):
+            load_classifier(MODEL, folder, weights=tmp_path / name)
 
 
 class PowerCutError(Exception):

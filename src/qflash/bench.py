@@ -43,7 +43,7 @@ from .baselines.method import FLOAT
 from .metrics import sqnr
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT, PRESETS, Recipe
-from .validation import BACKENDS
+from .validation import BACKENDS, resolve_device
 from .workloads import WORKLOADS, get_workload
 
 MODES = ("kernel", "end-to-end", "eager")
@@ -1014,15 +1014,12 @@ def pick_device(name: str | None) -> torch.device:
     """Return the device called ``name``, or the GPU if there is one, or the CPU.
 
     Raises:
-        ValueError: a CUDA device where there is none, or a device that is neither CUDA nor CPU.
+        ValueError: no device's name, a CUDA device that is not there, or a device that is neither CUDA nor CPU.
     """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = resolve_device(name)
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, got {name!r}")
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={name!r} was asked for, and PyTorch finds no NVIDIA GPU with a working driver")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
 
@@ -1046,7 +1043,8 @@ def timing_method(device: torch.device, rounds: int) -> str:
         return (
             f"CPU back ends on {platform.machine()}, {torch.get_num_threads()} threads, wall clock, warm, methods in turns "
             f"(order reversed every round), median of up to {rounds} samples (at least 3, {_CPU_SECONDS:.0f} s a method), "
-            "each of at least 5 ms or one call; baselines are plain PyTorch formulas; no GPU was measured"
+            "each of at least 5 ms or one call; baselines are plain PyTorch formulas; no GPU was measured, and calls are eager "
+            "whatever the mode"
         )
     return (
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {_MOST_CALLS} calls (about "

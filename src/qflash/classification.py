@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import random
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def resolve_model_name(name: str) -> str:
     short = {key.lower(): value for key, value in PAPER_MODELS.items()}
     if name.lower() in short:
         return short[name.lower()]
-    timm = _timm()
+    timm = require_timm()
     if not timm.is_model(name):
         close = timm.list_models(f"*{name}*")[:8] if name.strip("*") else []
         hint = f"; timm has for instance {', '.join(close)}" if close else ""
@@ -92,7 +93,12 @@ def resolve_model_name(name: str) -> str:
     return name
 
 
-def _timm() -> Any:
+def require_timm() -> Any:
+    """Return timm.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
     try:
         import timm
     except ImportError as error:
@@ -118,9 +124,9 @@ def load_classifier(
         a float32 model on the CPU in eval mode, and the images, preprocessed as timm's configuration of the model says.
 
     Raises:
-        ValueError: the arguments do not fit together, there are no images, or the classes are not the model's.
+        ValueError: the arguments do not fit together, ``weights`` does not hold this model's parameters, there are no images,
+            or the classes are not the model's.
         FileNotFoundError: ``weights`` or ``data`` is not there.
-        RuntimeError: ``weights`` does not hold this model's parameters.
         ImportError: timm or scikit-learn is not installed.
     """
     full = resolve_model_name(name)
@@ -147,7 +153,7 @@ def load_classifier(
         )
     if weights is None and not pretrained:
         raise ValueError(f"{name} has no weights of its own: give pretrained or a weights file")
-    timm = _timm()
+    timm = require_timm()
     folder = _open_folder(data)
     synsets = _synset_labels(folder.classes)
     own_classes = pretrained or synsets is not None
@@ -161,7 +167,11 @@ def load_classifier(
 def _fill(model: nn.Module, weights: Path | str, rename: Any) -> None:
     from timm.models import load_checkpoint
 
-    load_checkpoint(model, str(weights), strict=True, filter_fn=rename, weights_only=True)
+    try:
+        load_checkpoint(model, str(weights), strict=True, filter_fn=rename, weights_only=True)
+    except Exception as error:  # whatever the readers of two formats make of a file that is none, or of another model's
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise ValueError(f"weights must hold this model's parameters, got {weights}: {said}") from error
 
 
 def _digits_images() -> Images:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Annotated
@@ -60,7 +61,9 @@ def _main(
 
 @app.command()
 def demo(
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for the results.")] = pathlib.Path("qflash-report"),
+    output: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Folder for the results.")] = pathlib.Path(
+        "qflash-report"
+    ),
     limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many images.")] = None,
 ) -> None:
     """Run a small vision transformer with integer attention and compare it with float attention."""
@@ -74,7 +77,9 @@ def demo(
 def verify(
     target: Annotated[list[str] | None, typer.Option(help="Architecture, for instance sm_90; repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Attention problem, for instance vit; repeatable.")] = None,
-    dump: Annotated[pathlib.Path | None, typer.Option(help="Folder for the PTX and SASS of every kernel.")] = None,
+    dump: Annotated[
+        pathlib.Path | None, typer.Option(file_okay=False, help="Folder for the PTX and SASS of every kernel.")
+    ] = None,
     output_format: FormatOption = Format.TABLE,
 ) -> None:
     """Prove that the int8-to-int8 attention kernels hold no float instruction. Needs no GPU.
@@ -103,8 +108,10 @@ def verify(
         from rich.console import Console
 
         console = Console()
-        # a pipe has no width, and rich would fold the table into 80 columns
-        console.print(render(reports), width=None if console.is_terminal else 120)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            # a pipe has no width, and rich would fold the table into 80 columns
+            console = Console(width=160)
+        console.print(render(reports))
         for report in failed:
             if report.error:
                 typer.echo(f"{report.case} {report.target}: {report.error}")
@@ -138,7 +145,7 @@ RecipeOption = Annotated[list[str] | None, typer.Option(help="paper, default, ac
 DtypeOption = Annotated[str | None, typer.Option(help="float16, bfloat16 or float32.")]
 InputOption = Annotated[str, typer.Option("--input", help="uniform in [-4, 4), as in the paper, or normal.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu; the GPU if there is one.")]
-OutputOption = Annotated[pathlib.Path | None, typer.Option(help="Folder for JSON, CSV and plots.")]
+OutputOption = Annotated[pathlib.Path | None, typer.Option(file_okay=False, help="Folder for JSON, CSV and plots.")]
 
 
 @app.command()
@@ -199,7 +206,7 @@ def models(
     from . import bench as module
     from . import models as own
 
-    with _explained("models", ValueError, ImportError):
+    with _explained("models", ValueError, ImportError, OSError):
         where = module.pick_device(device)
         own.run_models(
             model or own.MODELS,
@@ -307,7 +314,9 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the subset and of the bootstrap.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU if there is one.")] = None,
     dtype: Annotated[Precision, typer.Option(help="Type of everything outside the attention.")] = Precision.FLOAT32,
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for the results.")] = pathlib.Path("qflash-evaluate"),
+    output: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Folder for the results.")] = pathlib.Path(
+        "qflash-evaluate"
+    ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where other results lie.")] = False,
 ) -> None:
     """Measure Top-1 and Top-5 of image classifiers with any method in their attention (the paper's Table 5).
@@ -394,9 +403,9 @@ def report(
     gpu_results: Annotated[
         pathlib.Path | None, typer.Option(help="Folder of GPU results; benchmarks/results if it is there.")
     ] = None,
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for report.html and the results.")] = pathlib.Path(
-        "qflash-reproduction"
-    ),
+    output: Annotated[
+        pathlib.Path, typer.Option(file_okay=False, help="Folder for report.html and the results.")
+    ] = pathlib.Path("qflash-reproduction"),
 ) -> None:
     """One page with every table and figure of the paper beside what was measured; runs the CPU parts (minutes)."""
     with _explained("report", ImportError, ValueError, status=1):

@@ -37,6 +37,7 @@ from .classification import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_
 from .outcomes import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv, write_whole
 from .patching import patch, unpatch
 from .significance import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
+from .validation import resolve_device
 
 REFERENCE = "fp32"
 """The method every other is compared with; it is always evaluated."""
@@ -302,23 +303,6 @@ def _folder_name(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", model)
 
 
-def _resolve_device(name: str | None, processes: _Processes) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be one that PyTorch knows, for instance cpu, cuda or cuda:1, got {name!r}") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {name!r} is not available: PyTorch sees no CUDA device")
-        if device.index is None:
-            device = torch.device("cuda", processes.local_rank)
-        if device.index >= torch.cuda.device_count():
-            raise ValueError(f"device {device} is not available: there are {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
 def _resolve_methods(names: Sequence[str]) -> list[Any]:
     """Return the methods asked for, the reference first, each once."""
     wanted = list(METHODS) if "all" in names else list(names)
@@ -495,7 +479,7 @@ def run_evaluate(
     # a pipe has no width, and rich would fold the table into 80 columns
     console = console or Console(width=None if sys.stdout.isatty() else 140)
     with _Processes() as processes:
-        target = _resolve_device(device, processes)
+        target = resolve_device(device, processes.local_rank)
         if target.type == "cuda":
             torch.cuda.set_device(target)
         settings = _Settings(

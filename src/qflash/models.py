@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import bench, digits, figures, nvml
 from .baselines import METHODS
 from .baselines.method import FLOAT
-from .classification import DIGITS_MODELS, resolve_model_name
+from .classification import DIGITS_MODELS, require_timm, resolve_model_name
 from .metrics import sqnr
 from .patching import AttentionFunction, patch
 
@@ -181,8 +181,7 @@ def load(name: str, pretrained: bool = False) -> tuple[nn.Module, tuple[int, int
     full = resolve_model_name(name)
     if full in DIGITS_MODELS:
         return digits.load_model(DIGITS_MODELS[full]).eval(), (1, 8, 8)
-    import timm
-
+    timm = require_timm()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = timm.create_model(full, pretrained=pretrained)

@@ -299,7 +299,8 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
         yield Claim(text, f"{paper:.2f} dB", f"{got:.2f} dB, batch {mine[0]['batch']}", _where(mine[0]["record"]), agrees, why)
     gains = []
     for workload in ("A2", "A7"):
-        by = {row["method"]: row["sqnr_db"] for row in rows if row["workload"] == workload and row["batch"] == 8}
+        # the newest record is first
+        by = {row["method"]: row["sqnr_db"] for row in reversed(rows) if row["workload"] == workload and row["batch"] == 8}
         if by.get("qflash-paper") is not None and by.get("i-vit") is not None:
             gains.append((by["qflash-paper"] - by["i-vit"], by["qflash-default"] - by["i-vit"]))
     text = "SQNR better than I-ViT's by up to 6.7 dB (section 1)"

@@ -118,6 +118,40 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def check_flag(name: str, flag: object) -> None:
+    """Require True or False.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(flag, (bool, torch.SymBool)):
+        raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def resolve_device(name: str | None, index: int | None = None) -> torch.device:
+    """Return the device called ``name``; None is a GPU if there is one, else the CPU.
+
+    Args:
+        index: of the GPU where the name has none; PyTorch's current one if None.
+
+    Raises:
+        ValueError: no name of a device, or a GPU that is not there.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device must be one that PyTorch knows, for instance cpu, cuda or cuda:1, got {name!r}") from error
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={name!r} was asked for, and PyTorch finds no NVIDIA GPU with a working driver")
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(f"device {device} is not there: PyTorch finds {torch.cuda.device_count()} NVIDIA GPUs")
+    return device
+
+
 def check_backend(backend: object) -> None:
     """Require one of the back ends' names.
 

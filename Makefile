@@ -29,7 +29,7 @@ help:
 	@echo "make train            train the demo's models again"
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
 	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
-	@echo "make setup            only make .venv; PYTHON=... picks the interpreter"
+	@echo "make setup            only make .venv, where there is none; PYTHON=... picks the interpreter"
 	@echo "make clean            remove .venv, caches and reports"
 
 setup: $(READY)

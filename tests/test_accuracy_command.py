@@ -124,7 +124,7 @@ def test_other_inputs(kind: str) -> None:
         (["--input", "nonsense"], "input must be one of paper, normal, outlier, long, captured, got 'nonsense'"),
         (["--method", "nonsense"], "method must be one of fp32"),
         (["--workload", "long"], "long rows are --input long"),
-        (["--workload", "A9"], "workload must be one of A1"),
+        (["--workload", "A9"], "workload must be A1 to A7 or all"),
         (["--shape", "1,2"], "shape must be Z,H,N,D"),
         (["--input", "outlier", "--shape", "1,1,4,4"], "head_dim of at least 8, got 4"),
     ],

@@ -20,7 +20,7 @@ from . import bench, figures
 from .baselines import METHODS, Method, get_method
 from .baselines.method import FLOAT
 from .metrics import exact_attention, mse, sqnr
-from .workloads import add_outliers
+from .workloads import WORKLOADS, add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured")
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
@@ -169,8 +169,9 @@ def make_cases(
         ValueError: an unknown input or workload, a bad shape, or a batch below 1.
         ImportError: ``captured`` without timm or scikit-learn.
     """
-    if "long" in workloads:
-        raise ValueError("workload must be A1 to A7 or all; long rows are --input long, or any --shape")
+    for name in workloads:
+        if name != "all" and name not in {workload.name for workload in WORKLOADS}:
+            raise ValueError(f"workload must be A1 to A7 or all (long rows are --input long, or any --shape), got {name!r}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
     found: list[Case] = []

@@ -152,7 +152,7 @@ def load_classifier(
             f"(a folder that is itself called {DIGITS!r} can be given as ./{DIGITS})"
         )
     if weights is None and not pretrained:
-        raise ValueError(f"{name} has no weights of its own: give pretrained or a weights file")
+        raise ValueError(f"{name} has no weights of its own: give pretrained (--pretrained) or a weights file (--weights)")
     timm = require_timm()
     folder = _open_folder(data)
     synsets = _synset_labels(folder.classes)

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import functools
 import html
+import importlib.util
 import io
 import json
 import pathlib
@@ -662,8 +663,8 @@ def run_report(
         ValueError: a folder is not there, or holds a file that is not JSON.
         ImportError: matplotlib is not installed.
     """
-    import matplotlib  # noqa: F401  (asked for before minutes of work)
-
+    if importlib.util.find_spec("matplotlib") is None:  # asked for before minutes of work
+        raise ImportError('the report needs matplotlib: pip install "qflash[demo]"')
     console = console or Console()
     default = pathlib.Path("benchmarks/results")
     gpu = gpu_results if gpu_results is not None else default if default.is_dir() else None

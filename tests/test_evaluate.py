@@ -322,7 +322,7 @@ def test_names() -> None:
 
 def test_refusals(folder: Path, weights: Path, tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-        (ValueError, "pretrained or a weights", MODEL, {"data": folder}),
+        (ValueError, "give pretrained .* or a weights", MODEL, {"data": folder}),
         (ValueError, "exclude", MODEL, {"data": folder, "weights": weights, "pretrained": True}),
         (FileNotFoundError, "weights", MODEL, {"data": folder, "weights": tmp_path / "none.pth"}),
         (FileNotFoundError, "data", MODEL, {"data": tmp_path / "none", "weights": weights}),

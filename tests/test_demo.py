@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from qflash.extras import require_packages
 from qflash.metrics import mse, sqnr
 from qflash.workloads import WORKLOADS, get_workload, paper_inputs
 
@@ -118,3 +119,9 @@ def test_paper_inputs() -> None:
     assert not torch.equal(inputs[0], inputs[1])
     assert torch.equal(inputs[2], paper_inputs(get_workload("A7"), 2)[2])
     assert not torch.equal(inputs[2], paper_inputs(get_workload("A7"), 2, seed=1)[2])
+
+
+def test_missing_packages_are_named() -> None:
+    require_packages("this", "json")
+    with pytest.raises(ImportError, match=r"this also needs no_such_package, nor_this: pip install"):
+        require_packages("this", "no_such_package", "json", "nor_this")

@@ -147,6 +147,8 @@ def test_checkpoints_of_every_kind_give_the_same(
     for name in ("b.pth", "c.pth", "d.safetensors"):
         with pytest.raises(ValueError, match=f"weights must hold this model's parameters, got .*{name}"):
             load_classifier(MODEL, folder, weights=tmp_path / name)
+    with pytest.raises(ValueError, match="Missing key"):
+        load_classifier(MODEL, folder, weights=tmp_path / "b.pth")
 
 
 class PowerCutError(Exception):
@@ -322,7 +324,7 @@ def test_names() -> None:
 
 def test_refusals(folder: Path, weights: Path, tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-        (ValueError, "give pretrained .* or a weights", MODEL, {"data": folder}),
+        (ValueError, r"give pretrained \(--pretrained\) or a weights file \(--weights\)", MODEL, {"data": folder}),
         (ValueError, "exclude", MODEL, {"data": folder, "weights": weights, "pretrained": True}),
         (FileNotFoundError, "weights", MODEL, {"data": folder, "weights": tmp_path / "none.pth"}),
         (FileNotFoundError, "data", MODEL, {"data": tmp_path / "none", "weights": weights}),

@@ -401,7 +401,7 @@ def test_windows_with_the_same_bias_share_a_program(
     assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
     assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs[fused]
     assert call.arguments["share"] * 132 + call.arguments["longer"] == total
-    together = bias is not None and not fused and warps[fused] * programs[fused] < 4
+    together = bias is not None and not fused and programs[fused] < 4
     assert call.arguments["TOGETHER"] == together
     assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs[fused], 3, periods))
 

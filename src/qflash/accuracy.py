@@ -169,8 +169,9 @@ def make_cases(
         ValueError: an unknown input or workload, a bad shape, or a batch below 1.
         ImportError: ``captured`` without timm or scikit-learn.
     """
+    known = {"all", *(workload.name for workload in WORKLOADS)}
     for name in workloads:
-        if name != "all" and name not in {workload.name for workload in WORKLOADS}:
+        if name not in known:
             raise ValueError(f"workload must be A1 to A7 or all (long rows are --input long, or any --shape), got {name!r}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")

@@ -19,7 +19,7 @@ from .validation import (
     FLOAT_DTYPES,
     check_attention_shapes,
     check_backend,
-    check_flag,
+    check_flags,
     check_mask,
     check_tensor,
     resolve_softmax_scale,
@@ -61,11 +61,6 @@ def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     if tuple(have[first:]) != tuple(lead[first:]):
         mask = mask.expand(*have[:first], *lead[first:], *mask.shape[-3:])
     return mask.flatten(0, -4)
-
-
-def _check_flags(is_causal: object, enable_gqa: object) -> None:
-    check_flag("is_causal", is_causal)
-    check_flag("enable_gqa", enable_gqa)
 
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -121,7 +116,7 @@ def attention(
         check_tensor(name, x, FLOAT_DTYPES, 2)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
-    _check_flags(is_causal, enable_gqa)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_shapes(query, key, value, enable_gqa)
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
@@ -263,7 +258,7 @@ def int8_attention(
         return QuantizedTensor.from_kernel(out, value.scale if fitted is None else fitted)
     for name, x in named:
         check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
-    _check_flags(is_causal, enable_gqa)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_shapes(query.values, key.values, value.values, enable_gqa)
     for name, x, dim, allowed in (
         ("query", query, -1, "tensor, head or token"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Annotated
@@ -105,13 +104,9 @@ def verify(
     if output_format is Format.JSON:
         typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
     else:
-        from rich.console import Console
+        from .bench import table_console
 
-        console = Console()
-        if not console.is_terminal and "COLUMNS" not in os.environ:
-            # a pipe has no width, and rich would fold the table into 80 columns
-            console = Console(width=160)
-        console.print(render(reports))
+        table_console().print(render(reports))
         for report in failed:
             if report.error:
                 typer.echo(f"{report.case} {report.target}: {report.error}")

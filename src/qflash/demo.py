@@ -7,7 +7,6 @@ integers as the GPU kernel, so the accuracy is the kernel's; speed is measured o
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import math
 import platform
@@ -27,6 +26,7 @@ from . import page, patching
 from .api import attention, int8_attention, quantize
 from .backends import resolve_backend
 from .digits import MODELS, load_digits_split, load_model, predict_logits
+from .extras import require_packages
 from .metrics import mse, sqnr
 from .patching import patch, unpatch
 from .workloads import WORKLOADS, Workload, paper_inputs
@@ -42,12 +42,6 @@ _LAYER_IMAGES = 8
 _BATCH = 32
 _TIMING_BATCH = 8
 _COLOURS = {"paper": "#c8553d", "default": "#3b82c4", "accurate": "#2f9e6e"}
-
-
-def _require() -> None:
-    missing = [name for name in ("timm", "sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f'the demo also needs {", ".join(missing)}: pip install "qflash[demo]"')
 
 
 def _describe(device: torch.device) -> dict[str, str]:
@@ -319,7 +313,7 @@ def run_demo(
         ImportError: timm, scikit-learn or matplotlib is not installed.
         ValueError: ``limit`` is not positive.
     """
-    _require()
+    require_packages("the demo", "timm", "sklearn", "matplotlib")
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 image, got {limit}")
     from . import __version__

@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from torch import nn
 
 from .baselines import METHODS, get_method
 from .classification import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
+from .extras import require_packages
 from .outcomes import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv, write_whole
 from .patching import patch, unpatch
 from .significance import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
@@ -317,10 +317,8 @@ def _resolve_models(names: Sequence[str]) -> list[str]:
 
 
 def _require(models: Sequence[str]) -> None:
-    needed = ["timm", "matplotlib", *(["sklearn"] if any(name in DIGITS_MODELS for name in models) else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f'evaluation also needs {", ".join(missing)}: pip install "qflash[demo]"')
+    digits = ["sklearn"] if any(name in DIGITS_MODELS for name in models) else []
+    require_packages("evaluation", "timm", "matplotlib", *digits)
 
 
 @dataclasses.dataclass(frozen=True)

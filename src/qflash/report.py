@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import functools
 import html
-import importlib.util
 import io
 import json
 import pathlib
@@ -24,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from . import published
+from .extras import require_packages
 from .page import document, heading, plot, table
 
 CPU_PARTS = ("accuracy", "ablate", "evaluate")
@@ -663,8 +663,7 @@ def run_report(
         ValueError: a folder is not there, or holds a file that is not JSON.
         ImportError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:  # asked for before minutes of work
-        raise ImportError('the report needs matplotlib: pip install "qflash[demo]"')
+    require_packages("the report", "matplotlib")
     console = console or Console()
     default = pathlib.Path("benchmarks/results")
     gpu = gpu_results if gpu_results is not None else default if default.is_dir() else None

@@ -118,14 +118,15 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_flag(name: str, flag: object) -> None:
+def check_flags(**flags: object) -> None:
     """Require True or False.
 
     Raises:
         TypeError: something else.
     """
-    if not isinstance(flag, (bool, torch.SymBool)):
-        raise TypeError(f"{name} must be True or False, got {flag!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
 
 
 def resolve_device(name: str | None, index: int | None = None) -> torch.device:

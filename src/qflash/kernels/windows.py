@@ -845,7 +845,24 @@ def _given_scales(
 
 
 @gluon.jit
-def _quantize_window(k, v0, v1, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
+def _key_scale(low, high, CENTER: gl.constexpr):
+    """Middles of the channels' ranges, and the scale of keys from which they are taken off, or not."""
+    middle = (low + high) * 0.5
+    if CENTER:
+        low, high = low - middle, high - middle
+    return middle, amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+
+
+@gluon.jit
+def _value_scale(most, VALUE_CHANNEL: gl.constexpr):
+    """Scales of values from the largest magnitudes of their channels, or one for all."""
+    if not VALUE_CHANNEL:
+        most = gl.reduce(most, 0, nan_max)
+    return amplitude_to_scale(most)
+
+
+@gluon.jit
+def _quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
     """Keys and values as int8, as operands; the keys' scale; the values' scale.
 
     ``mantissa`` is for :func:`.by_hand.keep_apart`.
@@ -855,19 +872,13 @@ def _quantize_window(k, v0, v1, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: g
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _extremes(k[i], lower), False), higher(high, _extremes(k[i], higher), False)
     low, high = channel_ranges(low, high)
-    middle = (low + high) * 0.5
-    if CENTER:
-        low, high = low - middle, high - middle
-    key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
+    middle, key_scale = _key_scale(low, high, CENTER)
     if not STAGED:
         # measured: with a bias in shared memory 1 to 3 % slower
         keep_apart(mantissa, 0)
-    a, b = halves(higher(gl.abs(v0), gl.abs(v1), False))
+    a, b = halves(higher(gl.abs(v[0]), gl.abs(v[1]), False))
     a, b = halves(higher(a, b, False))
-    most = channel_maxima(higher(a, b, False))
-    if not VALUE_CHANNEL:
-        most = gl.reduce(most, 0, nan_max)
-    value_scale = amplitude_to_scale(most)
+    value_scale = _value_scale(channel_maxima(higher(a, b, False)), VALUE_CHANNEL)
     key_inverse = inverse_scale(key_scale, False)
     value_inverse = beside_channels(inverse_scale(value_scale, False), value_layout(WARPS))
     quantized = ()
@@ -876,20 +887,20 @@ def _quantize_window(k, v0, v1, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: g
         if CENTER:
             y = y - beside_channels(middle, rows_layout(k[i].shape[0], WARPS))
         quantized = quantized + (round_to_int8(y, key_inverse),)
-    v0 = round_to_int8(v0.to(gl.float32), value_inverse)
-    v1 = round_to_int8(v1.to(gl.float32), value_inverse)
+    v0 = round_to_int8(v[0].to(gl.float32), value_inverse)
+    v1 = round_to_int8(v[1].to(gl.float32), value_inverse)
     if VALUE_CHANNEL:
         value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, output_layout(16 * WARPS)))
-    return _operands(quantized, v0, v1), key_scale, value_scale
+    return _operands(quantized, (v0, v1)), key_scale, value_scale
 
 
 @gluon.jit
-def _operands(k, v0, v1):
+def _operands(k, v):
     """Right operands of int8 keys, tile by tile, and of values."""
     keys = ()
     for i in gl.static_range(len(k)):
         keys = keys + (_key_operand(k[i]),)
-    return keys, (_value_operand(v0), _value_operand(v1))
+    return keys, (_value_operand(v[0]), _value_operand(v[1]))
 
 
 @gluon.jit
@@ -923,15 +934,9 @@ def _quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
     keep_apart(mantissa, 0)
     L: gl.constexpr = all_words_layout(WORDS, True)
     low, high = word_ranges(lows.load(L), highs.load(L), 0, DTYPE)
-    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
-    middle = (low + high) * 0.5
-    if CENTER:
-        low, high = low - middle, high - middle
-    key_scale = amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
-    most = numbers_of(word_maxima(mosts.load(all_words_layout(WORDS, False)), 0, DTYPE), DTYPE)
-    if not VALUE_CHANNEL:
-        most = gl.reduce(most, 0, nan_max)
-    value_scale = amplitude_to_scale(most)
+    middle, key_scale = _key_scale(numbers_of(low, DTYPE), numbers_of(high, DTYPE), CENTER)
+    most = word_maxima(mosts.load(all_words_layout(WORDS, False)), 0, DTYPE)
+    value_scale = _value_scale(numbers_of(most, DTYPE), VALUE_CHANNEL)
     y = k.to(gl.float32)
     if CENTER:
         y = y - gl.convert_layout(middle, gl.SliceLayout(0, part_rows_layout()), assert_trivial=True)[None, :]
@@ -1064,14 +1069,14 @@ def windows_kernel(
         v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
         o_base = o_ptr + z * o_stride_z + h * o_stride_h
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-        k = ()
         if DIVIDED:
             k = _load_key_parts(k_base, k_stride_n, KEYS, DEAL)
-            v0, v1 = _load_value_parts(v_base, v_stride_n, KEYS, DEAL), 0
+            v = _load_value_parts(v_base, v_stride_n, KEYS, DEAL)
         else:
+            k = ()
             for i in gl.static_range(len(WIDTHS)):
                 k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
-            v0, v1 = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
+            v = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
@@ -1080,9 +1085,9 @@ def windows_kernel(
             loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
         if QUANTIZE:
             if DIVIDED:
-                sides, key_scale, factor = _quantize_parts(k, v0, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
+                sides, key_scale, factor = _quantize_parts(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
             else:
-                sides, key_scale, factor = _quantize_window(k, v0, v1, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
+                sides, key_scale, factor = _quantize_window(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
             key_bits = key_scale.to(gl.int32, bitcast=True)
             head_bits = key_bits
             if not QUERY_TOKEN:
@@ -1090,7 +1095,7 @@ def windows_kernel(
             shift, half = 0, 0
             row = 0, 0, 0
         else:
-            sides = _operands(k, v0, v1)
+            sides = _operands(k, v)
             if ONE_SCALE:
                 head_bits, key_bits, row, factor, shift, half = scales
             else:
@@ -1104,12 +1109,12 @@ def windows_kernel(
         units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
         if QUANTIZE and not QUERY_TOKEN:
             row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
-        right, v = sides
+        right, values = sides
         # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
         begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
-        begin = mma_v2(offsets, v[1], mma_v2(offsets, v[0], begin))
-        operands = right, v, begin, ones, weight
+        begin = mma_v2(offsets, values[1], mma_v2(offsets, values[0], begin))
+        operands = right, values, begin, ones, weight
         output = factor, shift, half, o_base
         bias = mask_base, staged
         flags = staged_flags

@@ -378,9 +378,9 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("windows", "period", "each", "programs", "warps"),
-    [(8, None, (1, 1), (2, 1), (2, 4)), (80, None, (1, 1), (1, 1), (2, 4)), (176, None, (1, 1), (1, 1), (2, 4)),
-     (177, None, (1, 1), (1, 1), (2, 1)), (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)),
-     (4096, 1, (6, 8), (1, 1), (1, 1)), (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (4, 4), (1, 1)),
+    [(8, None, (1, 1), (1, 1), (4, 4)), (132, None, (1, 1), (1, 1), (4, 4)), (133, None, (1, 1), (1, 1), (2, 4)),
+     (308, None, (1, 1), (1, 1), (2, 4)), (309, None, (1, 1), (1, 1), (2, 1)), (353, None, (1, 1), (1, 1), (1, 1)),
+     (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)), (4096, 1, (6, 8), (1, 1), (1, 1)), (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (4, 4), (1, 1)),
      (64, 64, (1, 1), (4, 1), (1, 4)), (128, 64, (1, 1), (4, 1), (1, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
      (177, 59, (1, 1), (2, 2), (1, 1)), (4096, 4096, (1, 1), (1, 1), (1, 1))],
 )  # fmt: skip
@@ -393,6 +393,7 @@ def test_windows_with_the_same_bias_share_a_program(
     call = windows_call(windows, bias=bias, fused=fused)
     assert call.kernel.__name__ == "windows_kernel"
     assert call.options["num_warps"] == warps[fused]
+    assert call.arguments["DIVIDED"] == (warps[fused] == 4 and (fused or windows > 44))
     periods = period or 1
     groups = -(-windows // periods // each[fused])
     total = groups * programs[fused] * 3 * periods

@@ -181,14 +181,15 @@ def _split(
     if tiles.kernel == WINDOWS:
         # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
         # waited for longer than keys are prepared.
-        loads = (4 if fused else 3, 8) if masked else (4, 4) if fused else (1, 8)
+        loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
         splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
-        # two warps a program are sooner launched than two programs; four divide the quantisation of keys and values, too,
-        # which beside a bias pays where a processor has more than one
-        warps = 1 if masked else min(splits, 2)
-        if fused and splits == 4 and (heads > processors or not masked):
-            warps = 4
+        if masked:
+            # what four warps of a program share of the quantisation pays where a processor has more than one
+            warps = 4 if fused and splits == 4 and heads > processors else 1
+        else:
+            # one program is sooner launched than several
+            warps = splits
         # sixteen programs a processor instead of fourteen
         registers = 128 if fused and not masked else 0
         return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
@@ -576,7 +577,9 @@ def _calls(
             one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
             # a thread takes four neighbours of a bias at once
             aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
-            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned}
+            # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
+            divided = tiles.warps == 4 and (scales is None or batch * heads > processors_of(query.device))
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned, "DIVIDED": divided}
         if hopper:
             fixed |= _division(tiles, queries, keys, head_dim, heads, batch, scales is None, processors_of(query.device))
     else:

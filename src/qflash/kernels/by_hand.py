@@ -291,15 +291,23 @@ def _higher_bfloat16(a, b):
 
 
 @gluon.jit
+def _lower_float16(a, b):
+    return gl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _lower_bfloat16(a, b):
+    return gl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
 def _wider_float16(low_a, high_a, low_b, high_b):
-    low = gl.inline_asm_elementwise(MIN_F16, "=r,r,r", [low_a, low_b], gl.int32, True, 1)
-    return low, _higher_float16(high_a, high_b)
+    return _lower_float16(low_a, low_b), _higher_float16(high_a, high_b)
 
 
 @gluon.jit
 def _wider_bfloat16(low_a, high_a, low_b, high_b):
-    low = gl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [low_a, low_b], gl.int32, True, 1)
-    return low, _higher_bfloat16(high_a, high_b)
+    return _lower_bfloat16(low_a, low_b), _higher_bfloat16(high_a, high_b)
 
 
 @gluon.jit
@@ -326,6 +334,30 @@ def numbers_of(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def higher_words(a, b, DTYPE: gl.constexpr):
+    """Maxima of words of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = _higher_float16(a, b)
+    elif gl.bfloat16 == DTYPE:
+        x = _higher_bfloat16(a, b)
+    else:
+        x = nan_max(a, b)
+    return x
+
+
+@gluon.jit
+def lower_words(a, b, DTYPE: gl.constexpr):
+    """Minima of words of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = _lower_float16(a, b)
+    elif gl.bfloat16 == DTYPE:
+        x = _lower_bfloat16(a, b)
+    else:
+        x = nan_min(a, b)
+    return x
+
+
+@gluon.jit
 def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
     """Maxima along an axis of words of :func:`words_of`."""
     if gl.float16 == DTYPE:
@@ -347,24 +379,6 @@ def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
     else:
         low, high = gl.reduce((low, high), AXIS, _wider)
     return low, high
-
-
-@gluon.jit
-def channel_maxima(x):
-    """Maxima of all rows, as float32 in the rows' layout."""
-    L: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    most = numbers_of(word_maxima(words_of(x), 0, x.dtype), x.dtype)
-    return gl.convert_layout(most, L, assert_trivial=True)
-
-
-@gluon.jit
-def channel_ranges(low, high):
-    """Minima of the rows of one tile, maxima of those of the other, like :func:`channel_maxima`."""
-    L: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    DTYPE: gl.constexpr = low.dtype
-    low, high = word_ranges(words_of(low), words_of(high), 0, DTYPE)
-    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
-    return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
 
 
 @gluon.jit

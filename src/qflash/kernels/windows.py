@@ -19,15 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .by_hand import (
-    aside,
     barrier,
     beside_channels,
-    channel_maxima,
-    channel_ranges,
     halves,
     keep_apart,
     least_if_needed,
-    numbers_of,
     output_factors,
     pack,
     raised_if_needed,
@@ -37,19 +33,9 @@ from .by_hand import (
     twice_probabilities,
     twice_probabilities_16,
     unpack,
-    word_maxima,
-    word_ranges,
-    words_of,
 )
-from .integer import (
-    multiply_high,
-    requantize,
-    row_inverse,
-    row_weight,
-    split_scale,
-    usable_scale,
-)
-from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, lower, nan_max
+from .integer import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
+from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, nan_max
 from .rows import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
 from .tile import (
     BIAS_LIMIT,
@@ -58,175 +44,36 @@ from .tile import (
     MASKED,
     POISON,
     _high_bytes,
-    key_order,
     probability_words,
+)
+from .windows_layouts import (
+    all_flags_layout,
+    bias_layout,
+    has_half,
+    operand_layout,
+    output_layout,
+    product_layout,
+    query_layout,
+    score_layout,
+    stage_layout,
+    starts,
+    widths,
+)
+from .windows_operands import (
+    key_of,
+    load_key_parts,
+    load_keys,
+    load_rows,
+    load_value_parts,
+    load_values,
+    quantize_parts,
+    quantize_window,
+    right_operands,
+    shared_operands,
 )
 
 # an instruction has to give something
 PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
-
-
-@gluon.constexpr_function
-def product_layout(warps):
-    """Sixteen queries a warp."""
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-
-
-@gluon.constexpr_function
-def operand_layout(index, warps):
-    """What an operand of a product looks like."""
-    return gl.DotOperandLayout(index, product_layout(warps), 4)
-
-
-@gluon.constexpr_function
-def _own_rows(rows):
-    """Bases of warps that have sixteen rows each."""
-    return [[bit, 0] for bit in (16, 32) if bit < rows]
-
-
-@gluon.constexpr_function
-def _same_rows(warps):
-    """Bases of warps that all have the same."""
-    return [[0, 0] for bit in (1, 2) if bit < warps]
-
-
-@gluon.constexpr_function
-def widths(keys):
-    """The tiles of a row, a power of two each."""
-    return (32, *{1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[(keys - 25) // 8])
-
-
-@gluon.constexpr_function
-def starts(keys):
-    """Where the tiles of a row begin."""
-    return (0, 32, 48)[: len(widths(keys))]
-
-
-@gluon.constexpr_function
-def has_half(queries, warps, splits):
-    """Whether there is code for half a tile: where programs are one warp and have more than one tile."""
-    return warps == 1 and 16 * splits < queries
-
-
-@gluon.constexpr_function
-def output_layout(rows):
-    """Outputs: eight of a row's 32 channels a thread."""
-    high = [[8, 0]] if rows > 8 else []
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _own_rows(rows), [], [rows, 32])
-
-
-@gluon.constexpr_function
-def rows_layout(rows, warps):
-    """The same of rows that every warp has, keys above all."""
-    high = [[bit, 0] for bit in (8, 16, 32) if bit < rows]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _same_rows(warps), [], [rows, 32])
-
-
-@gluon.constexpr_function
-def part_rows_layout():
-    """:func:`rows_layout` of 64 rows, sixteen a warp."""
-    own, lanes = [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
-
-
-@gluon.constexpr_function
-def part_value_layout():
-    """:func:`value_layout` of 64 keys, sixteen a warp."""
-    own, lanes = [[0, 1], [0, 2], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
-    return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
-
-
-@gluon.constexpr_function
-def all_values_layout():
-    """What lanes have of sixteen keys' values, sixteen bytes each, for four times sixteen; every warp has it."""
-    own, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [32, 0], [64, 0]], [[bit, 0] for bit in (1, 2, 4, 8, 16)]
-    return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [128, 16])
-
-
-@gluon.constexpr_function
-def all_words_layout(words, keys):
-    """Words of channels from four warps: all of them of the channels that a lane has of keys, or of values."""
-    each = words // (4 if keys else 8)
-    own = [[1, 0], [2, 0], *([0, bit] for bit in (1, 2, 4) if bit < each)]
-    near, alike = [[0, each], [0, 2 * each]], [[0, 0], [0, 0]]
-    lanes = [*near, *alike, [0, 0]] if keys else [*alike, *near, [0, 4 * each]]
-    return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [4, words])
-
-
-@gluon.constexpr_function
-def all_flags_layout():
-    """A number of each lane of four warps, which every warp has."""
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], [16, 0]], lanes, _same_rows(4), [], [32, 4])
-
-
-@gluon.constexpr_function
-def query_layout(rows, each):
-    """Rows of 32 / ``each`` words, each of so many numbers, in the order of an operand's registers."""
-    return gl.DistributedLinearLayout(
-        [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows > 8 else []), [0, 4 // each]],
-        [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]],
-        _own_rows(rows),
-        [],
-        [rows, 32 // each],
-    )
-
-
-@gluon.constexpr_function
-def score_layout(rows, columns):
-    """A product, or its upper half of eight rows."""
-    wide = [[0, bit] for bit in (8, 16) if bit < columns]
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(
-        [[0, 1], *([[8, 0]] if rows > 8 else []), *wide], lanes, _own_rows(rows), [], [rows, columns]
-    )
-
-
-@gluon.constexpr_function
-def stage_layout(eights):
-    """A staged tile of the bias: four numbers a thread for every eight columns."""
-    high = [[bit, 0] for bit in (1, 2) if bit < eights]
-    lanes = [[0, bit] for bit in (4, 8, 16, 32, 64)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *high], lanes, [], [], [eights, 128])
-
-
-@gluon.constexpr_function
-def bias_layout(rows, columns):
-    """A tile of the bias as it lies in memory: of sixteen keys a thread has four neighbours, of eight two."""
-    near = (1, 2) if columns >= 16 else (1,)
-    own = [*([0, bit] for bit in near), *([[8, 0]] if rows > 8 else []), *([0, bit] for bit in (16,) if bit < columns)]
-    lanes = [[0, bit << len(near)] for bit in (1, 2)]
-    return gl.DistributedLinearLayout(own, [*lanes, [1, 0], [2, 0], [4, 0]], _own_rows(rows), [], [rows, columns])
-
-
-@gluon.jit
-def _key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """Which key, and which value, column ``n`` of scores is for: with DEAL :func:`.tile.key_order`, but in tiles of eight."""
-    if DEAL:
-        if KEYS % 16 > 0 and KEYS % 16 <= 8:
-            n = gl.where(n < KEYS - KEYS % 16, key_order(n), n)
-        else:
-            n = key_order(n)
-    return n
-
-
-@gluon.constexpr_function
-def value_layout(warps):
-    """32 keys of 32 channels, four channels a thread: two neighbouring keys of each of four tiles of eight."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], _same_rows(warps), [], [32, 32]
-    )
-
-
-@gluon.jit
-def _load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.constexpr):
-    """Rows from ``first`` on; past the END the last again."""
-    L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
-    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    return gl.load(base + gl.minimum(first + n, END - 1)[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
@@ -248,53 +95,6 @@ def _fetch_queries(base, stride_n: gl.constexpr, first, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _load_key(
-    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr
-):  # fmt: skip
-    """The keys of a tile of scores; past the last the last again."""
-    L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
-    n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    if START + ROWS <= KEYS:
-        x = gl.load(base + (_key_of(n, ROWS, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
-    else:
-        x = gl.load(base + gl.minimum(_key_of(START + n, KEYS, DEAL), KEYS - 1)[:, None] * stride_n + d[None, :])
-    return x
-
-
-@gluon.jit
-def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The values of 32 columns of scores from START on, zero past the last key."""
-    L: gl.constexpr = value_layout(gl.num_warps())
-    n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
-    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    if START + 32 <= KEYS:
-        x = gl.load(base + (_key_of(n, 32, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
-    else:
-        n = _key_of(START + n, KEYS, DEAL)[:, None]
-        x = gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
-    return x
-
-
-@gluon.jit
-def _load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The keys of all tiles, sixteen a warp; past the last the last again."""
-    L: gl.constexpr = part_rows_layout()
-    n = gl.minimum(_key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL), KEYS - 1)
-    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    return gl.load(base + n[:, None] * stride_n + d[None, :])
-
-
-@gluon.jit
-def _load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The values of 64 columns of scores, sixteen a warp, zero past the last key."""
-    L: gl.constexpr = part_value_layout()
-    n = _key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL)[:, None]
-    d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    return gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
-
-
-@gluon.jit
 def _sixteen(x):
     """Rows as they are; of eight, zeros behind them."""
     if x.shape[0] == 8:
@@ -309,60 +109,6 @@ def _query_operand(x):
     M: gl.constexpr = x.shape[0]
     x = gl.permute(gl.reshape(x, (M, 4, 2, 4)), (0, 2, 1, 3))
     return gl.convert_layout(gl.reshape(x, (M, 32)), operand_layout(0, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _key_operand(x):
-    """Keys as the right operand, channels in the order of :func:`_query_operand`."""
-    N: gl.constexpr = x.shape[0]
-    x = gl.reshape(gl.permute(gl.reshape(x, (N, 4, 2, 4)), (0, 2, 1, 3)), (N, 32))
-    return gl.convert_layout(gl.permute(x, (1, 0)), operand_layout(1, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _value_operand(x):
-    """Values as the right operand: keys as :func:`_probability_operand` has them, channel 4 i + j in column 8 j + i."""
-    x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
-    return gl.convert_layout(gl.reshape(x, (32, 32)), operand_layout(1, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _exchanged(k, v, scale, KEYS: gl.constexpr):
-    """Parts of keys and values -> all of them, as right operands of every warp; and a scale of values, beside outputs.
-
-    That is one number, or one for each channel.
-    """
-    WIDTHS: gl.constexpr = widths(KEYS)
-    k_smem = aside(k)
-    # a row for what a lane has of sixteen keys, in the order of :func:`_value_operand`
-    v_smem = aside(gl.reshape(gl.permute(gl.reshape(v, (4, 2, 4, 2, 8, 4)), (0, 4, 2, 5, 1, 3)), (128, 16)))
-    if scale.type.is_block():
-        scale_smem = aside(scale)
-    barrier()
-    if scale.type.is_block():
-        scale = scale_smem.load(gl.SliceLayout(0, output_layout(64)))
-    k = k_smem.load(rows_layout(64, 4))
-    keys = ()
-    for i in gl.static_range(len(WIDTHS)):
-        a, k = _first_rows(k, WIDTHS[i])
-        keys = keys + (_key_operand(a),)
-    v = gl.permute(gl.reshape(v_smem.load(all_values_layout()), (4, 8, 4, 4, 4)), (0, 2, 4, 3, 1))
-    a, b = halves(gl.reshape(v, (64, 32)))
-    OPERAND: gl.constexpr = operand_layout(1, 4)
-    values = gl.convert_layout(a, OPERAND, assert_trivial=True), gl.convert_layout(b, OPERAND, assert_trivial=True)
-    return (keys, values), scale
-
-
-@gluon.jit
-def _first_rows(x, ROWS: gl.constexpr):
-    """The first ROWS rows, and those behind the first half."""
-    a, b = x, x
-    if x.shape[0] > ROWS:
-        a, b = halves(x)
-    first = a
-    if a.shape[0] > ROWS:
-        first, _ = halves(a)
-    return gl.convert_layout(first, rows_layout(ROWS, 4), assert_trivial=True), b
 
 
 @gluon.jit
@@ -414,15 +160,6 @@ def _first_eight(q):
     """The upper half of a tile of queries."""
     q, _ = halves(q)
     return gl.convert_layout(q, query_layout(8, 32 // q.shape[1]), assert_trivial=True)
-
-
-@gluon.jit
-def _extremes(x, EXTREME: gl.constexpr):
-    """Minima (EXTREME is :func:`lower`) or maxima of keys eight apart, two numbers an instruction."""
-    if x.shape[0] > 8:
-        a, b = halves(x)
-        x = _extremes(EXTREME(a, b, False), EXTREME)
-    return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -845,111 +582,12 @@ def _given_scales(
 
 
 @gluon.jit
-def _key_scale(low, high, CENTER: gl.constexpr):
-    """Middles of the channels' ranges, and the scale of keys from which they are taken off, or not."""
-    middle = (low + high) * 0.5
-    if CENTER:
-        low, high = low - middle, high - middle
-    return middle, amplitude_to_scale(gl.reduce(nan_max(gl.abs(low), gl.abs(high)), 0, nan_max))
-
-
-@gluon.jit
-def _value_scale(most, VALUE_CHANNEL: gl.constexpr):
-    """Scales of values from the largest magnitudes of their channels, or one for all."""
-    if not VALUE_CHANNEL:
-        most = gl.reduce(most, 0, nan_max)
-    return amplitude_to_scale(most)
-
-
-@gluon.jit
-def _quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
-    """Keys and values as int8, as operands; the keys' scale; the values' scale.
-
-    ``mantissa`` is for :func:`.by_hand.keep_apart`.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    low, high = _extremes(k[0], lower), _extremes(k[0], higher)
-    for i in gl.static_range(1, len(k)):
-        low, high = lower(low, _extremes(k[i], lower), False), higher(high, _extremes(k[i], higher), False)
-    low, high = channel_ranges(low, high)
-    middle, key_scale = _key_scale(low, high, CENTER)
-    if not STAGED:
-        # measured: with a bias in shared memory 1 to 3 % slower
-        keep_apart(mantissa, 0)
-    a, b = halves(higher(gl.abs(v[0]), gl.abs(v[1]), False))
-    a, b = halves(higher(a, b, False))
-    value_scale = _value_scale(channel_maxima(higher(a, b, False)), VALUE_CHANNEL)
-    key_inverse = inverse_scale(key_scale, False)
-    value_inverse = beside_channels(inverse_scale(value_scale, False), value_layout(WARPS))
-    quantized = ()
-    for i in gl.static_range(len(k)):
-        y = k[i].to(gl.float32)
-        if CENTER:
-            y = y - beside_channels(middle, rows_layout(k[i].shape[0], WARPS))
-        quantized = quantized + (round_to_int8(y, key_inverse),)
-    v0 = round_to_int8(v[0].to(gl.float32), value_inverse)
-    v1 = round_to_int8(v[1].to(gl.float32), value_inverse)
-    if VALUE_CHANNEL:
-        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, output_layout(16 * WARPS)))
-    return _operands(quantized, (v0, v1)), key_scale, value_scale
-
-
-@gluon.jit
-def _operands(k, v):
-    """Right operands of int8 keys, tile by tile, and of values."""
-    keys = ()
-    for i in gl.static_range(len(k)):
-        keys = keys + (_key_operand(k[i]),)
-    return keys, (_value_operand(v[0]), _value_operand(v[1]))
-
-
-@gluon.jit
 def _query_scale(q_base, q_stride_n: gl.constexpr, QUERIES: gl.constexpr):
     """One scale for all queries of a window."""
-    largest = gl.abs(_load_rows(q_base, q_stride_n, 0, QUERIES, 16))
+    largest = gl.abs(load_rows(q_base, q_stride_n, 0, QUERIES, 16))
     for start in gl.static_range(16, QUERIES, 16):
-        largest = higher(largest, gl.abs(_load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
+        largest = higher(largest, gl.abs(load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
     return amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
-
-
-@gluon.jit
-def _own_words(x, EXTREME: gl.constexpr):
-    """Minima or maxima of rows eight apart of each warp's sixteen: words of channels, (warps, rows, words)."""
-    a, b = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, 32)), (0, 2, 3, 1)))
-    x = words_of(gl.reshape(EXTREME(a, b, False), (32, 32)))
-    return gl.reshape(x, (4, 8, x.shape[1]))
-
-
-@gluon.jit
-def _quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr):
-    """:func:`_quantize_window` of keys and values of which each of four warps has a part: it quantises that alone.
-
-    Warps pass on ranges through shared memory, then what they quantised.
-    """
-    DTYPE: gl.constexpr = k.dtype
-    low, high = word_ranges(_own_words(k, lower), _own_words(k, higher), 1, DTYPE)
-    most = word_maxima(_own_words(gl.abs(v), higher), 1, DTYPE)
-    WORDS: gl.constexpr = most.shape[1]
-    lows, highs, mosts = aside(low), aside(high), aside(most)
-    keep_apart(mantissa, 0)
-    L: gl.constexpr = all_words_layout(WORDS, True)
-    low, high = word_ranges(lows.load(L), highs.load(L), 0, DTYPE)
-    middle, key_scale = _key_scale(numbers_of(low, DTYPE), numbers_of(high, DTYPE), CENTER)
-    most = word_maxima(mosts.load(all_words_layout(WORDS, False)), 0, DTYPE)
-    value_scale = _value_scale(numbers_of(most, DTYPE), VALUE_CHANNEL)
-    y = k.to(gl.float32)
-    if CENTER:
-        y = y - gl.convert_layout(middle, gl.SliceLayout(0, part_rows_layout()), assert_trivial=True)[None, :]
-    k = round_to_int8(y, inverse_scale(key_scale, False))
-    inverse = inverse_scale(value_scale, False)
-    if VALUE_CHANNEL:
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(0, part_value_layout()), assert_trivial=True)[None, :]
-    sides, value_scale = _exchanged(k, round_to_int8(v.to(gl.float32), inverse), value_scale, KEYS)
-    # places that are taken again would be waited for
-    lows._keep_alive()
-    highs._keep_alive()
-    mosts._keep_alive()
-    return sides, key_scale, value_scale
 
 
 @gluon.jit
@@ -958,24 +596,22 @@ def _quotient(n, inverse):
     return ((n.to(gl.int64) * inverse) >> 30).to(gl.int32)
 
 
+# Arguments are fetched 64 bytes at a time, when they are first read: what loads need comes first.
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, mask_ptr,
-    q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
-    k_stride_z, k_stride_h, k_stride_n: gl.constexpr,
-    v_stride_z, v_stride_h, v_stride_n: gl.constexpr,
-    o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
-    qs_stride_z, qs_stride_h, qs_stride_n,
-    ks_stride_z, ks_stride_h,
-    vs_stride_z, vs_stride_h, vs_stride_d,
+    k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
+    mask_ptr, mask_stride_z, mask_stride_h, ks_ptr, qs_ptr, vs_ptr, os_ptr, constant_mantissa, constant_exponent,
+    o_ptr, o_stride_z, o_stride_h,
+    qs_stride_z, qs_stride_h, qs_stride_n, ks_stride_z, ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
-    mask_stride_z, mask_stride_h, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
-    windows, constant_mantissa, constant_exponent,
-    periods, groups, heads, groups_inverse, heads_inverse, share, longer,
+    windows, periods, groups, heads, groups_inverse, heads_inverse, share, longer,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, ALIGNED: gl.constexpr,
+    SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, DIVIDED: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
+    mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; see :func:`.attention.launch_attention` and :func:`.attention.launch_fused`.
 
@@ -985,8 +621,9 @@ def windows_kernel(
     (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
     those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
     the bias for all of them. SPLITS programs share a window's queries. A program is one warp; without a bias, whose marks all
-    of a program look out for, perhaps two; from floats perhaps four, with one window. With ONE_SCALE (int8) query, key, value
-    and output have one scale each.
+    of a program look out for, perhaps two or, with one window, four; from floats perhaps four beside a bias, too. DIVIDED each
+    of four loads a quarter of the values, or from floats of keys and values, which it quantises, and passes it on. With
+    ONE_SCALE (int8) query, key, value and output have one scale each.
     """
     if TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
@@ -1001,6 +638,8 @@ def windows_kernel(
     else:
         first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
         h, place = gl.program_id(1), gl.program_id(2)
+        # what the launch has told already is sooner read than an argument
+        periods = gl.num_programs(2)
     kv_head = h // GROUP
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
@@ -1012,8 +651,6 @@ def windows_kernel(
     HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    # warps of a program divide the work of quantising its keys and values
-    DIVIDED: gl.constexpr = QUANTIZE and WARPS == 4
     # measured: of floats, where windows are many
     FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
     # with the keys dealt a thread takes four neighbours of the bias in one load
@@ -1021,8 +658,9 @@ def windows_kernel(
 
     scales = 0, 0, (0, 0, 0), 0, 0, 0
     if ONE_SCALE:
+        # where the first one lies
         scales = _given_scales(
-            0, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+            0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
             vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
             MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
         )  # fmt: skip
@@ -1030,7 +668,7 @@ def windows_kernel(
     ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
     at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
-    weight = gl.where((_key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
+    weight = gl.where((key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
 
     mask_offset = place.to(gl.int64) * mask_stride_z + h * mask_stride_h
     if ALIGNED:
@@ -1069,14 +707,14 @@ def windows_kernel(
         v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
         o_base = o_ptr + z * o_stride_z + h * o_stride_h
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-        if DIVIDED:
-            k = _load_key_parts(k_base, k_stride_n, KEYS, DEAL)
-            v = _load_value_parts(v_base, v_stride_n, KEYS, DEAL)
+        if DIVIDED and QUANTIZE:
+            k = load_key_parts(k_base, k_stride_n, KEYS, DEAL)
         else:
-            k = ()
-            for i in gl.static_range(len(WIDTHS)):
-                k = k + (_load_key(k_base, k_stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
-            v = _load_value(v_base, v_stride_n, 0, KEYS, DEAL), _load_value(v_base, v_stride_n, 32, KEYS, DEAL)
+            k = load_keys(k_base, k_stride_n, KEYS, DEAL)
+        if DIVIDED:
+            v = load_value_parts(v_base, v_stride_n, KEYS, DEAL)
+        else:
+            v = load_values(v_base, v_stride_n, KEYS, DEAL)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
@@ -1085,9 +723,9 @@ def windows_kernel(
             loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
         if QUANTIZE:
             if DIVIDED:
-                sides, key_scale, factor = _quantize_parts(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
+                sides, key_scale, factor = quantize_parts(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
             else:
-                sides, key_scale, factor = _quantize_window(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
+                sides, key_scale, factor = quantize_window(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
             key_bits = key_scale.to(gl.int32, bitcast=True)
             head_bits = key_bits
             if not QUERY_TOKEN:
@@ -1095,7 +733,10 @@ def windows_kernel(
             shift, half = 0, 0
             row = 0, 0, 0
         else:
-            sides = _operands(k, v)
+            if DIVIDED:
+                sides = shared_operands(k, v)
+            else:
+                sides = right_operands(k, v)
             if ONE_SCALE:
                 head_bits, key_bits, row, factor, shift, half = scales
             else:

@@ -432,3 +432,17 @@ def test_graph_time_agrees_with_the_work() -> None:
     one, two = bench.GraphTimer(lambda: x @ x), bench.GraphTimer(lambda: (x @ x, x @ x))
     ratio = min(two.sample()["us"] for _ in range(9)) / min(one.sample()["us"] for _ in range(9))
     assert 1.6 < ratio < 2.4
+
+
+def test_calls_of_a_sample_do_not_depend_on_a_disturbed_beginning() -> None:
+    """A sample costs some microseconds of its own; what disturbs the first ones may cost a hundred."""
+
+    def settle(call: float, own: float, disturbed: float = 0.0) -> int:
+        calls = bench.calls_for(1, call + own + disturbed)
+        while (more := bench.calls_for(calls, call + own / calls)) > calls:
+            calls = more
+        return calls
+
+    assert settle(3.0, 9.0) == settle(3.0, 9.0, disturbed=100.0) == settle(0.0, 9.0) == 200
+    assert settle(50.0, 9.0) in (17, 18, 19, 20) and settle(50.0, 9.0, disturbed=100.0) in (19, 20)
+    assert settle(700.0, 9.0) == settle(2e4, 9.0) == 1

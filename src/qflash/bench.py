@@ -560,6 +560,16 @@ def keep_named(found: Sequence[MethodT], only: Sequence[str]) -> list[MethodT]:
 # --- timing ---------------------------------------------------------------------------------------------------
 
 
+def calls_for(calls: int, us: float) -> int:
+    """Return how many calls to time at once if each of ``calls`` took ``us`` microseconds.
+
+    As many as take a millisecond, but 200 at most; no other number if these take half of that already.
+    """
+    if calls * us >= _GRAPH_US / 2:
+        return calls
+    return max(calls, min(_MOST_CALLS, round(_GRAPH_US / max(us, 0.1))))
+
+
 class GraphTimer:
     """Times a call by replaying a CUDA graph of many of it, behind one replay that keeps the device busy meanwhile."""
 
@@ -585,13 +595,11 @@ class GraphTimer:
         torch.cuda.synchronize()
         self.calls = 1
         self._graph = self._capture(call)
-        # Eager calls cannot tell how long the device takes: for short ones Python is the slower of the two. The least, for
-        # another program on the device may hold up most of them, and with few calls a sample its overhead counts.
-        once = min(self.sample()["us"] for _ in range(5))
-        self.calls = max(1, min(_MOST_CALLS, round(_GRAPH_US / max(once, 0.1))))
-        if self.calls > 1:
+        # Of a graph of one call Python's and the launch's part is the larger, and another program on the machine may be the
+        # largest. So until a sample lasts long enough, by the least of a few.
+        while (calls := calls_for(self.calls, min(self.sample()["us"] for _ in range(5)))) > self.calls:
+            self.calls = calls
             self._graph = self._capture(call)
-            self.sample()
 
     def _capture(self, call: Call) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

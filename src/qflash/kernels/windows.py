@@ -1,9 +1,10 @@
 """Windows of 33 to 64 keys, Swin's shapes, a few warps each (Gluon): what :mod:`.short` does, in registers.
 
 A warp loads keys, values and queries as the tensor core wants to hold them, so that threads exchange nothing but maxima
-and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two warps, which have the same
-keys and values and nothing to wait for from one another; from floats it is four, which quantise a quarter of them each and
-pass it on through shared memory. Three orders make that possible; they leave every product as it is:
+and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two or four warps, which have the
+same keys and values and nothing to wait for from one another; or, from floats or where a processor has several programs, four
+that prepare a quarter of them each and pass it on through shared memory (:mod:`.windows_operands`). Three orders make that
+possible; they leave every product as it is:
 
 * a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
 * the keys of a product with V come in the order in which the threads hold the scores;

@@ -334,27 +334,26 @@ def numbers_of(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _combined(a, b, F16: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr):
+    if gl.float16 == DTYPE:
+        x = gl.inline_asm_elementwise(F16, "=r,r,r", [a, b], gl.int32, True, 1)
+    elif gl.bfloat16 == DTYPE:
+        x = gl.inline_asm_elementwise(BF16, "=r,r,r", [a, b], gl.int32, True, 1)
+    else:
+        x = WIDE(a, b)
+    return x
+
+
+@gluon.jit
 def higher_words(a, b, DTYPE: gl.constexpr):
     """Maxima of words of :func:`words_of`."""
-    if gl.float16 == DTYPE:
-        x = _higher_float16(a, b)
-    elif gl.bfloat16 == DTYPE:
-        x = _higher_bfloat16(a, b)
-    else:
-        x = nan_max(a, b)
-    return x
+    return _combined(a, b, MAX_F16, MAX_BF16, nan_max, DTYPE)
 
 
 @gluon.jit
 def lower_words(a, b, DTYPE: gl.constexpr):
     """Minima of words of :func:`words_of`."""
-    if gl.float16 == DTYPE:
-        x = _lower_float16(a, b)
-    elif gl.bfloat16 == DTYPE:
-        x = _lower_bfloat16(a, b)
-    else:
-        x = nan_min(a, b)
-    return x
+    return _combined(a, b, MIN_F16, MIN_BF16, nan_min, DTYPE)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .by_hand import numbers_of, words_of
 from .quantize import nan_max
+from .rows import shuffled
 
 
 @gluon.constexpr_function
@@ -92,17 +93,6 @@ def _of_lane(lane, kept):
 
 
 @gluon.jit
-def _shuffled(x, ASSEMBLY: gl.constexpr):
-    FLOAT: gl.constexpr = x.dtype == gl.float32
-    if FLOAT:
-        x = x.to(gl.int32, bitcast=True)
-    x = gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [x], gl.int32, True, 1)
-    if FLOAT:
-        x = x.to(gl.float32, bitcast=True)
-    return x
-
-
-@gluon.jit
 def lane_bit(x, BIT: gl.constexpr):
     """Whether a bit of a lane's number is set, beside numbers of lanes."""
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
@@ -117,7 +107,7 @@ def with_partner(x, BIT: gl.constexpr, COMBINE: gl.constexpr, DTYPE: gl.constexp
         a, b = first_and_second(x)
         upper = lane_bit(a, BIT)
         x, other = gl.where(upper, b, a), gl.where(upper, a, b)
-    return COMBINE(x, _shuffled(other, _of_partner(BIT)), DTYPE)
+    return COMBINE(x, shuffled(other, _of_partner(BIT)), DTYPE)
 
 
 @gluon.jit
@@ -128,7 +118,7 @@ def from_lanes(x, COUNT: gl.constexpr, STEP: gl.constexpr, KEPT: gl.constexpr, F
         HALF: gl.constexpr = COUNT // 2
         x = _behind(from_lanes(x, HALF, STEP, KEPT, FIRST), from_lanes(x, HALF, STEP, KEPT, FIRST + HALF * STEP))
     else:
-        x = _shuffled(x, _of_lane(FIRST, KEPT))
+        x = shuffled(x, _of_lane(FIRST, KEPT))
     return x
 
 

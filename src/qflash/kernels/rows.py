@@ -53,7 +53,7 @@ def _where_even(x, y):
 
 
 @gluon.jit
-def _exchanged(x, ASSEMBLY: gl.constexpr):
+def shuffled(x, ASSEMBLY: gl.constexpr):
     """A number of another lane's."""
     FLOAT: gl.constexpr = x.dtype == gl.float32
     if FLOAT:
@@ -84,10 +84,10 @@ def _reduced(x, COMBINE: gl.constexpr):
     if x.shape[0] > 8:
         # each of two neighbours goes on with one row, and hands the other what it has of that one's
         a, b = _upper_and_lower(x)
-        x = COMBINE(_where_even(a, b), _exchanged(_where_even(b, a), OF_OTHER))
+        x = COMBINE(_where_even(a, b), shuffled(_where_even(b, a), OF_OTHER))
     else:
-        x = COMBINE(x, _exchanged(x, OF_OTHER))
-    return COMBINE(x, _exchanged(x, OF_SECOND))
+        x = COMBINE(x, shuffled(x, OF_OTHER))
+    return COMBINE(x, shuffled(x, OF_SECOND))
 
 
 @gluon.jit

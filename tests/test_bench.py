@@ -438,10 +438,7 @@ def test_calls_of_a_sample_do_not_depend_on_a_disturbed_beginning() -> None:
     """A sample costs some microseconds of its own; what disturbs the first ones may cost a hundred."""
 
     def settle(call: float, own: float, disturbed: float = 0.0) -> int:
-        calls = bench.calls_for(1, call + own + disturbed)
-        while (more := bench.calls_for(calls, call + own / calls)) > calls:
-            calls = more
-        return calls
+        return bench.settle_calls(lambda calls: call + own / calls + (disturbed if calls == 1 else 0.0))
 
     assert settle(3.0, 9.0) == settle(3.0, 9.0, disturbed=100.0) == settle(0.0, 9.0) == 200
     assert settle(50.0, 9.0) in (17, 18, 19, 20) and settle(50.0, 9.0, disturbed=100.0) in (19, 20)

@@ -560,14 +560,22 @@ def keep_named(found: Sequence[MethodT], only: Sequence[str]) -> list[MethodT]:
 # --- timing ---------------------------------------------------------------------------------------------------
 
 
-def calls_for(calls: int, us: float) -> int:
-    """Return how many calls to time at once if each of ``calls`` took ``us`` microseconds.
+def settle_calls(measure: Callable[[int], float]) -> int:
+    """Return how many calls to time at once, those that ``measure`` was last asked for: about a millisecond, 200 at most.
 
-    As many as take a millisecond, but 200 at most; no other number if these take half of that already.
+    Of few calls Python's and the launch's part is the larger, and another program on the machine may be the largest. So they
+    become more until they last half of that.
+
+    Args:
+        measure: times so many calls at once and returns the microseconds of one.
     """
-    if calls * us >= _GRAPH_US / 2:
-        return calls
-    return max(calls, min(_MOST_CALLS, round(_GRAPH_US / max(us, 0.1))))
+    calls, wanted = 0, 1
+    while wanted > calls:
+        calls = wanted
+        us = measure(calls)
+        if calls * us < _GRAPH_US / 2:
+            wanted = min(_MOST_CALLS, round(_GRAPH_US / max(us, 0.1)))
+    return calls
 
 
 class GraphTimer:
@@ -593,13 +601,13 @@ class GraphTimer:
                 torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        self.calls = 1
-        self._graph = self._capture(call)
-        # Of a graph of one call Python's and the launch's part is the larger, and another program on the machine may be the
-        # largest. So until a sample lasts long enough, by the least of a few.
-        while (calls := calls_for(self.calls, min(self.sample()["us"] for _ in range(5)))) > self.calls:
-            self.calls = calls
-            self._graph = self._capture(call)
+        self.calls = settle_calls(self._try)
+
+    def _try(self, calls: int) -> float:
+        """Make it ``calls`` a sample and return the least microseconds of a few samples."""
+        self.calls = calls
+        self._graph = self._capture(self._call)
+        return min(self.sample()["us"] for _ in range(5))
 
     def _capture(self, call: Call) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

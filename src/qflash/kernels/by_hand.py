@@ -281,41 +281,6 @@ def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _higher_float16(a, b):
-    return gl.inline_asm_elementwise(MAX_F16, "=r,r,r", [a, b], gl.int32, True, 1)
-
-
-@gluon.jit
-def _higher_bfloat16(a, b):
-    return gl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], gl.int32, True, 1)
-
-
-@gluon.jit
-def _lower_float16(a, b):
-    return gl.inline_asm_elementwise(MIN_F16, "=r,r,r", [a, b], gl.int32, True, 1)
-
-
-@gluon.jit
-def _lower_bfloat16(a, b):
-    return gl.inline_asm_elementwise(MIN_BF16, "=r,r,r", [a, b], gl.int32, True, 1)
-
-
-@gluon.jit
-def _wider_float16(low_a, high_a, low_b, high_b):
-    return _lower_float16(low_a, low_b), _higher_float16(high_a, high_b)
-
-
-@gluon.jit
-def _wider_bfloat16(low_a, high_a, low_b, high_b):
-    return _lower_bfloat16(low_a, low_b), _higher_bfloat16(high_a, high_b)
-
-
-@gluon.jit
-def _wider(low_a, high_a, low_b, high_b):
-    return nan_min(low_a, low_b), nan_max(high_a, high_b)
-
-
-@gluon.jit
 def words_of(x):
     """A row's numbers as they travel: those of 16 bits two in a word. A thread has two neighbours of a row at least."""
     if x.dtype != gl.float32:
@@ -357,6 +322,31 @@ def lower_words(a, b, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _higher_float16(a, b):
+    return higher_words(a, b, gl.float16)
+
+
+@gluon.jit
+def _higher_bfloat16(a, b):
+    return higher_words(a, b, gl.bfloat16)
+
+
+@gluon.jit
+def _wider_float16(low_a, high_a, low_b, high_b):
+    return lower_words(low_a, low_b, gl.float16), higher_words(high_a, high_b, gl.float16)
+
+
+@gluon.jit
+def _wider_bfloat16(low_a, high_a, low_b, high_b):
+    return lower_words(low_a, low_b, gl.bfloat16), higher_words(high_a, high_b, gl.bfloat16)
+
+
+@gluon.jit
+def _wider(low_a, high_a, low_b, high_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b)
+
+
+@gluon.jit
 def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
     """Maxima along an axis of words of :func:`words_of`."""
     if gl.float16 == DTYPE:
@@ -378,6 +368,15 @@ def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
     else:
         low, high = gl.reduce((low, high), AXIS, _wider)
     return low, high
+
+
+@gluon.jit
+def largest_in_warp(x):
+    """The bits of the largest of magnitudes, a vector that every warp has all of.
+
+    They have the magnitudes' order, NaN above all, and one instruction finds a warp's largest integer.
+    """
+    return gl.max(x.to(gl.int32, bitcast=True), 0)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from .by_hand import (
     first_of_four,
     halves,
     keep_apart,
+    largest_in_warp,
     numbers_of,
     round_to_int8,
     word_maxima,
@@ -165,15 +166,6 @@ def _own_numbers(words, tile, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _largest_in_warp(x):
-    """The largest of magnitudes that every warp has all of.
-
-    Their bits have their order, NaN above all, and one instruction finds a warp's largest integer.
-    """
-    return gl.max(x.to(gl.int32, bitcast=True), 0)
-
-
-@gluon.jit
 def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
     """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels.
 
@@ -192,7 +184,7 @@ def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
     if CENTER:
         middle = (low + high) * 0.5
         low, high = low - middle, high - middle
-    amplitude = _largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
+    amplitude = largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
     middle = 0.0
     if CENTER:
         low, high = word_ranges(_own_words(lows, k[0], WARPS), _own_words(highs, k[0], WARPS), 0, DTYPE)
@@ -250,7 +242,7 @@ def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.
         maxima = maxima + (_own_numbers(own, tile, WARPS),)
         if not VALUE_CHANNEL:
             every = word_maxima(_all_words(left, WARPS), 0, tile.dtype)
-            largest = gl.maximum(largest, _largest_in_warp(numbers_of(every, tile.dtype)))
+            largest = gl.maximum(largest, largest_in_warp(numbers_of(every, tile.dtype)))
     scales = ()
     keep_apart(mantissa, 1)
     for c in gl.static_range(len(v)):

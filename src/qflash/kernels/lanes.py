@@ -10,9 +10,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .by_hand import numbers_of, words_of
+from .by_hand import largest_in_warp, numbers_of, words_of
 from .quantize import nan_max
-from .rows import shuffled
+from .rows import of_partner, shuffled
 
 
 @gluon.constexpr_function
@@ -76,14 +76,9 @@ def lane_words(x):
 
 @gluon.jit
 def lane_numbers(x, DTYPE: gl.constexpr):
-    """The numbers, as float32, of a word of each of 32 lanes."""
+    """The numbers, as float32, of a word of each of 32 lanes: (32, numbers) of them."""
     x = numbers_of(gl.reshape(x, (32,)), DTYPE)
     return in_lanes(gl.reshape(x, (32, x.shape[0] // 32)))
-
-
-@gluon.constexpr_function
-def _of_partner(bit):
-    return f"shfl.sync.bfly.b32 $0, $1, {1 << bit}, 31, -1;"
 
 
 @gluon.constexpr_function
@@ -107,7 +102,7 @@ def with_partner(x, BIT: gl.constexpr, COMBINE: gl.constexpr, DTYPE: gl.constexp
         a, b = first_and_second(x)
         upper = lane_bit(a, BIT)
         x, other = gl.where(upper, b, a), gl.where(upper, a, b)
-    return COMBINE(x, shuffled(other, _of_partner(BIT)), DTYPE)
+    return COMBINE(x, shuffled(other, of_partner(BIT)), DTYPE)
 
 
 @gluon.jit
@@ -124,8 +119,5 @@ def from_lanes(x, COUNT: gl.constexpr, STEP: gl.constexpr, KEPT: gl.constexpr, F
 
 @gluon.jit
 def largest_of_lanes(x):
-    """The largest of magnitudes that every warp has alike.
-
-    Their bits have their order, NaN above all, and one instruction finds a warp's largest integer.
-    """
-    return gl.max(gl.reduce(x, 1, nan_max).to(gl.int32, bitcast=True), 0).to(gl.float32, bitcast=True)
+    """The largest of magnitudes that every warp has alike."""
+    return largest_in_warp(gl.reduce(x, 1, nan_max)).to(gl.float32, bitcast=True)

@@ -18,9 +18,11 @@ from triton.experimental.gluon import language as gl
 
 from .quantize import nan_max
 
-# a number of the other one of two neighbouring lanes; of the lane two away
-OF_OTHER = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;")
-OF_SECOND = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 2, 31, -1;")
+
+@gluon.constexpr_function
+def of_partner(bit):
+    """Assembly for a number of the lane whose own number differs in a bit."""
+    return f"shfl.sync.bfly.b32 $0, $1, {1 << bit}, 31, -1;"
 
 
 @gluon.constexpr_function
@@ -84,10 +86,10 @@ def _reduced(x, COMBINE: gl.constexpr):
     if x.shape[0] > 8:
         # each of two neighbours goes on with one row, and hands the other what it has of that one's
         a, b = _upper_and_lower(x)
-        x = COMBINE(_where_even(a, b), shuffled(_where_even(b, a), OF_OTHER))
+        x = COMBINE(_where_even(a, b), shuffled(_where_even(b, a), of_partner(0)))
     else:
-        x = COMBINE(x, shuffled(x, OF_OTHER))
-    return COMBINE(x, shuffled(x, OF_SECOND))
+        x = COMBINE(x, shuffled(x, of_partner(0)))
+    return COMBINE(x, shuffled(x, of_partner(1)))
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ from .windows_layouts import (
     bias_layout,
     has_half,
     operand_layout,
-    output_layout,
+    own_rows_layout,
     product_layout,
     query_layout,
     score_layout,
@@ -200,7 +200,7 @@ def _store(
 ):  # fmt: skip
     """Normalise a block of (negative) numerators and store those there are: :func:`.tile.finish`."""
     ROWS: gl.constexpr = numerator.shape[0]
-    OL: gl.constexpr = output_layout(ROWS)
+    OL: gl.constexpr = own_rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
@@ -562,7 +562,7 @@ def _given_scales(
 ):  # fmt: skip
     """(query bits, key bits, what a row's scores are multiplied with, output factors) of int8 tensors."""
     WARPS: gl.constexpr = gl.num_warps()
-    CHANNEL: gl.constexpr = gl.SliceLayout(0, output_layout(16 * WARPS))
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, own_rows_layout(16 * WARPS))
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
     query_bits = key_bits
     row = 0, 0, 0

@@ -49,8 +49,8 @@ def has_half(queries, warps, splits):
 
 
 @gluon.constexpr_function
-def output_layout(rows):
-    """Outputs: eight of a row's 32 channels a thread."""
+def own_rows_layout(rows):
+    """Eight of a row's 32 channels a thread, each warp with rows of its own: outputs, and keys that warps share out."""
     high = [[8, 0]] if rows > 8 else []
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _own_rows(rows), [], [rows, 32])
@@ -73,13 +73,6 @@ def value_layout(warps):
 
 
 @gluon.constexpr_function
-def part_rows_layout():
-    """:func:`rows_layout` of 64 rows, sixteen a warp."""
-    own, lanes = [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
-
-
-@gluon.constexpr_function
 def part_value_layout():
     """:func:`value_layout` of 64 keys, sixteen a warp."""
     own, lanes = [[0, 1], [0, 2], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
@@ -92,12 +85,6 @@ def all_values_layout():
     own = [[0, 1], [0, 2], [0, 4], [32, 0], [64, 0], [128, 0]]
     lanes = [[bit, 0] for bit in (1, 2, 4, 8, 16)]
     return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [256, 8])
-
-
-@gluon.constexpr_function
-def all_warps_layout():
-    """A number of each lane, lane by lane, of four warps: every warp has those of its lanes."""
-    return gl.DistributedLinearLayout([[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], _same_rows(4), [], [32, 4])
 
 
 @gluon.constexpr_function

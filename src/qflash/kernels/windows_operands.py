@@ -14,6 +14,7 @@ from .lanes import (
     lane_bit,
     lane_numbers,
     lane_words,
+    lanes_layout,
     largest_of_lanes,
     repeated,
     with_partner,
@@ -22,10 +23,8 @@ from .quantize import amplitude_to_scale, higher, inverse_scale, lower, nan_max
 from .tile import key_order
 from .windows_layouts import (
     all_values_layout,
-    all_warps_layout,
     operand_layout,
-    output_layout,
-    part_rows_layout,
+    own_rows_layout,
     part_value_layout,
     rows_layout,
     starts,
@@ -103,7 +102,7 @@ def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.const
 @gluon.jit
 def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
     """The keys of all tiles, sixteen a warp; past the last the last again."""
-    L: gl.constexpr = part_rows_layout()
+    L: gl.constexpr = own_rows_layout(64)
     n = gl.minimum(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL), KEYS - 1)
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + n[:, None] * stride_n + d[None, :])
@@ -160,9 +159,35 @@ def _first_rows(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _part_lanes(v):
-    """What lanes have of a quarter of the values: sixteen keys a warp, of which each has four, and of their channels four."""
-    return in_lanes(gl.reshape(gl.permute(gl.reshape(v, (4, 2, 4, 2, 8, 4)), (0, 4, 2, 1, 3, 5)), (128, 16)))
+def _key_lanes(x, PARTS: gl.constexpr):
+    """What lanes have of keys that every warp has, or of which each of PARTS warps has its own: eight channels of each."""
+    EIGHTS: gl.constexpr = x.shape[0] // (8 * PARTS)
+    x = gl.permute(gl.reshape(x, (PARTS, EIGHTS, 8, 4, 8)), (0, 2, 3, 1, 4))
+    return in_lanes(gl.reshape(x, (32 * PARTS, 8 * EIGHTS)))
+
+
+@gluon.jit
+def _key_rows(x, PARTS: gl.constexpr):
+    """Undoes :func:`_key_lanes`."""
+    EIGHTS: gl.constexpr = x.shape[1] // 8
+    x = gl.permute(gl.reshape(x, (PARTS, 8, 4, EIGHTS, 8)), (0, 3, 1, 2, 4))
+    return gl.reshape(x, (8 * EIGHTS * PARTS, 32))
+
+
+@gluon.jit
+def _value_lanes(x, PARTS: gl.constexpr):
+    """The same of values: two neighbours of every eight, and four channels of each."""
+    EIGHTS: gl.constexpr = x.shape[0] // (8 * PARTS)
+    x = gl.permute(gl.reshape(x, (PARTS, EIGHTS, 4, 2, 8, 4)), (0, 4, 2, 1, 3, 5))
+    return in_lanes(gl.reshape(x, (32 * PARTS, 8 * EIGHTS)))
+
+
+@gluon.jit
+def _value_rows(x):
+    """Undoes it for values that every warp has."""
+    EIGHTS: gl.constexpr = x.shape[1] // 8
+    x = gl.permute(gl.reshape(x, (8, 4, EIGHTS, 2, 4)), (2, 1, 3, 0, 4))
+    return gl.convert_layout(gl.reshape(x, (8 * EIGHTS, 32)), value_layout(gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -184,7 +209,7 @@ def _aside_operands(smem):
 @gluon.jit
 def shared_operands(k, v):
     """:func:`right_operands` of keys that all of four warps have and values of which each has a part."""
-    smem = _values_aside(_part_lanes(v))
+    smem = _values_aside(_value_lanes(v, 4))
     barrier()
     return _key_operands(k), _aside_operands(smem)
 
@@ -201,7 +226,7 @@ def _exchanged(k, v, scale, KEYS: gl.constexpr):
         scale_smem = aside(scale)
     barrier()
     if scale.type.is_block():
-        scale = scale_smem.load(gl.SliceLayout(0, output_layout(64)))
+        scale = scale_smem.load(gl.SliceLayout(0, own_rows_layout(64)))
     k = k_smem.load(rows_layout(64, 4))
     keys = ()
     for i in gl.static_range(len(WIDTHS)):
@@ -217,31 +242,6 @@ def _extremes(x, EXTREME: gl.constexpr):
         a, b = halves(x)
         x = _extremes(EXTREME(a, b, False), EXTREME)
     return gl.convert_layout(x, rows_layout(8, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _key_lanes(x):
-    """Keys as a lane's own."""
-    M: gl.constexpr = x.shape[0] // 8
-    return in_lanes(gl.reshape(gl.permute(gl.reshape(x, (M, 8, 4, 8)), (1, 2, 0, 3)), (32, 8 * M)))
-
-
-@gluon.jit
-def _key_rows(x):
-    M: gl.constexpr = x.shape[1] // 8
-    x = gl.reshape(gl.permute(gl.reshape(x, (8, 4, M, 8)), (2, 0, 1, 3)), (8 * M, 32))
-    return gl.convert_layout(x, rows_layout(8 * M, gl.num_warps()), assert_trivial=True)
-
-
-@gluon.jit
-def _value_lanes(x):
-    return in_lanes(gl.reshape(gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (4, 2, 0, 1, 3, 5)), (32, 32)))
-
-
-@gluon.jit
-def _value_rows(x):
-    x = gl.reshape(gl.permute(gl.reshape(x, (8, 4, 2, 2, 2, 4)), (2, 3, 1, 4, 0, 5)), (32, 32))
-    return gl.convert_layout(x, value_layout(gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -300,11 +300,11 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
     low, high = _extremes(k[0], lower), _extremes(k[0], higher)
     for i in gl.static_range(1, len(k)):
         low, high = lower(low, _extremes(k[i], lower), False), higher(high, _extremes(k[i], higher), False)
-    low, high = _key_words(_key_lanes(low), _key_lanes(high), DTYPE)
+    low, high = _key_words(_key_lanes(low, 1), _key_lanes(high, 1), DTYPE)
     if not STAGED:
         # measured: with a bias in shared memory 1 to 3 % slower
         keep_apart(mantissa, 0)
-    first, second = _value_lanes(v[0]), _value_lanes(v[1])
+    first, second = _value_lanes(v[0], 1), _value_lanes(v[1], 1)
     most = higher(gl.abs(first), gl.abs(second), False)
     for _ in gl.static_range(3):
         a, b = first_and_second(most)
@@ -313,13 +313,14 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
     key_inverse = inverse_scale(key_scale, False)
     keys = ()
     for i in gl.static_range(len(k)):
-        y = _key_lanes(k[i]).to(gl.float32)
+        y = _key_lanes(k[i], 1).to(gl.float32)
         if CENTER:
             y = y - repeated(middle, y.shape[1])
-        keys = keys + (_key_rows(round_to_int8(y, key_inverse)),)
+        rows = _key_rows(round_to_int8(y, key_inverse), 1)
+        keys = keys + (gl.convert_layout(rows, rows_layout(rows.shape[0], WARPS), assert_trivial=True),)
     if VALUE_CHANNEL:
         inverse = repeated(inverse, first.shape[1])
-        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, output_layout(16 * WARPS)))
+        value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
     values = (
         _value_rows(round_to_int8(first.to(gl.float32), inverse)),
         _value_rows(round_to_int8(second.to(gl.float32), inverse)),
@@ -334,20 +335,13 @@ def _of_all_warps(x):
 
 
 @gluon.jit
-def _one_word(x):
-    """A word of each of 32 lanes."""
-    return in_lanes(gl.reshape(x, (32, 1)))
-
-
-@gluon.jit
 def quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr):
     """:func:`quantize_window` of keys and values of which each of four warps has a part: it quantises that alone.
 
     Warps pass on ranges through shared memory, then what they quantised.
     """
     DTYPE: gl.constexpr = k.dtype
-    k = in_lanes(gl.reshape(gl.permute(gl.reshape(k, (4, 2, 8, 4, 8)), (0, 2, 3, 1, 4)), (128, 16)))
-    v = _part_lanes(v)
+    k, v = _key_lanes(k, 4), _value_lanes(v, 4)
     a, b = first_and_second(k)
     low, high = _key_words(lower(a, b, False), higher(a, b, False), DTYPE)
     most = gl.abs(v)
@@ -356,16 +350,14 @@ def quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.const
         most = higher(a, b, False)
     lows, highs, mosts = _of_all_warps(low), _of_all_warps(high), _of_all_warps(_value_words(most, DTYPE))
     keep_apart(mantissa, 0)
-    L: gl.constexpr = all_warps_layout()
+    L: gl.constexpr = lanes_layout(32, 4, 4)
     low, high = word_ranges(lows.load(L), highs.load(L), 1, DTYPE)
     most = word_maxima(mosts.load(L), 1, DTYPE)
-    low, high, most = _one_word(low), _one_word(high), _one_word(most)
     middle, key_scale, inverse, value_scale = _scales(low, high, most, DTYPE, CENTER, VALUE_CHANNEL)
     y = k.to(gl.float32)
     if CENTER:
         y = y - in_all_warps(repeated(middle, 16))
-    k = round_to_int8(y, inverse_scale(key_scale, False))
-    k = gl.reshape(gl.permute(gl.reshape(k, (4, 8, 4, 2, 8)), (0, 3, 1, 2, 4)), (64, 32))
+    k = _key_rows(round_to_int8(y, inverse_scale(key_scale, False)), 4)
     if VALUE_CHANNEL:
         inverse = in_all_warps(repeated(inverse, 16))
     sides, value_scale = _exchanged(k, round_to_int8(v.to(gl.float32), inverse), value_scale, KEYS)

@@ -381,8 +381,8 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
     [(8, None, (1, 1), (1, 1), (4, 4)), (132, None, (1, 1), (1, 1), (4, 4)), (133, None, (1, 1), (1, 1), (2, 4)),
      (308, None, (1, 1), (1, 1), (2, 4)), (309, None, (1, 1), (1, 1), (2, 1)), (353, None, (1, 1), (1, 1), (1, 1)),
      (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)), (4096, 1, (6, 8), (1, 1), (1, 1)),
-     (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (4, 4), (1, 1)),
-     (64, 64, (1, 1), (4, 1), (1, 4)), (128, 64, (1, 1), (4, 1), (1, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
+     (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (1, 1), (4, 4)),
+     (64, 64, (1, 1), (1, 1), (4, 4)), (128, 64, (1, 1), (1, 1), (4, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
      (177, 59, (1, 1), (2, 2), (1, 1)), (4096, 4096, (1, 1), (1, 1), (1, 1))],
 )  # fmt: skip
 def test_windows_with_the_same_bias_share_a_program(
@@ -403,9 +403,31 @@ def test_windows_with_the_same_bias_share_a_program(
     assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
     assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs[fused]
     assert call.arguments["share"] * 132 + call.arguments["longer"] == total
-    together = bias is not None and not fused and programs[fused] < 4
+    together = bias is not None and not fused and warps[fused] == 1
     assert call.arguments["TOGETHER"] == together
     assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs[fused], 3, periods))
+
+
+def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
+    """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
+    from qflash.kernels.attention import attention_calls, fused_calls
+
+    head = 3 * 49 * 32 * 4  # bytes of a window's query, key, value and output, in int8
+    most = (50 << 20) // head
+    policies = [windows_call(windows).arguments["POLICY"] for windows in (most, most + 1)]
+    policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (most // 2, most // 2 + 1)]
+    assert policies == ["", "evict_first"] * 2
+
+    def fused(tokens: int, key_heads: int) -> str:
+        q, k = (torch.zeros(64, heads, tokens, 64, dtype=torch.float16, device="meta") for heads in (12, key_heads))
+        (call,) = fused_calls(q, k, k, None, False, 0.1, torch.empty_like(q), DEFAULT)
+        assert call.kernel.__name__ == "hopper_kernel"
+        return call.arguments["POLICY"]
+
+    assert [fused(577, 12), fused(577, 4), fused(197, 12)] == ["evict_first", "", ""]
+    x, one = torch.zeros(64, 12, 577, 64, dtype=torch.int8, device="meta"), torch.ones(1, 1, 1, 1, device="meta")
+    (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT, capability=(9, 0))
+    assert call.kernel.__name__ == "hopper_kernel" and call.arguments["POLICY"] == ""
 
 
 def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

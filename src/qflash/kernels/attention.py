@@ -24,6 +24,7 @@ from .tiles import (
     SHORT_ROW,
     WINDOWS,
     Tiles,
+    cache_bytes_of,
     choose_tiles,
     fits_block,
     fits_hopper,
@@ -184,12 +185,8 @@ def _split(
         loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
         splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
         splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
-        if masked:
-            # what four warps of a program share of the quantisation pays where a processor has more than one
-            warps = 4 if fused and splits == 4 and heads > processors else 1
-        else:
-            # one program is sooner launched than several
-            warps = splits
+        # one program is sooner launched than several; beside a bias two warps of one would have to pass on its marks
+        warps = 1 if masked and splits < 4 else splits
         # sixteen programs a processor instead of fourteen
         registers = 128 if fused and not masked else 0
         return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
@@ -422,6 +419,16 @@ def _share_windows(
     return (groups * tiles.splits, heads, periods), arguments, tiles
 
 
+def _eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:
+    """Say how the L2 is to treat the tensors of a call, whose heads are read once.
+
+    If it does not hold all of them, what has been read is not to push out what is still to be read. Measured: smaller ones are
+    level in a network and slower in a call that is made again.
+    """
+    size = sum(x.numel() * x.element_size() for x in (query, key, value, out))
+    return "evict_first" if query.shape[1] == key.shape[1] and size > cache_bytes_of(query.device) else ""
+
+
 class _Scales(NamedTuple):
     """Scales of int8 tensors, as the kernels take them; of query None if it is float."""
 
@@ -572,6 +579,7 @@ def _calls(
     }
     if short:
         blocks = tiles.splits
+        policy = _eviction_policy(query, key, value, out)
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if windows:
             one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
@@ -579,9 +587,11 @@ def _calls(
             aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
             # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
             divided = tiles.warps == 4 and (scales is None or batch * heads > processors_of(query.device))
-            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned, "DIVIDED": divided}
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned, "DIVIDED": divided, "POLICY": policy}
         if hopper:
             fixed |= _division(tiles, queries, keys, head_dim, heads, batch, scales is None, processors_of(query.device))
+            # measured: of rows held whole and int8 1 % at most, or slower
+            fixed["POLICY"] = policy if scales is None and fixed["TURN"] else ""
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

@@ -366,7 +366,7 @@ def _head(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Attention of every ``step``-th of a head's blocks of queries from ``block`` on, before ``blocks``.
 
@@ -393,9 +393,9 @@ def _head(
     TWICE: gl.constexpr = TURN > 0
 
     # queries are on their way while keys and values, or the block before, are worked on
-    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
+    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
     if TAIL and QUANTIZE:
-        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
+        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
     v_smem = ()
     for i in gl.static_range(TILES):
         v_smem = v_smem + (_first_rows(v_tall[i], DV),)
@@ -406,10 +406,10 @@ def _head(
     EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
     if QUANTIZE:
         # every load is under way before the first use, as far as registers go
-        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL)
+        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY)
         v = ()
         if TOGETHER:
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
         if EARLY:
             # queries came first, and nobody has anything else to do until keys and values are there
             q, query_bits = read_queries(
@@ -418,13 +418,13 @@ def _head(
         key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
         if not TOGETHER:
             # of keys and values registers hold one
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL)
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
         if not QUERY_TOKEN:
             # one scale for the head's queries: a walk of its own
-            words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS)
+            words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
             largest = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
-                words = load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS)
+                words = load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS, "")
                 more = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
                 largest = nan_max(largest, more)
             if ACROSS == 1:
@@ -441,7 +441,9 @@ def _head(
             # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
             values = ()
             for c in gl.static_range(COUNT):
-                x = load_quads(v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]))
+                x = load_quads(
+                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY
+                )
                 values = values + (x,)
             v = v + (values,)
         key_bits = gl.load(ks_base)
@@ -468,7 +470,7 @@ def _head(
         for c in gl.static_range(COUNT):
             last_smem = last_smem + (allocate(TAIL, D[c]),)
         if not QUANTIZE:
-            last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS)
+            last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
         last_bits = last_queries(
             last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
         )
@@ -512,7 +514,7 @@ def _head(
             words = following
             block += step
             if WALK:
-                following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS)
+                following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
             q, query_bits = read_queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
@@ -549,7 +551,7 @@ def hopper_kernel(
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
-    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
 
@@ -605,7 +607,7 @@ def hopper_kernel(
             tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
             q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d,
             HEAD_DIM, KEYS, BLOCK_M, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
-            WALK, TAIL, ACROSS, SUMS, TURN,
+            WALK, TAIL, ACROSS, SUMS, TURN, POLICY,
         )  # fmt: skip
         if BLOCKS:
             # the next head's keys and values take the places of these

@@ -33,12 +33,13 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 
 @gluon.jit
-def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr):
+def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, POLICY: gl.constexpr = ""):
     """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
     if D == CHANNELS:
-        x = gl.load(ptrs)
+        x = gl.load(ptrs, eviction_policy=POLICY)
     else:
-        x = gl.load(ptrs, mask=(n[:, None] >= 0) & (channels[None, :] < CHANNELS), other=0)
+        inside = (n[:, None] >= 0) & (channels[None, :] < CHANNELS)
+        x = gl.load(ptrs, mask=inside, other=0, eviction_policy=POLICY)
     return x
 
 
@@ -62,20 +63,22 @@ def _undeal(x, ACROSS: gl.constexpr):
 
 @gluon.jit
 def load_queries(
-    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    POLICY: gl.constexpr,
 ):  # fmt: skip
     """Spans of queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     spans = ()
     for c in gl.static_range(len(SPANS)):
-        spans = spans + (load_query_span(base + FROM[c], stride_n, first, queries, SPANS[c], WARPS, ACROSS),)
+        spans = spans + (load_query_span(base + FROM[c], stride_n, first, queries, SPANS[c], WARPS, ACROSS, POLICY),)
     return spans
 
 
 @gluon.jit
 def load_query_span(
-    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    POLICY: gl.constexpr = "",
 ):  # fmt: skip
     """One of them: CHANNELS numbers a row from ``base`` on, and zeros up to the kernel's width."""
     D: gl.constexpr = kernel_width(CHANNELS)
@@ -84,7 +87,7 @@ def load_query_span(
     n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
     ptrs = base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :]
-    return load_channels(ptrs, n, d * EACH, CHANNELS, D)
+    return load_channels(ptrs, n, d * EACH, CHANNELS, D, POLICY)
 
 
 @gluon.jit

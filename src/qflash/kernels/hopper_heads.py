@@ -57,7 +57,7 @@ def _join_rows(a, b):
 @gluon.jit
 def load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
-    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
 
@@ -69,8 +69,8 @@ def load_quads(
     D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
-        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE)
-        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE)
+        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
+        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
         x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
     else:
         ROWS: gl.constexpr = depth(WIDTH)
@@ -82,20 +82,21 @@ def load_quads(
         elif not KEY and WIDTH < 32:
             n = held_order(n)
         if START + ROWS <= KEYS:
-            x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D)
+            x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D, POLICY)
         elif KEY:
             ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
-            x = load_channels(ptrs, n, d, CHANNELS, D)
+            x = load_channels(ptrs, n, d, CHANNELS, D, POLICY)
         else:
             inside = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
-            x = gl.load(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, mask=inside, other=0.0)
+            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
+            x = gl.load(ptrs, mask=inside, other=0.0, eviction_policy=POLICY)
     return x
 
 
 @gluon.jit
 def all_quads(
     base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Every tile of keys or values, span by span, to be quantised."""
     START: gl.constexpr = row_starts(KEYS)
@@ -106,7 +107,9 @@ def all_quads(
     for c in gl.static_range(len(SPANS)):
         tiles = ()
         for i in gl.static_range(len(WIDTHS)):
-            x = load_quads(base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS))
+            x = load_quads(
+                base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS), POLICY
+            )
             tiles = tiles + (x,)
         spans = spans + (tiles,)
     return spans

@@ -31,7 +31,8 @@ from .tile import MASKED, _high_bytes, channel_of_row, key_order, probability_wo
 
 @gluon.jit
 def _load_last_span(
-    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
+    POLICY: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = kernel_width(CHANNELS)
     # rows lie alike in spans of 64 and of 32
@@ -39,19 +40,20 @@ def _load_last_span(
     L: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
     n = gl.minimum(first + gl.arange(0, TAIL, layout=gl.SliceLayout(1, L)), queries - 1)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    return load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D)
+    return load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D, POLICY)
 
 
 @gluon.jit
 def load_last(
-    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
+    POLICY: gl.constexpr,
 ):  # fmt: skip
     """The spans of the last few queries."""
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     spans = ()
     for c in gl.static_range(len(SPANS)):
-        spans = spans + (_load_last_span(q_ptr + FROM[c], q_stride_n, first, queries, TAIL, SPANS[c], WARPS),)
+        spans = spans + (_load_last_span(q_ptr + FROM[c], q_stride_n, first, queries, TAIL, SPANS[c], WARPS, POLICY),)
     return spans
 
 

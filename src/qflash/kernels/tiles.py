@@ -356,6 +356,16 @@ def processors_of(device: torch.device) -> int:
 
 
 @functools.cache
+def _cache_bytes(index: int) -> int:
+    return torch.cuda.get_device_properties(index).L2_cache_size
+
+
+def cache_bytes_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's L2; of another device those of an H100."""
+    return _cache_bytes(device.index or 0) if device.type == "cuda" else 50 << 20
+
+
+@functools.cache
 def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 

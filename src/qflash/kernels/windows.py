@@ -78,14 +78,14 @@ PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr):
+def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr):
     """Queries as words of four bytes (float32: as they are), which a loop hands on as they are."""
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(ROWS, EACH)
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
     d = gl.arange(0, 32 // EACH, layout=gl.SliceLayout(0, L))
     words = base.to(gl.pointer_type(gl.int32))
-    return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :])
+    return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :], eviction_policy=POLICY)
 
 
 @gluon.jit
@@ -196,7 +196,7 @@ def _row_max(s, ONE: gl.constexpr):
 @gluon.jit
 def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
-    KEYS: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Normalise a block of (negative) numerators and store those there are: :func:`.tile.finish`."""
     ROWS: gl.constexpr = numerator.shape[0]
@@ -220,7 +220,7 @@ def _store(
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
     channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
     inside = (rows[:, None] < QUERIES) & (channels[None, :] >= 0)
-    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside, eviction_policy=POLICY)
 
 
 @gluon.jit
@@ -481,7 +481,7 @@ def _attend(
     bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them.
 
@@ -502,11 +502,11 @@ def _attend(
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
-    # measured: here and before the outputs 2 to 5 % faster where a program has one tile and a bias; the comparison has to be
-    # with the tile's number, with a scale's mantissa it is 5 to 11 % slower from floats
     AHEAD: gl.constexpr = len(loaded) > 0
-    if AHEAD:
-        keep_apart(tile, 1)
+    # measured: of int8, so that values are not sent for when scores are done; from floats they are here by now
+    APART: gl.constexpr = AHEAD and not loaded[0].dtype.is_floating()
+    if APART:
+        keep_apart(units[2], 1)
     q = _query_operand(q)
     usable = keys_usable & usable_scale(query_bits)
     s = (_product(q, k[0], ROWS),)
@@ -547,9 +547,9 @@ def _attend(
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
         p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
     numerator, total = _sums(p, v, begin, ones, weight, ROWS)
-    if AHEAD:
-        keep_apart(tile, 2)
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES)
+    if APART:
+        keep_apart(units[2], 2)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES, POLICY)
     return flags
 
 
@@ -610,7 +610,7 @@ def windows_kernel(
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
     SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, DIVIDED: gl.constexpr,
-    ALIGNED: gl.constexpr,
+    ALIGNED: gl.constexpr, POLICY: gl.constexpr,
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
     mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
 ):  # fmt: skip
@@ -711,13 +711,13 @@ def windows_kernel(
         if DIVIDED and QUANTIZE:
             k = load_key_parts(k_base, k_stride_n, KEYS, DEAL)
         else:
-            k = load_keys(k_base, k_stride_n, KEYS, DEAL)
+            k = load_keys(k_base, k_stride_n, KEYS, DEAL, POLICY)
         if DIVIDED:
             v = load_value_parts(v_base, v_stride_n, KEYS, DEAL)
         else:
-            v = load_values(v_base, v_stride_n, KEYS, DEAL)
+            v = load_values(v_base, v_stride_n, KEYS, DEAL, POLICY)
         tile = first_tile
-        following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
+        following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
         loaded = ()
         if AHEAD:
@@ -765,13 +765,13 @@ def windows_kernel(
             if FETCH:
                 _fetch_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, QUERIES)
             if not ALONE:
-                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES)
+                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES, POLICY)
             q, query_bits = _queries(
                 here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
             )
             flags |= _attend(
                 q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
-                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -781,17 +781,17 @@ def windows_kernel(
                 )
                 flags |= _attend(
                     q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
                 )  # fmt: skip
         if MASK == "bias":
             if _any(flags, flags_smem):
                 # what was stored is stored again
                 for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
-                    words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES)
+                    words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
                     q, query_bits = _queries(
                         words, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
                     )
                     _attend(
                         q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS,
+                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS, POLICY,
                     )  # fmt: skip

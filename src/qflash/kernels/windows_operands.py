@@ -55,48 +55,52 @@ def load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.c
 
 @gluon.jit
 def _load_key(
-    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr
+    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr,
+    POLICY: gl.constexpr,
 ):  # fmt: skip
     """The keys of a tile of scores; past the last the last again."""
     L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + ROWS <= KEYS:
-        x = gl.load(base + (key_of(n, ROWS, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
+        ptrs = base + (key_of(n, ROWS, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n
     else:
-        x = gl.load(base + gl.minimum(key_of(START + n, KEYS, DEAL), KEYS - 1)[:, None] * stride_n + d[None, :])
-    return x
+        ptrs = base + gl.minimum(key_of(START + n, KEYS, DEAL), KEYS - 1)[:, None] * stride_n + d[None, :]
+    return gl.load(ptrs, eviction_policy=POLICY)
 
 
 @gluon.jit
-def _load_value(base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+def _load_value(
+    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr
+):  # fmt: skip
     """The values of 32 columns of scores from START on, zero past the last key."""
     L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + 32 <= KEYS:
-        x = gl.load(base + (key_of(n, 32, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n)
+        x = gl.load(base + (key_of(n, 32, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n, eviction_policy=POLICY)
     else:
         n = key_of(START + n, KEYS, DEAL)[:, None]
-        x = gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
+        inside = (n < KEYS) & (d[None, :] >= 0)
+        x = gl.load(base + (n * stride_n + d[None, :]), mask=inside, other=0, eviction_policy=POLICY)
     return x
 
 
 @gluon.jit
-def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
     """Keys, tile by tile."""
     STARTS: gl.constexpr = starts(KEYS)
     WIDTHS: gl.constexpr = widths(KEYS)
     k = ()
     for i in gl.static_range(len(WIDTHS)):
-        k = k + (_load_key(base, stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL),)
+        k = k + (_load_key(base, stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL, POLICY),)
     return k
 
 
 @gluon.jit
-def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
     """Values, 32 and 32."""
-    return _load_value(base, stride_n, 0, KEYS, DEAL), _load_value(base, stride_n, 32, KEYS, DEAL)
+    return _load_value(base, stride_n, 0, KEYS, DEAL, POLICY), _load_value(base, stride_n, 32, KEYS, DEAL, POLICY)
 
 
 @gluon.jit

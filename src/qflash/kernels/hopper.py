@@ -566,7 +566,8 @@ def hopper_kernel(
     are held whole it is 0.
 
     SUMS says how outputs come by -127 times the sums of V's channels, for the offset of stored probabilities: products with
-    V "begin" there, they are added at the "end", or they are one of the "products" of every block.
+    V "begin" there, they are added at the "end", or they are one of the "products" of every block. POLICY is how the L2 is to
+    treat what is read.
     """
     memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
     if BLOCKS:

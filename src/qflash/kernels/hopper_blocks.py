@@ -33,7 +33,7 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 
 @gluon.jit
-def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, POLICY: gl.constexpr = ""):
+def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, POLICY: gl.constexpr):
     """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
     if D == CHANNELS:
         x = gl.load(ptrs, eviction_policy=POLICY)
@@ -77,8 +77,8 @@ def load_queries(
 
 @gluon.jit
 def load_query_span(
-    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
-    POLICY: gl.constexpr = "",
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    POLICY: gl.constexpr,
 ):  # fmt: skip
     """One of them: CHANNELS numbers a row from ``base`` on, and zeros up to the kernel's width."""
     D: gl.constexpr = kernel_width(CHANNELS)

@@ -181,7 +181,7 @@ def long_hopper_kernel(
     mbarrier.expect(first_values, SIZE)
     for half in gl.static_range(HALVES):
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
-    words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS)
+    words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
     sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS)
     # measured: products begin at them, or at 128 channels they are added at the end, 1 to 2 % faster each
     BEGIN: gl.constexpr = D == 64

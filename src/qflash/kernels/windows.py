@@ -621,10 +621,10 @@ def windows_kernel(
     shared memory once (STAGED). Program (x, h, z) has head h, place z and its group and part of a window by x; or else
     (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
     those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
-    the bias for all of them. SPLITS programs share a window's queries. A program is one warp; without a bias, whose marks all
-    of a program look out for, perhaps two or, with one window, four; from floats perhaps four beside a bias, too. DIVIDED each
-    of four loads a quarter of the values, or from floats of keys and values, which it quantises, and passes it on. With
-    ONE_SCALE (int8) query, key, value and output have one scale each.
+    the bias for all of them. SPLITS programs share a window's queries. A program is one warp, or with one window perhaps four;
+    without a bias, whose marks all of a program look out for, perhaps two. DIVIDED each of four loads a quarter of the values,
+    or from floats of keys and values, which it quantises, and passes it on. With ONE_SCALE (int8) query, key, value and output
+    have one scale each. POLICY is how the L2 is to treat these, but for what is DIVIDED.
     """
     if TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)

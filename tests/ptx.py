@@ -965,6 +965,11 @@ def _make_cp(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return step
 
 
+def _make_createpolicy(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    # nothing looks at it: where the L2 keeps something changes no number
+    return lambda warp: warp.write(operands[0], np.zeros(LANES, dtype=np.uint64))
+
+
 def _make_prefetch(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     base, offset = _address(operands[0])
 

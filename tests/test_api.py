@@ -85,24 +85,6 @@ def test_a_float_mask_may_have_any_float_dtype(dtype: torch.dtype) -> None:
     assert sqnr(scaled_dot_product_attention(*inputs, mask.float()), qflash.attention(*inputs, mask)) > 31
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
-@pytest.mark.parametrize("keys", [49, 300])
-@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
-def test_a_mask_in_fixed_point_is_the_float_mask(backend: str, keys: int, recipe: str) -> None:
-    if backend == "cpu" and torch.device(DEVICE).type != "cpu":
-        pytest.skip("the inputs are on a GPU")
-    inputs = [x.to(DEVICE, torch.float16) for x in make_inputs(2, 3, 49, keys, 32)]
-    mask = torch.randn(2, 1, 49, keys, generator=torch.Generator().manual_seed(0)).half()
-    mask[:, :, :, ::5], mask[:, :, 3] = -torch.inf, -torch.inf
-    mask[0, 0, 7, 9] = torch.nan
-    mask = mask.to(DEVICE)
-    expected = qflash.attention(*inputs, mask, recipe=recipe, backend=backend)
-    fixed = qflash.quantize_bias(mask)
-    for _ in range(2):  # what a call needs is kept after the first
-        assert same_bits(qflash.attention(*inputs, fixed, recipe=recipe, backend=backend), expected)
-    assert same_bits(qflash.attention(*inputs, qflash.align_bias(fixed), recipe=recipe, backend=backend), expected)
-
-
 @pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_leading_dimensions_are_batch(backend: str, rank: int) -> None:

@@ -89,8 +89,7 @@ def attention(
         query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides.
         key: ``(..., heads, keys, head_dim)``, the same dtype and device.
         value: ``(..., heads, keys, value_dim)``, the same dtype and device.
-        attn_mask: bool (True takes part), float (added to the scaled scores, in nats) or int32 (the same in fixed point,
-            :func:`qflash.quantize_bias`, which a bias that stays need be brought to only once), broadcastable to
+        attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
             ``(..., heads, queries, keys)`` and never expanded in memory.
         is_causal: query i sees keys 0 to i; excludes ``attn_mask``.
         scale: factor of the scores, ``head_dim ** -0.5`` if None; positive.
@@ -119,7 +118,7 @@ def attention(
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_shapes(query, key, value, enable_gqa)
-    check_mask(attn_mask, query, key, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
+    check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
     q, k, v, mask = views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)

@@ -375,14 +375,7 @@ def _held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.
 
 
 def _share_windows(
-    tiles: Tiles,
-    windows: int,
-    heads: int,
-    queries: int,
-    periods: int,
-    mask: torch.Tensor | None,
-    fused: bool,
-    device: torch.device,
+    tiles: Tiles, windows: int, heads: int, queries: int, periods: int, mask: torch.Tensor | None, device: torch.device
 ) -> tuple[tuple[int, int, int], dict[str, Any], Tiles]:
     """Share windows out among programs of :mod:`.windows`: grid, arguments and registers.
 
@@ -394,8 +387,8 @@ def _share_windows(
     repeats = windows // periods
     groups = repeats
     if mask is not None:
-        # measured: programs of one block are sooner done with more registers, and to convert tensors and a bias takes as many
-        room, registers = (12, 168) if one_block or fused else (16, 128)
+        # measured: programs of one block are sooner done with more registers, and to convert a bias takes as many
+        room, registers = (12, 168) if one_block or not fixed else (16, 128)
         # several warps of a program have one window
         groups = repeats if tiles.warps > 1 else min(repeats, max(1, room * processors // (heads * periods * tiles.splits)))
         groups = triton.cdiv(repeats, triton.cdiv(repeats, groups))
@@ -654,7 +647,7 @@ def _calls(
             arguments["QUANTIZE"] = query.dtype != torch.int8
         if windows:
             periods = 1 if mask is None or mask.shape[0] == 1 else period or part_batch
-            grid, shared, tiles = _share_windows(tiles, part_batch, heads, queries, periods, mask, scales is None, query.device)
+            grid, shared, tiles = _share_windows(tiles, part_batch, heads, queries, periods, mask, query.device)
             arguments |= shared
         if named:
             arguments = {name: arguments[name] for name in kernel.arg_names}

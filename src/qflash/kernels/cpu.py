@@ -298,7 +298,7 @@ def prepare_attention(
     None where steps in PyTorch precede: a float mask, balancing, rotation. ``out`` and ``shape`` are as for
     :func:`prepare_int8_attention`.
     """
-    if recipe.balance or recipe.rotate or (mask is not None and mask.is_floating_point()) or key.shape[2] == 0:
+    if recipe.balance or recipe.rotate or (mask is not None and mask.dtype != torch.bool) or key.shape[2] == 0:
         return None
     dtype = query.dtype
     kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)

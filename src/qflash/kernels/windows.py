@@ -481,7 +481,7 @@ def _attend(
     bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
     ROWS: gl.constexpr, KEYS: gl.constexpr,
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr, APART: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries, ROWS of them.
 
@@ -491,7 +491,6 @@ def _attend(
         output: what outputs are multiplied with and shifted by, where they go.
         bias: where it lies in memory, what of it lies in shared memory.
         loaded: the tile's bias, if it was sent for ahead.
-        APART: whether the assembler is to leave what comes before the scores, and what comes before the outputs, there.
 
     Returns:
         with a bias, unless it was done with care (CAREFUL), flags that tell whether it has to be: :func:`_flags`.
@@ -503,6 +502,9 @@ def _attend(
     if query_bits.type.is_block():
         row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
+    AHEAD: gl.constexpr = len(loaded) > 0
+    # measured: of int8, so that values are not sent for when scores are done; from floats they are here by now
+    APART: gl.constexpr = AHEAD and not loaded[0].dtype.is_floating()
     if APART:
         keep_apart(units[2], 1)
     q = _query_operand(q)
@@ -520,7 +522,7 @@ def _attend(
             for i in gl.static_range(len(k)):
                 b = b + (_staged(staged[i].index(tile), ROWS),)
         else:
-            if len(loaded) == 0:
+            if not AHEAD:
                 loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
             for i in gl.static_range(len(k)):
                 b = b + (_beside_scores(loaded[i]),)
@@ -717,8 +719,6 @@ def windows_kernel(
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
-        # measured: of int8, so that values are not sent for when scores are done; from floats they are here by then
-        APART: gl.constexpr = AHEAD and not QUANTIZE
         loaded = ()
         if AHEAD:
             loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
@@ -771,7 +771,7 @@ def windows_kernel(
             )
             flags |= _attend(
                 q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
-                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY, APART,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
             )  # fmt: skip
             tile += SPLITS
         if HALF:
@@ -781,7 +781,7 @@ def windows_kernel(
                 )
                 flags |= _attend(
                     q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY, False,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
                 )  # fmt: skip
         if MASK == "bias":
             if _any(flags, flags_smem):
@@ -793,5 +793,5 @@ def windows_kernel(
                     )
                     _attend(
                         q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS, POLICY, False,
+                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS, POLICY,
                     )  # fmt: skip

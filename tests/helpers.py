@@ -27,6 +27,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
 
 
+def eviction_policy(case: int) -> str:
+    """What the rules say of tensors that the L2 does not hold, for every other pair of cases, whose tensors it does."""
+    return "evict_first" if case % 4 > 1 else ""
+
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import qflash
-from helpers import draw_scale, lay_out, same_bits
+from helpers import draw_scale, eviction_policy, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.quantize import inverse_scale
 from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, fits_block, fits_hopper, is_held
@@ -228,8 +228,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         out = torch.empty_like(floats[0])
         (call,) = fused_calls(q, k, v, None, False, shape.head_dim**-0.5, out, recipe, tiles=chosen)
         either_way(chance, call)
-        # as the rules have it where the L2 does not hold the tensors
-        call.arguments["POLICY"] = "evict_first" if geometry % 4 > 1 else ""
+        call.arguments["POLICY"] = eviction_policy(geometry)
         call.run()
         expected = ops.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)

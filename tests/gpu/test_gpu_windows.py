@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import draw_scale, lay_out, same_bits
+from helpers import draw_scale, eviction_policy, lay_out, same_bits
 from qflash import ops, reference
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.recipe import DEFAULT, Recipe
@@ -84,11 +84,6 @@ def tiles(chance: random.Random) -> Tiles:
     return Tiles(64, 64, 4, 1, splits=chance.choice((0, 1, 2, 4)), kernel=WINDOWS)
 
 
-def policy(case: int) -> str:
-    """What the rules say of windows that the L2 does not hold, for some of these, which it does."""
-    return "evict_first" if case % 4 > 1 else ""
-
-
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let programs with a bias take several windows although there are few, as on one to three processors."""
@@ -140,7 +135,7 @@ def test_int8_attention_has_the_reference_bits(case: int) -> None:
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], mask, False, 32**-0.5, out_scale)
         (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
-        call.arguments["POLICY"] = policy(case)
+        call.arguments["POLICY"] = eviction_policy(case)
         call.run()
         expected = reference.int8_attention(*arguments, dtype, DEFAULT)
         assert same_bits(out, expected), (geometry, batch, chosen, draw, dtype, None if bias is None else bias.shape)
@@ -177,7 +172,7 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
         out = torch.empty_like(floats[0])
         (call,) = fused_calls(q, k, v, mask, False, 32**-0.5, out, recipe, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
-        call.arguments["POLICY"] = policy(case)
+        call.arguments["POLICY"] = eviction_policy(case)
         call.run()
         expected = ops.attention(q, k, v, mask, False, 32**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (geometry, batch, chosen, recipe, dtype, draw, None if bias is None else bias.shape)

@@ -425,7 +425,7 @@ def _eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     If it does not hold all of them, what has been read is not to push out what is still to be read. Measured: smaller ones are
     level in a network and slower in a call that is made again.
     """
-    size = sum(x.numel() * x.element_size() for x in (query, key, value, out))
+    size = sum(x.nbytes for x in (query, key, value, out))
     return "evict_first" if query.shape[1] == key.shape[1] and size > cache_bytes_of(query.device) else ""
 
 
@@ -579,7 +579,6 @@ def _calls(
     }
     if short:
         blocks = tiles.splits
-        policy = _eviction_policy(query, key, value, out)
         fixed |= {"TILES": row_tiles, "KEYS": keys, "QUANTIZE": scales is None, "CENTER": scales is None and recipe.smooth_key}
         if windows:
             one_scale = scales is not None and all(x is None or x.numel() == 1 for x in scales)
@@ -587,11 +586,13 @@ def _calls(
             aligned = mask is not None and has_aligned_rows(_strides(mask, (0, 1, 2, 3)), 4)
             # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
             divided = tiles.warps == 4 and (scales is None or batch * heads > processors_of(query.device))
-            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned, "DIVIDED": divided, "POLICY": policy}
+            fixed |= {"QUERIES": queries, "ONE_SCALE": one_scale, "ALIGNED": aligned, "DIVIDED": divided}
+            fixed["POLICY"] = _eviction_policy(query, key, value, out)
         if hopper:
             fixed |= _division(tiles, queries, keys, head_dim, heads, batch, scales is None, processors_of(query.device))
             # measured: of rows held whole 1 % faster at most, or slower; of int8 not yet
-            fixed["POLICY"] = policy if scales is None and fixed["TURN"] else ""
+            walked = scales is None and fixed["TURN"]
+            fixed["POLICY"] = _eviction_policy(query, key, value, out) if walked else ""
     else:
         blocks = triton.cdiv(queries, tiles.block_m)
         fixed |= {"keys": keys, "ONLINE": not two_pass, "VALUE_SUMS": sums is not None and not is_causal}

@@ -420,7 +420,7 @@ def _head(
             # of keys and values registers hold one
             v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
         if not QUERY_TOKEN:
-            # one scale for the head's queries: a walk of its own
+            # one scale for the head's queries: a walk of its own, behind which they are read again
             words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
             largest = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):

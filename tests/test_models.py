@@ -26,9 +26,10 @@ def twice_too_large(query, key, value, attn_mask=None, is_causal=False, scale=No
 def test_names_of_methods() -> None:
     on_gpu = [method.name for method in models.make_methods(torch.device("cuda"), ("default", "accurate"))]
     assert on_gpu[:5] == ["timm", "sdpa", "sdpa flash", "sdpa cudnn", "sdpa efficient"]
-    assert on_gpu[-2:] == ["qflash", "qflash accurate"]
+    assert on_gpu[-3:] == ["qflash", "qflash accurate", "qflash kept bias"]
     assert {"qattn", "int-flash-full", "int-flash-half"} < set(on_gpu)
-    assert [method.name for method in models.make_methods(CPU)] == ["timm", "sdpa", "qflash"]
+    assert [method.name for method in models.make_methods(CPU)] == ["timm", "sdpa", "qflash", "qflash kept bias"]
+    assert [method.name for method in models.make_methods(CPU, ("paper",))] == ["timm", "sdpa", "qflash paper"]
     assert [method.name for method in models.make_methods(CPU, only=("qflash",))] == ["qflash"]
     for arguments, message in (
         ({"only": ("flash",)}, "method must be one of"),
@@ -48,7 +49,10 @@ def test_every_attention_runs_in_the_model(name: str) -> None:
     with torch.inference_mode():
         rows = models.measure(name, model, images, methods, dtype=torch.float32, rounds=2)
     found = {row["method"]: row for row in rows}
-    assert list(found) == ["timm", "sdpa", "qflash", "wrong"]
+    # a ViT has no bias
+    kept = ["qflash kept bias"] if name == "digits-swin" else []
+    assert list(found) == ["timm", "sdpa", "qflash", *kept, "wrong"]
+    assert all(found[name]["sqnr_db"] == found["qflash"]["sqnr_db"] for name in kept)
     assert all(row["error"] is None and row["samples"] == 2 and row["model"] == name for row in rows)
     for row in rows:
         assert row["images_s"] == pytest.approx(2e6 / row["median_us"], abs=0.006)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -216,22 +218,137 @@ def test_swin_mask_is_never_expanded_over_the_batch(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_swin_bias_of_shifted_windows_has_aligned_rows(monkeypatch: pytest.MonkeyPatch, gradients: bool) -> None:
+def test_swin_bias_has_aligned_rows(monkeypatch: pytest.MonkeyPatch, gradients: bool) -> None:
     steps: set[int] = set()
 
     def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: object) -> torch.Tensor:
-        if mask.shape[0] > 1:
-            steps.add(mask.stride(-2))
+        steps.add(mask.stride(-2))
         return qflash.attention(query, key, value, mask, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(patching, "attention", spy)
     model, x = qflash.patch(build_swin()), torch.randn(2, 3, 28, 28)
     with torch.set_grad_enabled(gradients):
         out = model(x)
-    # where a gradient is wanted the sum is PyTorch's own
+    # where a gradient is wanted bias and sum are PyTorch's own
     assert steps == {49 if gradients else 56}
     with torch.no_grad():
         assert torch.equal(model(x), out)
+
+
+class Counted:
+    """Counts the calls of the functions that work a bias out."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = {"_look_up": 0, "_sum": 0}
+        for name in self.calls:
+            monkeypatch.setattr(patching, name, self.counting(name, getattr(patching, name)))
+
+    def counting(self, name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*arguments: torch.Tensor) -> torch.Tensor:
+            self.calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    def during(self, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+        """Return what ``call`` returns, and how many biases were looked up and sums formed meanwhile."""
+        before = dict(self.calls)
+        return call(), self.calls["_look_up"] - before["_look_up"], self.calls["_sum"] - before["_sum"]
+
+
+def count_windows(model: nn.Module) -> tuple[int, int]:
+    """Return how many window attentions a Swin has, and of how many the windows are shifted."""
+    shifted = sum(getattr(module, "attn_mask", None) is not None for module in model.modules())
+    return sum(isinstance(module, WindowAttention) for module in model.modules()), shifted
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_kept_bias_is_worked_out_once(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        model, x = build_swin(), torch.randn(2, 3, 28, 28)
+        layers, shifted = count_windows(model)
+        assert layers > shifted > 0
+        counted = Counted(monkeypatch)
+        wanted, looked_up, summed = counted.during(lambda: qflash.patch(model)(x))
+        assert (looked_up, summed) == (layers, shifted)
+        assert counted.during(lambda: model(x))[1:] == (layers, shifted)
+        qflash.patch(model, keep_bias=True)
+        assert "keep_bias=True" in repr(model)
+        # a mask is not known to stay before it has come twice
+        for expected in ((layers, shifted), (0, shifted), (0, 0)):
+            out, looked_up, summed = counted.during(lambda: model(x))
+            assert torch.equal(out, wanted)
+            assert (looked_up, summed) == expected
+        # of other functions than ours, too
+        qflash.patch(model, attention=qflash.attention, keep_bias=True)
+        assert [counted.during(lambda: model(x))[1:] for _ in range(3)] == [(layers, shifted), (0, shifted), (0, 0)]
+
+
+@torch.no_grad()
+def test_a_kept_bias_follows_the_weights() -> None:
+    model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(2, 3, 28, 28)
+    other = build_swin()
+    for module in other.modules():
+        if isinstance(module, WindowAttention):
+            module.relative_position_bias_table.normal_()
+    tables = [module.relative_position_bias_table for module in model.modules() if isinstance(module, WindowAttention)]
+
+    def check(x: torch.Tensor) -> torch.Tensor:
+        fresh = qflash.patch(copy.deepcopy(model))
+        assert not any(module._qflash_keep_bias for module in fresh.modules() if hasattr(module, "_qflash_keep_bias"))
+        wanted = fresh(x)
+        for _ in range(3):
+            assert torch.equal(model(x), wanted)
+        return wanted
+
+    seen = [check(x)]
+    model.load_state_dict(other.state_dict())
+    seen.append(check(x))
+    for table in tables:
+        table.mul_(-1.0)
+    seen.append(check(x))
+    for table in tables:
+        table.data = table.data + 1.5 * torch.randn(table.shape)
+    seen.append(check(x))
+    for module in model.modules():
+        if getattr(module, "attn_mask", None) is not None:
+            module.attn_mask.neg_()
+    seen.append(check(x))
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
+    check(torch.randn(1, 3, 28, 28))
+    model.to(torch.bfloat16)
+    check(x.bfloat16())
+    assert check(x.bfloat16()).dtype == torch.bfloat16
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(x.bfloat16()), model(x.bfloat16()))
+    assert "_qflash" not in " ".join(key for module in qflash.unpatch(model).modules() for key in module.__dict__)
+
+
+@torch.no_grad()
+def test_a_mask_of_each_call_is_added_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = WindowAttention(64, 2, window_size=7).eval()
+    x = torch.randn(8, 49, 64)
+    masks = [torch.where(torch.rand(4, 49, 49) < 0.3, -100.0, 0.0) for _ in range(3)]
+    wanted = [qflash.patch(attention)(x, mask) for mask in masks]
+    counted = Counted(monkeypatch)
+    qflash.patch(attention, keep_bias=True)
+    for number, mask in enumerate(masks):
+        out, looked_up, summed = counted.during(lambda mask=mask: attention(x, mask.clone()))
+        assert torch.equal(out, wanted[number])
+        assert (looked_up, summed) == (number == 0, 1)
+
+
+def test_a_bias_that_needs_a_gradient_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(1, 3, 28, 28)
+    layers, shifted = count_windows(model)
+    counted = Counted(monkeypatch)
+    for _ in range(3):
+        out, looked_up, summed = counted.during(lambda: model(x))
+        assert (looked_up, summed) == (layers, shifted)
+    with pytest.raises(NotImplementedError, match="inference"):
+        out.sum().backward()
+    model.requires_grad_(False)
+    assert [counted.during(lambda: model(x))[1:] for _ in range(3)] == [(layers, shifted), (0, shifted), (0, 0)]
 
 
 @torch.no_grad()
@@ -321,6 +438,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         qflash.patch(model, "best")
     with pytest.raises(ValueError, match="backend"):
         qflash.patch(model, backend="cuda")
+    with pytest.raises(TypeError, match="keep_bias must be True or False"):
+        qflash.patch(model, keep_bias="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="attention must be a function"):
         qflash.patch(model, attention="sdpa")  # type: ignore[arg-type]
     for given in ({"recipe": "paper"}, {"backend": "reference"}):

@@ -46,12 +46,18 @@ class Method:
         change: makes the model use it, in place.
         context: entered around all calls.
         is_sdpa: PyTorch's own, to which ratios refer.
+        applies: whether it is anything of its own in a model.
     """
 
     name: str
     change: Callable[[nn.Module], object] = lambda model: model
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_sdpa: bool = False
+    applies: Callable[[nn.Module], bool] = lambda model: True
+
+
+def _has_bias(model: nn.Module) -> bool:
+    return any(hasattr(module, "relative_position_bias_table") for module in model.modules())
 
 
 def _use_sdpa(model: nn.Module) -> None:
@@ -93,6 +99,8 @@ def make_methods(
                 "qflash" if recipe == "default" else f"qflash {recipe}", functools.partial(patch, recipe=bench.RECIPES[recipe])
             )
         )
+    if "default" in recipes:
+        found.append(Method("qflash kept bias", functools.partial(patch, keep_bias=True), applies=_has_bias))
     for text in peers:
         name, function = bench.import_peer(text)
         found.append(Method(name, _with(functools.partial(function, is_causal=False))))
@@ -123,7 +131,7 @@ def measure(
         name: for the rows.
         model: in float32, in evaluation mode; it is copied, not changed.
         images: float32, (batch, 3, height, width), on the device to run on.
-        methods: see :func:`make_methods`.
+        methods: see :func:`make_methods`; those that do not apply to the model are left out.
         dtype: of weights and images while they are timed.
         rounds: samples a method.
     """
@@ -132,6 +140,8 @@ def measure(
         wanted = copy.deepcopy(model).to(device)(images)
     runners = []
     for method in methods:
+        if not method.applies(model):
+            continue
         row: dict[str, Any] = dict.fromkeys(FIELDS)
         row |= {"model": name, "batch": len(images), "dtype": str(dtype).removeprefix("torch."), "method": method.name}
         runner = _Runner(method, row)
@@ -276,7 +286,8 @@ def run_models(
     rows: list[dict[str, Any]] = record["rows"]
     console = bench.table_console()
     console.print(f"{record['environment']['device']}. {record['timing']}.\n")
-    with bench.progress_bar(len(loaded) * len(batches) * len(methods)) as tick:
+    runs = len(batches) * sum(method.applies(model) for model, _ in loaded.values() for method in methods)
+    with bench.progress_bar(runs) as tick:
         for name, (model, size) in loaded.items():
             for batch in batches:
                 images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0)).to(device)

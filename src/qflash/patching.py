@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch import nn
 from .api import attention, causal_mask
 from .layout import empty_bias
 from .recipe import Recipe, resolve_recipe
-from .validation import check_backend
+from .validation import check_backend, check_flags
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 AttentionFunction = Callable[..., torch.Tensor]
@@ -59,6 +60,47 @@ class Adapter:
         return False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A tensor worked out from others, which are looked at again whenever it is asked for.
+
+    Attributes:
+        sources: what it was worked out from.
+        marks: where these lay, of what type, and how many times they had been written to.
+        result: the tensor.
+    """
+
+    sources: tuple[torch.Tensor, ...]
+    marks: tuple[Any, ...]
+    result: torch.Tensor
+
+    def holds(self, sources: tuple[torch.Tensor, ...]) -> bool:
+        """Tell whether it would come out the same again."""
+        same = len(sources) == len(self.sources) and all(a is b for a, b in zip(sources, self.sources, strict=True))
+        return same and self.marks == _marks(sources)
+
+
+def _marks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    # Module.to() leaves a parameter's object and changes everything else of it; what is made in inference mode counts no writes
+    return tuple((x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version) for x in tensors)
+
+
+def _keep(module: Any, name: str, sources: tuple[torch.Tensor, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return ``make()``, or what it returned when ``sources`` were the same as now."""
+    kept = module._qflash_kept.get(name)
+    if kept is not None and kept.holds(sources):
+        return kept.result
+    result = make()
+    if result.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            # not there before the graph has run, and then the graph's own
+            return result
+        # from now on other streams may read it, and nobody reads the one before any more
+        torch.cuda.synchronize(result.device)
+    module._qflash_kept[name] = _Kept(sources, _marks(sources), result)
+    return result
+
+
 class _Patched:
     """Marks a patched module's class; recipe, back end and attention function are the instance's own."""
 
@@ -66,15 +108,28 @@ class _Patched:
     _qflash_recipe: Recipe
     _qflash_backend: str
     _qflash_attention: AttentionFunction | None = None
+    _qflash_keep_bias: bool = False
+    _qflash_kept: dict[str, _Kept]
+    _qflash_mask: Callable[[], torch.Tensor | None]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The subclass is made at run time and cannot be imported by name; its base can.
-        return _rebuild, (self._qflash_base,), self.__dict__.copy()
+        # The subclass is made at run time and cannot be imported by name; its base can. What was kept is worked out again.
+        return _rebuild, (self._qflash_base,), {**self.__dict__, **_nothing_kept()}
 
     def extra_repr(self) -> str:
         if self._qflash_attention is not None:
-            return f"attention={getattr(self._qflash_attention, '__qualname__', self._qflash_attention)}"
-        return f"recipe={self._qflash_recipe}, backend={self._qflash_backend!r}"
+            text = f"attention={getattr(self._qflash_attention, '__qualname__', self._qflash_attention)}"
+        else:
+            text = f"recipe={self._qflash_recipe}, backend={self._qflash_backend!r}"
+        return text + ", keep_bias=True" * self._qflash_keep_bias
+
+
+def _no_mask() -> None:
+    """Stand for a weak reference to a mask that there is not."""
+
+
+def _nothing_kept() -> dict[str, Any]:
+    return {"_qflash_kept": {}, "_qflash_mask": _no_mask}
 
 
 def _attend(
@@ -164,15 +219,42 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     return self.proj_drop(self.proj(out))
 
 
-def _sum(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Add a bias (heads, tokens, tokens) and the mask of each window: (windows, heads, tokens, tokens).
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Look a bias up in a table (distances, heads): (heads, tokens, tokens), the shape of ``index`` behind the heads.
 
-    Where neither a gradient nor compilation forbids it, into rows that kernels load faster.
+    Like :func:`_sum`, where neither a gradient nor compilation forbids it, into rows that kernels load faster.
     """
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and table.requires_grad):
+        return table.t().index_select(1, index.flatten()).unflatten(1, index.shape)
+    out = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
+    return torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=out)
+
+
+def _sum(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Add a bias (heads, tokens, tokens) and the mask of each window: (windows, heads, tokens, tokens)."""
     mask = mask.unsqueeze(1)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)):
         return bias + mask
     return torch.add(bias, mask, out=empty_bias(bias, (len(mask), *bias.shape), torch.result_type(bias, mask)))
+
+
+def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return what a Swin layer adds to its scores: (1 or windows, heads, tokens, tokens).
+
+    With ``patch(..., keep_bias=True)`` it is worked out once; a mask that is another tensor in every call is added in each.
+    """
+    table, index = module.relative_position_bias_table, module.relative_position_index
+    keep = module._qflash_keep_bias and not torch.compiler.is_compiling()
+    if not keep or (torch.is_grad_enabled() and table.requires_grad):
+        bias = _look_up(table, index)
+        return bias.unsqueeze(0) if mask is None else _sum(bias, mask)
+    bias = _keep(module, "bias", (table, index), lambda: _look_up(table, index))
+    if mask is None:
+        return bias.unsqueeze(0)
+    if module._qflash_mask() is mask:
+        return _keep(module, "sum", (table, index, mask), lambda: _sum(bias, mask))
+    module.__dict__["_qflash_mask"] = weakref.ref(mask)
+    return _sum(bias, mask)
 
 
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,18 +271,16 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
     Raises:
         RuntimeError: in training mode with attention dropout.
     """
-    tokens = x.shape[1]
     query, key, value = _heads(self, x)
-    index = self.relative_position_index.flatten()
-    bias = self.relative_position_bias_table.t().index_select(1, index).unflatten(1, (tokens, tokens))
+    bias = _window_bias(self, mask)
     if mask is None:
-        out = _attend(self, query, key, value, bias.unsqueeze(0))
+        out = _attend(self, query, key, value, bias)
     else:
         # With the windows in a dimension of their own the mask broadcasts over the images: its size does not
         # depend on the batch.
         windows = mask.shape[0]
         query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
-        out = _attend(self, query, key, value, _sum(bias, mask)).flatten(0, 1)
+        out = _attend(self, query, key, value, bias).flatten(0, 1)
     return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -242,11 +322,12 @@ def patch(
     backend: str = "auto",
     *,
     attention: AttentionFunction | None = None,
+    keep_bias: bool = False,
 ) -> ModelT:
     """Make every supported attention module of ``model`` compute with :func:`qflash.attention`, in place.
 
-    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces recipe, back end
-    and attention function. The patched model is for inference: attention dropout raises, and backward() is not implemented.
+    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
+    that is said here. The patched model is for inference: attention dropout raises, and backward() is not implemented.
 
     Args:
         model: any module that holds timm ``Attention`` or Swin ``WindowAttention``, or is one.
@@ -256,12 +337,18 @@ def patch(
             ``attention(query, key, value, attn_mask=mask, scale=scale)``: float tensors (batch, heads, tokens,
             head_dim), a bool or additive mask broadcastable to (batch, heads, queries, keys) or None, and the factor
             of the scores. It returns (batch, heads, queries, head_dim). Excludes ``recipe`` and ``backend``.
+        keep_bias: for weights that stay as they are: look the bias of a Swin layer up, and add the mask of shifted windows
+            to it, in the first calls only instead of in every one. It needs memory for the sum, (windows, heads, tokens,
+            tokens) a layer. Weights that are loaded or changed later are noticed, but not by a CUDA graph captured before,
+            nor if they are written to through ``.data`` or in inference mode: then patch again. Without effect under
+            ``torch.compile`` and where the bias needs a gradient.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        TypeError: ``model`` is not a module, ``recipe`` not a recipe, or ``attention`` cannot be called.
+        TypeError: ``model`` is not a module, ``recipe`` not a recipe, ``attention`` cannot be called, or ``keep_bias``
+            is neither True nor False.
         ValueError: the model holds no supported attention module; no such recipe or back end; or one of them is
             given with ``attention``. The model is then unchanged.
         ImportError: no library whose models can be patched is installed.
@@ -270,6 +357,7 @@ def patch(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     choices = resolve_recipe(recipe)
     check_backend(backend)
+    check_flags(keep_bias=keep_bias)
     if attention is not None:
         if not callable(attention):
             raise TypeError(
@@ -300,7 +388,7 @@ def patch(
         module._qflash_recipe = choices  # type: ignore[assignment]
         module._qflash_backend = backend  # type: ignore[assignment]
         # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
-        module.__dict__["_qflash_attention"] = attention
+        module.__dict__ |= {"_qflash_attention": attention, "_qflash_keep_bias": keep_bias, **_nothing_kept()}
     return model
 
 
@@ -321,6 +409,7 @@ def unpatch(model: ModelT) -> ModelT:
     for module in model.modules():
         if isinstance(module, _Patched):
             del module._qflash_recipe, module._qflash_backend
-            module.__dict__.pop("_qflash_attention", None)
+            for name in ("_qflash_attention", "_qflash_keep_bias", *_nothing_kept()):
+                module.__dict__.pop(name, None)
             module.__class__ = module._qflash_base
     return model

@@ -99,6 +99,14 @@ def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyP
     module.test_twin_output_multiplier_and_requantize()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_window_bias(emulated: Load, target: str) -> None:
+    module = emulated("test_window_bias", target)
+    for sizes in module.SIZES[2:5]:
+        module.test_kernel(sizes, (module.HALF, module.HALF))
+    module.test_kernel_reads_nothing_that_is_not_the_table()
+
+
 @pytest.mark.usefixtures("few_processors")
 @pytest.mark.parametrize("case", range(6))
 def test_windows_int8(emulated: Load, case: int) -> None:

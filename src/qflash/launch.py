@@ -39,7 +39,7 @@ CPU = -1
 """Stands for the CPU where a GPU has its number."""
 
 
-def _place(tensors: Tensors) -> int | None:
+def place_of(tensors: Tensors) -> int | None:
     """Tell where a call runs that nobody watches: the current GPU's number, or :data:`CPU`.
 
     None if there is a subclass, a sparse tensor, tracing, a dispatch or function mode, a gradient, or another GPU.
@@ -82,7 +82,7 @@ def find(tensors: Tensors, options: Hashable) -> Plan | None:
         tensors: of the call, as given, in an order of the caller's; not yet checked.
         options: all its other arguments, as given.
     """
-    place = _place(tensors)  # first: torch.compile is not to look at the plans and guard them
+    place = place_of(tensors)  # first: torch.compile is not to look at the plans and guard them
     if place is None or not _plans:
         return None
     try:
@@ -108,7 +108,7 @@ def remember(
         prepare: returns what repeats the call, taking ``tensors``; None where that is not worth keeping.
         output_scale: see :class:`Plan`.
     """
-    place = _place(tensors)
+    place = place_of(tensors)
     if place is None or 0 in shape or (place != CPU and torch.cuda.is_current_stream_capturing()):
         return
     for given, view in zip(tensors, views, strict=True):

@@ -30,6 +30,11 @@ def has_aligned_rows(strides: Sequence[int], elements: int) -> bool:
     return step == 1 and all(stride % elements == 0 for stride in rows)
 
 
+def padded_row(elements: int) -> int:
+    """Return from where to where rows of a bias of so many elements are that begin at multiples of eight."""
+    return -(-elements // 8) * 8
+
+
 def empty_bias(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an empty bias whose rows begin at multiples of eight elements, whatever their length.
 
@@ -40,4 +45,4 @@ def empty_bias(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> 
         shape: of the bias, of one dimension or more.
         dtype: of the bias.
     """
-    return like.new_empty((*shape[:-1], -(-shape[-1] // 8) * 8), dtype=dtype)[..., : shape[-1]]
+    return like.new_empty((*shape[:-1], padded_row(shape[-1])), dtype=dtype)[..., : shape[-1]]

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from .api import attention, causal_mask
-from .layout import empty_bias
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend, check_flags
+from .window_bias import window_bias
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 AttentionFunction = Callable[..., torch.Tensor]
@@ -85,19 +85,19 @@ def _marks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     return tuple((x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version) for x in tensors)
 
 
-def _keep(module: Any, name: str, sources: tuple[torch.Tensor, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return ``make()``, or what it returned when ``sources`` were the same as now."""
-    kept = module._qflash_kept.get(name)
+def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return ``function(*sources)``, or what it returned the last time if the sources were the same."""
+    kept = module._qflash_kept
     if kept is not None and kept.holds(sources):
         return kept.result
-    result = make()
+    result = function(*sources)
     if result.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             # not there before the graph has run, and then the graph's own
             return result
         # from now on other streams may read it, and nobody reads the one before any more
         torch.cuda.synchronize(result.device)
-    module._qflash_kept[name] = _Kept(sources, _marks(sources), result)
+    module.__dict__["_qflash_kept"] = _Kept(sources, _marks(sources), result)
     return result
 
 
@@ -109,7 +109,7 @@ class _Patched:
     _qflash_backend: str
     _qflash_attention: AttentionFunction | None = None
     _qflash_keep_bias: bool = False
-    _qflash_kept: dict[str, _Kept]
+    _qflash_kept: _Kept | None
     _qflash_mask: Callable[[], torch.Tensor | None]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def _no_mask() -> None:
 
 
 def _nothing_kept() -> dict[str, Any]:
-    return {"_qflash_kept": {}, "_qflash_mask": _no_mask}
+    return {"_qflash_kept": None, "_qflash_mask": _no_mask}
 
 
 def _attend(
@@ -219,42 +219,19 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     return self.proj_drop(self.proj(out))
 
 
-def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Look a bias up in a table (distances, heads): (heads, tokens, tokens), the shape of ``index`` behind the heads.
-
-    Like :func:`_sum`, where neither a gradient nor compilation forbids it, into rows that kernels load faster.
-    """
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and table.requires_grad):
-        return table.t().index_select(1, index.flatten()).unflatten(1, index.shape)
-    out = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
-    return torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=out)
-
-
-def _sum(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Add a bias (heads, tokens, tokens) and the mask of each window: (windows, heads, tokens, tokens)."""
-    mask = mask.unsqueeze(1)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)):
-        return bias + mask
-    return torch.add(bias, mask, out=empty_bias(bias, (len(mask), *bias.shape), torch.result_type(bias, mask)))
-
-
 def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
     """Return what a Swin layer adds to its scores: (1 or windows, heads, tokens, tokens).
 
-    With ``patch(..., keep_bias=True)`` it is worked out once; a mask that is another tensor in every call is added in each.
+    With ``patch(..., keep_bias=True)`` it is worked out once, unless the mask is another tensor in every call.
     """
     table, index = module.relative_position_bias_table, module.relative_position_index
     keep = module._qflash_keep_bias and not torch.compiler.is_compiling()
+    if keep and mask is not None and module._qflash_mask() is not mask:
+        module.__dict__["_qflash_mask"] = weakref.ref(mask)
+        keep = False
     if not keep or (torch.is_grad_enabled() and table.requires_grad):
-        bias = _look_up(table, index)
-        return bias.unsqueeze(0) if mask is None else _sum(bias, mask)
-    bias = _keep(module, "bias", (table, index), lambda: _look_up(table, index))
-    if mask is None:
-        return bias.unsqueeze(0)
-    if module._qflash_mask() is mask:
-        return _keep(module, "sum", (table, index, mask), lambda: _sum(bias, mask))
-    module.__dict__["_qflash_mask"] = weakref.ref(mask)
-    return _sum(bias, mask)
+        return window_bias(table, index, mask)
+    return _keep(module, (table, index) if mask is None else (table, index, mask), window_bias)
 
 
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

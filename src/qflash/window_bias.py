@@ -1,0 +1,68 @@
+"""What a Swin layer adds to its scores: relative position bias, and the mask of shifted windows."""
+
+from __future__ import annotations
+
+import torch
+
+from . import launch
+from .backends import triton_unavailable
+from .layout import empty_bias
+from .validation import FLOAT_DTYPES
+
+_OPTIONS = ("window bias",)
+_MOST_BLOCKS = 65535
+
+
+def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Look a bias up and add the mask of each window to it: ``table.t()[:, index] + mask[:, None]``, rounded like that.
+
+    On a GPU that is one launch. Rows of the result are aligned (:func:`qflash.align_bias`), unless a gradient or
+    ``torch.compile`` is to go through here.
+
+    Args:
+        table: (distances, heads), float.
+        index: int64, (tokens, tokens): the row of ``table`` for each query and key.
+        mask: float, (windows, tokens, tokens), or None.
+
+    Returns:
+        (windows or 1, heads, tokens, tokens), of the table's dtype or what table and mask promote to.
+
+    Raises:
+        IndexError: a number in ``index`` that the table has not, on a CPU; on a GPU NaN stands there.
+    """
+    gradient = torch.is_grad_enabled() and (table.requires_grad or (mask is not None and mask.requires_grad))
+    if gradient or torch.compiler.is_compiling():
+        bias = table.t().index_select(1, index.flatten()).unflatten(1, index.shape).unsqueeze(0)
+        return bias if mask is None else bias + mask.unsqueeze(1)
+    # a parameter as a plain tensor
+    tensors = table.detach(), index, mask
+    plan = launch.find(tensors, _OPTIONS)
+    if plan is not None:
+        return plan.run(*tensors)[..., : index.shape[1]]
+    if _has_kernel(*tensors):
+        from .kernels.bias import window_bias_call
+
+        call, out = window_bias_call(*tensors)
+        call.run()
+        places = {"table": 0, "index": 1} | ({} if mask is None else {"mask": 2})
+        launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(torch.empty_like(out), places))
+        return out[..., : index.shape[1]]
+    bias = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
+    bias = torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=bias).unsqueeze(0)
+    if mask is None:
+        return bias
+    shape = (len(mask), *bias.shape[1:])
+    return torch.add(bias, mask.unsqueeze(1), out=empty_bias(bias, shape, torch.result_type(bias, mask)))
+
+
+def _has_kernel(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    place = launch.place_of((table, index, mask))
+    return (
+        place not in (None, launch.CPU)
+        and triton_unavailable(table.device) is None
+        and table.dtype in FLOAT_DTYPES
+        and index.dtype == torch.int64
+        and max(table.shape[1], 0 if mask is None else len(mask)) <= _MOST_BLOCKS
+        and (mask is None or (mask.dtype in FLOAT_DTYPES and mask.numel() > 0))
+        and 0 not in (*table.shape, *index.shape)
+    )

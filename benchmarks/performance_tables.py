@@ -223,20 +223,25 @@ def newer() -> list[str]:
     return lines
 
 
-def models() -> list[str]:
+def models(card: str = CARD) -> list[str]:
     """Whole models: images a second, and the ratio to the fastest SDPA back end."""
-    lines = [
-        "| model | timm | SDPA flash | SDPA cuDNN | SDPA efficient | **qflash** | ratio | ÷ timm | SQNR dB of logits |",
-        "|" + "---|" * 9,
-    ]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in rows_of("models"):
+    for row in rows_of("models", card):
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    names = ("timm", "sdpa flash", "sdpa cudnn", "sdpa efficient", "qflash")
+    others = {"timm": "timm", "SDPA flash": "sdpa flash", "SDPA cuDNN": "sdpa cudnn", "SDPA efficient": "sdpa efficient"}
+    kept = "qflash kept bias"
+    has_kept = any(kept in methods for methods in found.values())
+    columns = ["model", *others, "**qflash**", "ratio", "÷ timm", *(["**bias kept**", "ratio"] if has_kept else [])]
+    columns.append("SQNR dB of logits")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for (model, batch), methods in found.items():
-        speed = {name: methods[name]["images_s"] for name in names}
-        cells = ["-" if speed[name] is None else f"{speed[name]:.0f}" for name in names]
+        speed = {name: row["images_s"] for name, row in methods.items()}
+        cells = [number(speed[name], 0) for name in (*others.values(), "qflash")]
         cells += [number(methods["qflash"]["ratio"], 3), number(speed["qflash"] / speed["timm"])]
+        if has_kept:
+            cells += [
+                number(methods[kept][key], digits) if kept in methods else "" for key, digits in (("images_s", 0), ("ratio", 3))
+            ]
         lines.append(f"| {model} b{batch} | {' | '.join(cells)} | {number(methods['qflash']['sqnr_db'], 1)} |")
     return lines
 
@@ -332,7 +337,7 @@ def laid_out(text: str) -> str:
     """Return the page with every table between its markers as the results have it."""
     every = (aims, latency, ratios, shapes, models, bias, eager, energy, profile, instructions, newer)
     made = {make.__name__: make() for make in every}
-    made |= {f"{make.__name__} {OTHER_CARD}": make(OTHER_CARD) for make in (aims, latency, ratios, bias)}
+    made |= {f"{make.__name__} {OTHER_CARD}": make(OTHER_CARD) for make in (aims, latency, ratios, models, bias)}
     for name, lines in made.items():
         start, end = f"<!-- table:{name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(start)

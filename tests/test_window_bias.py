@@ -46,12 +46,16 @@ def test_in_pytorch(sizes: tuple[int, int, int], gradient: bool) -> None:
         assert window_bias(table, index, mask).stride(-2) % 8 == 0
 
 
-def test_compiled_without_a_graph_break() -> None:
+@pytest.mark.parametrize("windows", [0, 4])
+def test_compiled_without_a_graph_break(windows: int) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(window_bias, fullgraph=True, backend="aot_eager")
-    for windows in (0, 4):
-        arguments = make_bias(2, 49, windows)
-        assert torch.equal(compiled(*arguments), formula(*arguments))
+    table, index, mask = make_bias(2, 49, windows)
+    got = compiled(table, index, mask)
+    assert torch.equal(got, formula(table, index, mask))
+    assert got.stride(-2) == 56
+    table.requires_grad_()
+    assert torch.equal(compiled(table, index, mask), formula(table, index, mask))
 
 
 def test_a_distance_that_the_table_has_not() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from . import launch
 from .backends import triton_unavailable
-from .layout import empty_bias
+from .layout import empty_bias, padded_row
 from .validation import FLOAT_DTYPES
 
 _OPTIONS = ("window bias",)
@@ -16,8 +16,8 @@ _MOST_BLOCKS = 65535
 def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Look a bias up and add the mask of each window to it: ``table.t()[:, index] + mask[:, None]``, rounded like that.
 
-    On a GPU that is one launch. Rows of the result are aligned (:func:`qflash.align_bias`), unless a gradient or
-    ``torch.compile`` is to go through here.
+    On a GPU that is one launch. Rows of the result are aligned (:func:`qflash.align_bias`), unless a gradient is to go through
+    here.
 
     Args:
         table: (distances, heads), float.
@@ -33,7 +33,10 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
     gradient = torch.is_grad_enabled() and (table.requires_grad or (mask is not None and mask.requires_grad))
     if gradient or torch.compiler.is_compiling():
         bias = table.t().index_select(1, index.flatten()).unflatten(1, index.shape).unsqueeze(0)
-        return bias if mask is None else bias + mask.unsqueeze(1)
+        if mask is not None:
+            bias = bias + mask.unsqueeze(1)
+        # which a compiler does in passing
+        return bias if gradient else _pad(bias)
     # a parameter as a plain tensor
     tensors = table.detach(), index, mask
     plan = launch.find(tensors, _OPTIONS)
@@ -45,7 +48,7 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
         call, out = window_bias_call(*tensors)
         call.run()
         places = {"table": 0, "index": 1} | ({} if mask is None else {"mask": 2})
-        launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(torch.empty_like(out), places))
+        launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(out, places))
         return out[..., : index.shape[1]]
     bias = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
     bias = torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=bias).unsqueeze(0)
@@ -53,6 +56,11 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
         return bias
     shape = (len(mask), *bias.shape[1:])
     return torch.add(bias, mask.unsqueeze(1), out=empty_bias(bias, shape, torch.result_type(bias, mask)))
+
+
+def _pad(bias: torch.Tensor) -> torch.Tensor:
+    tokens = bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, padded_row(tokens) - tokens))[..., :tokens]
 
 
 def _has_kernel(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qflash
 from helpers import DEVICE, make_inputs, operator_samples, same_bits
+from qflash import launch, ops
+from qflash.backends import cpu_missing
 
 MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(0)) < 0.7
 
@@ -19,6 +22,13 @@ def integer_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     out = qflash.int8_attention(*tensors, output_scale=0.01)
     assert isinstance(out, qflash.QuantizedTensor)
     return out.dequantize()
+
+
+def float_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    tensors = (qflash.quantize(query, "token"), qflash.quantize(key), qflash.quantize(value, "channel"))
+    out = qflash.int8_attention(*tensors, out_dtype=torch.float32)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
@@ -31,6 +41,7 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "three dimensions": lambda q, k, v: qflash.attention(q[0], k[0], v[0]),
     "five dimensions": lambda q, k, v: qflash.attention(q[None], k[None], v[None]),
     "integer path": integer_path,
+    "float output": float_output,
 }
 
 
@@ -55,6 +66,34 @@ def test_compiled_once_for_all_shapes(name: str) -> None:
         for shape in ((3, 2, 17, 20, 16), (7, 2, 33, 8, 16)):
             inputs = make_inputs(*shape)
             assert same_bits(compiled(*inputs), CALLS[name](*inputs))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and cpu_missing() is not None, reason="no compiled kernels here")
+@pytest.mark.parametrize("name", ["default", "paper", "causal", "three dimensions", "float output"])
+def test_a_compiled_call_goes_the_whole_way_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"_attention": 0, "_int8_attention": 0}
+
+    def counting(part: str, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*arguments: object) -> torch.Tensor:
+            calls[part] += 1
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(launch, "_plans", collections.OrderedDict())
+    inputs = [make_inputs(2, 2, 9, 12, 16, seed=seed) for seed in range(4)]
+    call = CALLS[name]
+    expected = [call(*one) for one in inputs]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for part in calls:
+        monkeypatch.setattr(ops, part, counting(part, getattr(ops, part)))
+    launch._plans.clear()
+    with torch.no_grad():
+        assert all(same_bits(compiled(*one), wanted) for one, wanted in zip(inputs, expected, strict=True))
+    # attention on a CPU is made of the other
+    assert calls == (
+        {"_attention": 0, "_int8_attention": 1} if name == "float output" else {"_attention": 1, "_int8_attention": 1}
+    )
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import launch, ops  # noqa: F401  (ops registers torch.ops.qflash)
-from .backends import resolve_backend
+from . import launch, ops
 from .layout import empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
@@ -121,25 +120,12 @@ def attention(
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
-    q, k, v, mask = views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
+    views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
     out = torch.ops.qflash.attention(*views, is_causal, factor, choices.key, backend)
     shape = (*query.shape[:-1], value.shape[-1])
 
     def prepare() -> Callable[..., torch.Tensor] | None:
-        resolved = resolve_backend(backend, query.device)
-        if resolved == "cpu":
-            from .kernels.cpu import prepare_attention
-
-            return prepare_attention(q, k, v, mask, is_causal, factor, out, choices, shape)
-        if resolved != "triton" or not query.is_cuda:
-            return None
-        from .kernels.attention import fusable, fused_calls
-
-        if not fusable(q, k, v, mask, is_causal, choices):
-            return None
-        calls = fused_calls(q, k, v, mask, is_causal, factor, torch.empty_like(out), choices)
-        places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
-        return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
+        return ops.prepare_attention(*views, is_causal, factor, choices, backend, out, shape)
 
     launch.remember(tensors, options, views, shape, prepare)
     return out.view(shape)
@@ -300,28 +286,12 @@ def int8_attention(
     made = None if number is None else given
 
     def prepare() -> Callable[..., torch.Tensor] | None:
-        resolved = resolve_backend(backend, q.device)
-        float_mask = mask is not None and mask.dtype.is_floating_point  # is converted by launches of its own
-        own_scale = output_scale is None and given is not None and given is not value.scale
-        if float_mask or own_scale or resolved == "reference":
+        if output_scale is None and given is not None and given is not value.scale:
+            # repeated for query's heads
             return None
-        arguments = (q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale)
-        places = {"q": 0, "qs": 1, "k": 2, "ks": 3, "v": 4, "vs": 5} | ({} if mask is None else {"mask": 6})
-        if made is None:
-            places["os"] = 5 if output_scale is None else 7
-        if resolved == "cpu":
-            from .kernels.cpu import prepare_int8_attention
-
-            # here every call looks at the values of an output scale that is a tensor
-            return None if scale_tensor is not None else prepare_int8_attention(*arguments, out, choices, shape, places)
-        from .kernels.attention import attention_calls
-        from .kernels.tiles import fits_hopper, is_short
-
-        widths, keys = (q.shape[3], v.shape[3]), k.shape[2]
-        if not q.is_cuda or not (is_short(choices, *widths, keys) or fits_hopper(choices, *widths, q.shape[2], keys)):
-            return None
-        calls = attention_calls(*arguments, torch.empty_like(out), choices)
-        return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
+        at = None if made is not None else 5 if output_scale is None else 7
+        found = q, query_scale, k, key_scale, v, value_scale, mask, out_scale
+        return ops.prepare_int8_attention(found, is_causal, factor, choices, backend, out, shape, at)
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
     launch.remember(tensors, options, views, shape, prepare, made)

@@ -18,7 +18,6 @@ import qflash
 from helpers import (
     GPU,
     LAYOUTS,
-    count_calls,
     draw_case,
     draw_fused_case,
     lay_out,
@@ -73,13 +72,20 @@ def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(got, expected), varied
 
 
+def count_plans() -> int:
+    """How many calls are kept that did not begin at an operator."""
+    from qflash import launch
+
+    return sum(key[0][0] not in ("operator", "int8 operator") for key in launch._plans)  # type: ignore[index]
+
+
 def test_a_repeated_call_has_the_same_bits() -> None:
     from qflash import launch
 
     launch._plans.clear()
     for shape in ((2, 3, 197), (4, 2, 49)):
         for dtype in (torch.float16, torch.bfloat16):
-            kept = count_calls(launch._plans)
+            kept = count_plans()
             for seed in range(4):
                 query, key, value = inputs_on_gpu(*shape, head_dim=64, seed=seed, dtype=dtype)
                 bias = torch.randn(1, shape[1], shape[2], shape[2], device=CUDA, dtype=dtype)
@@ -87,7 +93,7 @@ def test_a_repeated_call_has_the_same_bits() -> None:
                     got = qflash.attention(query, key, value, mask)
                     expected = qflash.attention(query, key, value, mask, backend="reference")
                     assert same_bits(got, expected), (shape, dtype, seed)
-            assert count_calls(launch._plans) == kept + 2
+            assert count_plans() == kept + 2
     # other strides, alignment, windows: each its own plan or none, never another's
     query, key, value = inputs_on_gpu(4, 2, 49, head_dim=64)
     shifted = torch.cat([query.flatten(), query.new_zeros(1)])[1:].view(query.shape)
@@ -135,7 +141,7 @@ def test_a_repeated_int8_call_has_the_same_bits() -> None:
                 else:
                     assert same_bits(got.values, expected.values), (seed, granularities, way)
                     assert same_bits(got.scale, expected.scale)
-        assert count_calls(launch._plans) == 2 * len(ways)
+        assert count_plans() == 2 * len(ways)
     # several launches, or scales that had to be copied: nothing is kept, and nothing is wrong
     kept = len(launch._plans)
     long = [qflash.quantize(x) for x in inputs_on_gpu(1, 2, 2000, head_dim=64)]

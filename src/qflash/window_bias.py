@@ -37,19 +37,20 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
             bias = bias + mask.unsqueeze(1)
         # which a compiler does in passing
         return bias if gradient else _pad(bias)
-    # a parameter as a plain tensor
-    tensors = table.detach(), index, mask
-    plan = launch.find(tensors, _OPTIONS)
-    if plan is not None:
-        return plan.run(*tensors)[..., : index.shape[1]]
-    if _has_kernel(*tensors):
-        from .kernels.bias import window_bias_call
+    if table.is_cuda:
+        # a parameter as a plain tensor
+        tensors = table.detach(), index, mask
+        plan = launch.find(tensors, _OPTIONS)
+        if plan is not None:
+            return plan.run(*tensors)[..., : index.shape[1]]
+        if _has_kernel(*tensors):
+            from .kernels.bias import window_bias_call
 
-        call, out = window_bias_call(*tensors)
-        call.run()
-        places = {"table": 0, "index": 1} | ({} if mask is None else {"mask": 2})
-        launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(out, places))
-        return out[..., : index.shape[1]]
+            call, out = window_bias_call(*tensors)
+            call.run()
+            places = {"table": 0, "index": 1} | ({} if mask is None else {"mask": 2})
+            launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(out, places))
+            return out[..., : index.shape[1]]
     bias = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
     bias = torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=bias).unsqueeze(0)
     if mask is None:
@@ -64,9 +65,9 @@ def _pad(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    place = launch.place_of((table, index, mask))
+    """Tell whether these tensors of a GPU are what the kernel takes, and it runs there."""
     return (
-        place not in (None, launch.CPU)
+        launch.place_of((table, index, mask)) is not None
         and triton_unavailable(table.device) is None
         and table.dtype in FLOAT_DTYPES
         and index.dtype == torch.int64

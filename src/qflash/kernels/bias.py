@@ -57,9 +57,7 @@ def window_bias_call(table: torch.Tensor, index: torch.Tensor, mask: torch.Tenso
         "table_stride_h": table.stride(1),
         "index_stride_m": index.stride(0),
         "index_stride_n": index.stride(1),
-        **dict(
-            zip(("mask_stride_w", "mask_stride_m", "mask_stride_n"), (0, 0, 0) if mask is None else mask.stride(), strict=True)
-        ),
+        **{f"mask_stride_{axis}": 0 if mask is None else mask.stride(dim) for dim, axis in enumerate("wmn")},
         "QUERIES": queries,
         "KEYS": keys,
         "ROW": row,

@@ -6,6 +6,7 @@ the interpreter and the GPU draw from the same distribution of cases.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.util
 import math
@@ -13,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 import qflash
+from qflash.kernels.calls import Call
 from qflash.kernels.tiles import most_queries
 from qflash.recipe import PRESETS, Recipe
 
@@ -33,6 +36,34 @@ def eviction_policy(case: int) -> str:
 
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def count_calls(plans: Iterable[Any]) -> int:
+    """Return how many of the calls kept in ``launch._plans`` did not begin at an operator."""
+    return sum(not callable(key[0][0]) for key in plans)
+
+
+def run_by_address(run: Callable[[Call], None]) -> Callable[[Call], Callable[..., None]]:
+    """Return what stands in for ``Call.launcher`` on a CPU: what it returns has ``run`` make the launch.
+
+    Arguments that are addresses become tensors that lie there, like those of the call it was made of.
+    """
+
+    def there(address: int, like: torch.Tensor) -> torch.Tensor:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        memory = (ctypes.c_char * (last * like.element_size())).from_address(address)
+        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+    def launcher(call: Call) -> Callable[..., None]:
+        def launch(*values: Any) -> None:
+            given = zip(call.kernel.arg_names, values, strict=True)
+            tensors = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+            arguments = {name: there(x, tensors[name]) if name in tensors else x for name, x in given}
+            run(call._replace(arguments=arguments))
+
+        return launch
+
+    return launcher
 
 
 def load_benchmark(name: str) -> ModuleType:

@@ -20,9 +20,10 @@ import torch
 from triton.runtime import JITFunction
 
 import ptx
-from helpers import same_bits
+from helpers import run_by_address, same_bits
 from qflash import ops, reference
 from qflash.kernels import attention
+from qflash.kernels.calls import record
 from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
 from qflash.recipe import DEFAULT
 
@@ -97,6 +98,53 @@ def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyP
     module = emulated("test_fixed_point", target)
     monkeypatch.setattr(module, "GUARD", False)
     module.test_twin_output_multiplier_and_requantize()
+
+
+@pytest.mark.parametrize("kernels", [["windows_kernel"], ["hopper_kernel"], ["long_range", "long_quantize", "long_hopper"]])
+def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
+    """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
+    emulated("test_calls")
+    launched: list[str] = []
+
+    def run(call: attention.Call) -> None:
+        launched.append(call.kernel.__name__)
+        # what is compiled is not for the interpreter
+        compiled = {name: False for name in call.arguments if name == "GUARD"}
+        launch_twice(call._replace(arguments=call.arguments | compiled), "sm_90")
+
+    monkeypatch.setattr(attention.Call, "launcher", run_by_address(run))
+    # a CPU otherwise has what is made for the interpreter
+    real = attention._calls
+    monkeypatch.setattr(attention, "_calls", lambda *a, **b: real(*a[:10], False, *a[11:], **b))
+    tokens, head_dim = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64)}.get(kernels[0], (300, 64))
+
+    def draw(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(1, 1, tokens, head_dim, generator=generator).half() for _ in range(3)]
+
+    def go(*tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value = tensors
+        if tokens < 300:
+            out = torch.empty_like(query)
+            for call in attention.fused_calls(query, key, value, None, False, 0.2, out, DEFAULT):
+                call.run()
+            return out
+        out = torch.empty_like(query)
+        found = attention.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+        for call in attention.attention_calls(
+            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.2, None, out, DEFAULT,
+            tiles=LONG, value_sums=found.value_sums, dealt=True,
+        ):  # fmt: skip
+            call.run()
+        return out
+
+    _, prepare = record(go, draw(0))
+    again = prepare()
+    assert again is not None
+    others = draw(1)
+    got = again(*others)
+    assert [name for name, of in zip(launched, kernels, strict=True) if of not in name] == []
+    assert same_bits(got, ops.attention(*others, None, False, 0.2, DEFAULT.key, "reference"))
 
 
 @pytest.mark.parametrize("target", TARGETS)

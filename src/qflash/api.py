@@ -62,6 +62,13 @@ def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     return mask.flatten(0, -4)
 
 
+def _shaped(run: Callable[..., torch.Tensor] | None, shape: tuple[int, ...]) -> Callable[..., torch.Tensor] | None:
+    """Return ``run``, whose output has four dimensions, with outputs of a shape."""
+    if run is None or len(shape) == 4:
+        return run
+    return lambda *tensors: run(*tensors).view(shape)
+
+
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return what ``is_causal`` stands for as a bool mask (queries, keys): query i sees keys 0 to i."""
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -121,13 +128,10 @@ def attention(
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
     views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
-    out = torch.ops.qflash.attention(*views, is_causal, factor, choices.key, backend)
+    given = is_causal, factor, choices.key, backend
+    out = torch.ops.qflash.attention(*views, *given)
     shape = (*query.shape[:-1], value.shape[-1])
-
-    def prepare() -> Callable[..., torch.Tensor] | None:
-        return ops.prepare_attention(*views, is_causal, factor, choices, backend, out, shape)
-
-    launch.remember(tensors, options, views, shape, prepare)
+    launch.remember(tensors, options, views, shape, lambda: _shaped(ops.kept(ops.attention, views, given), shape))
     return out.view(shape)
 
 
@@ -289,9 +293,17 @@ def int8_attention(
         if output_scale is None and given is not None and given is not value.scale:
             # repeated for query's heads
             return None
-        at = None if made is not None else 5 if output_scale is None else 7
+        if scale_tensor is not None and not q.is_cuda:
+            # whose values every call looks at
+            return None
         found = q, query_scale, k, key_scale, v, value_scale, mask, out_scale
-        return ops.prepare_int8_attention(found, is_causal, factor, choices, backend, out, shape, at)
+        run = _shaped(ops.kept(ops.int8_attention, found, (is_causal, factor, stored, choices.key, backend)), shape)
+        if run is None or scale_tensor is not None or given is None:
+            return run
+        inner = run
+        if made is not None:
+            return lambda *tensors: inner(*tensors[:7], made)
+        return lambda *tensors: inner(*tensors[:7], tensors[5])
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
     launch.remember(tensors, options, views, shape, prepare, made)

@@ -9,7 +9,7 @@ makes here and not by way of :mod:`qflash.api`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +84,55 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     return torch.where((wide != wide) | (wide == math.inf), fp.BIAS_POISON, fixed)
 
 
+def kept(
+    operator: Callable[..., torch.Tensor], tensors: launch.Tensors, choices: tuple[Any, ...]
+) -> Callable[..., torch.Tensor] | None:
+    """Return what an earlier ``operator(*tensors, *choices)`` left for tensors like these, which it takes, of any rank.
+
+    Args:
+        operator: :func:`attention` or :func:`int8_attention`.
+    """
+    plan = launch.find(tensors, (operator, choices))
+    return None if plan is None else plan.run
+
+
+def _repeatable(
+    operator: Callable[..., torch.Tensor],
+    whole_way: Callable[..., torch.Tensor],
+    tensors: launch.Tensors,
+    choices: tuple[Any, ...],
+    prepare_on_cpu: Callable[[torch.Tensor], Callable[..., torch.Tensor] | None],
+) -> torch.Tensor:
+    """Return ``whole_way(*tensors, *choices)``, found again if there was such a call before.
+
+    Args:
+        choices: of which the last is the back end.
+        prepare_on_cpu: returns what repeats the call with the back end for CPUs, from its output.
+    """
+    run = kept(operator, tensors, choices)
+    if run is not None:
+        return run(*tensors)
+
+    def go(*tensors: torch.Tensor | None) -> torch.Tensor:
+        return whole_way(*tensors, *choices)
+
+    place = launch.place_of(tensors)
+    if place is None:
+        return go(*tensors)
+    if place != launch.CPU and resolve_backend(choices[-1], torch.device("cuda", place)) == "triton":
+        from .kernels.calls import record
+
+        out, prepare = record(go, tensors)
+    else:
+        out = go(*tensors)
+
+        def prepare() -> Callable[..., torch.Tensor] | None:
+            return prepare_on_cpu(out) if resolve_backend(choices[-1], out.device) == "cpu" else None
+
+    launch.remember(tensors, (operator, choices), tensors, out.shape, prepare)
+    return out
+
+
 def int8_attention(
     query: torch.Tensor,
     query_scale: torch.Tensor,
@@ -101,20 +150,16 @@ def int8_attention(
 ) -> torch.Tensor:
     """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
     tensors = query, query_scale, key, key_scale, value, value_scale, mask, output_scale
-    options = "int8 operator", is_causal, scale, out_dtype, recipe, backend
-    plan = launch.find(tensors, options)
-    if plan is not None:
-        return plan.run(*tensors)
-    out = _int8_attention(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype, recipe, backend
-    )
 
-    def prepare() -> Callable[..., torch.Tensor] | None:
-        at = 5 if output_scale is None else 7
-        return prepare_int8_attention(tensors, is_causal, scale, Recipe.from_key(recipe), backend, out, out.shape, at)
+    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        from .kernels.cpu import prepare_int8_attention
 
-    launch.remember(tensors, options, tensors, out.shape, prepare)
-    return out
+        return prepare_int8_attention(
+            query, query_scale, key, key_scale, value, value_scale, mask, output_scale, is_causal, scale, out,
+            Recipe.from_key(recipe),
+        )  # fmt: skip
+
+    return _repeatable(int8_attention, _int8_attention, tensors, (is_causal, scale, out_dtype, recipe, backend), prepare_on_cpu)
 
 
 def _int8_attention(
@@ -125,9 +170,9 @@ def _int8_attention(
     value: torch.Tensor,
     value_scale: torch.Tensor,
     mask: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
     is_causal: bool,
     scale: float,
-    output_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     recipe: str,
     backend: str,
@@ -151,51 +196,6 @@ def _int8_attention(
     return reference.int8_attention(*arguments, like=like)
 
 
-def prepare_int8_attention(
-    tensors: Sequence[torch.Tensor | None],
-    is_causal: bool,
-    scale: float,
-    recipe: Recipe,
-    backend: str,
-    out: torch.Tensor,
-    shape: tuple[int, ...],
-    output_scale_at: int | None,
-) -> Callable[..., torch.Tensor] | None:
-    """Return what repeats :func:`int8_attention` on tensors of the same shapes and strides, or None where it is not worth it.
-
-    Args:
-        tensors: query, its scale, key, its scale, value, its scale, mask and output scale; such tensors it takes.
-        out: what the call returned; new outputs are like it.
-        shape: of the output, as the caller wants it.
-        output_scale_at: which of the tensors is the output scale, or takes its place where there is none; None: always the
-            one there is now.
-    """
-    query, query_scale, key, key_scale, value, value_scale, mask, output_scale = tensors
-    assert query is not None and key is not None and value is not None
-    assert query_scale is not None and key_scale is not None and value_scale is not None
-    resolved = resolve_backend(backend, query.device)
-    # a float mask is converted by launches of its own
-    if resolved == "reference" or (mask is not None and mask.dtype.is_floating_point):
-        return None
-    arguments = (query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale)
-    places = {"q": 0, "qs": 1, "k": 2, "ks": 3, "v": 4, "vs": 5} | ({} if mask is None else {"mask": 6})
-    if output_scale_at is not None:
-        places["os"] = output_scale_at
-    if resolved == "cpu":
-        from .kernels import cpu
-
-        # there every call looks at the values of an output scale of its own
-        return None if output_scale_at == 7 else cpu.prepare_int8_attention(*arguments, out, recipe, shape, places)
-    from .kernels.attention import attention_calls
-    from .kernels.tiles import fits_hopper, is_short
-
-    widths, keys = (query.shape[3], value.shape[3]), key.shape[2]
-    if not query.is_cuda or not (is_short(recipe, *widths, keys) or fits_hopper(recipe, *widths, query.shape[2], keys)):
-        return None
-    calls = attention_calls(*arguments, torch.empty_like(out), recipe)
-    return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
-
-
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -207,17 +207,13 @@ def attention(
     backend: str,
 ) -> torch.Tensor:
     """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
-    tensors, options = (query, key, value, mask), ("operator", is_causal, scale, recipe, backend)
-    plan = launch.find(tensors, options)
-    if plan is not None:
-        return plan.run(*tensors)
-    out = _attention(query, key, value, mask, is_causal, scale, recipe, backend)
 
-    def prepare() -> Callable[..., torch.Tensor] | None:
-        return prepare_attention(query, key, value, mask, is_causal, scale, Recipe.from_key(recipe), backend, out, out.shape)
+    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        from .kernels.cpu import prepare_attention
 
-    launch.remember(tensors, options, tensors, out.shape, prepare)
-    return out
+        return prepare_attention(query, key, value, mask, is_causal, scale, out, Recipe.from_key(recipe))
+
+    return _repeatable(attention, _attention, (query, key, value, mask), (is_causal, scale, recipe, backend), prepare_on_cpu)
 
 
 def _attention(
@@ -256,41 +252,9 @@ def _attention(
     key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
     value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
     return _int8_attention(
-        query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, is_causal, scale, None, dtype,
+        query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, None, is_causal, scale, dtype,
         recipe, backend, like,
     )  # fmt: skip
-
-
-def prepare_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    recipe: Recipe,
-    backend: str,
-    out: torch.Tensor,
-    shape: tuple[int, ...],
-) -> Callable[..., torch.Tensor] | None:
-    """Return what repeats :func:`attention` on query, key, value and mask of the same shapes and strides.
-
-    None where it is not worth it. ``out`` and ``shape`` are as for :func:`prepare_int8_attention`.
-    """
-    resolved = resolve_backend(backend, query.device)
-    if resolved == "cpu":
-        from .kernels import cpu
-
-        return cpu.prepare_attention(query, key, value, mask, is_causal, scale, out, recipe, shape)
-    if resolved != "triton" or not query.is_cuda:
-        return None
-    from .kernels.attention import fusable, fused_calls
-
-    if not fusable(query, key, value, mask, is_causal, recipe):
-        return None
-    calls = fused_calls(query, key, value, mask, is_causal, scale, torch.empty_like(out), recipe)
-    places = {"q": 0, "k": 1, "v": 2} | ({} if mask is None else {"mask": 3})
-    return calls[0].prepare(out.view(shape), places) if len(calls) == 1 else None
 
 
 def _fake_quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -196,7 +196,7 @@ def compile_call(call: Any, target: str) -> Any:
 
     Args:
         call: has ``kernel``, ``grid``, ``arguments`` (by name) and ``options``, as
-            :class:`qflash.kernels.attention.Call` has.
+            :class:`qflash.kernels.calls.Call` has.
         target: for instance ``"sm_90"``.
 
     Returns:

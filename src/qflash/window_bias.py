@@ -44,12 +44,11 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
         if plan is not None:
             return plan.run(*tensors)[..., : index.shape[1]]
         if _has_kernel(*tensors):
-            from .kernels.bias import window_bias_call
+            from .kernels.bias import launch_window_bias
+            from .kernels.calls import record
 
-            call, out = window_bias_call(*tensors)
-            call.run()
-            places = {"table": 0, "index": 1} | ({} if mask is None else {"mask": 2})
-            launch.remember(tensors, _OPTIONS, tensors, out.shape, lambda: call.prepare(out, places))
+            out, prepare = record(launch_window_bias, tensors)
+            launch.remember(tensors, _OPTIONS, tensors, out.shape, prepare)
             return out[..., : index.shape[1]]
     bias = empty_bias(table, (table.shape[1], *index.shape), table.dtype)
     bias = torch.ops.aten.index.Tensor_out(table.t(), [None, index], out=bias).unsqueeze(0)

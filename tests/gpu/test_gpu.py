@@ -18,6 +18,7 @@ import qflash
 from helpers import (
     GPU,
     LAYOUTS,
+    count_calls,
     draw_case,
     draw_fused_case,
     lay_out,
@@ -72,20 +73,13 @@ def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(got, expected), varied
 
 
-def count_plans() -> int:
-    """How many calls are kept that did not begin at an operator."""
-    from qflash import launch
-
-    return sum(key[0][0] not in ("operator", "int8 operator") for key in launch._plans)  # type: ignore[index]
-
-
 def test_a_repeated_call_has_the_same_bits() -> None:
     from qflash import launch
 
     launch._plans.clear()
     for shape in ((2, 3, 197), (4, 2, 49)):
         for dtype in (torch.float16, torch.bfloat16):
-            kept = count_plans()
+            kept = count_calls(launch._plans)
             for seed in range(4):
                 query, key, value = inputs_on_gpu(*shape, head_dim=64, seed=seed, dtype=dtype)
                 bias = torch.randn(1, shape[1], shape[2], shape[2], device=CUDA, dtype=dtype)
@@ -93,7 +87,7 @@ def test_a_repeated_call_has_the_same_bits() -> None:
                     got = qflash.attention(query, key, value, mask)
                     expected = qflash.attention(query, key, value, mask, backend="reference")
                     assert same_bits(got, expected), (shape, dtype, seed)
-            assert count_plans() == kept + 2
+            assert count_calls(launch._plans) == kept + 2
     # other strides, alignment, windows: each its own plan or none, never another's
     query, key, value = inputs_on_gpu(4, 2, 49, head_dim=64)
     shifted = torch.cat([query.flatten(), query.new_zeros(1)])[1:].view(query.shape)
@@ -141,20 +135,52 @@ def test_a_repeated_int8_call_has_the_same_bits() -> None:
                 else:
                     assert same_bits(got.values, expected.values), (seed, granularities, way)
                     assert same_bits(got.scale, expected.scale)
-        assert count_plans() == 2 * len(ways)
-    # several launches, or scales that had to be copied: nothing is kept, and nothing is wrong
+        assert count_calls(launch._plans) == 2 * len(ways)
+    # a float mask, which PyTorch converts: nothing is kept, and nothing is wrong
     kept = len(launch._plans)
-    long = [qflash.quantize(x) for x in inputs_on_gpu(1, 2, 2000, head_dim=64)]
-    floating = torch.randn(197, 197, device=CUDA)
-    for _ in range(2):
-        assert same_bits(qflash.int8_attention(*long).values, qflash.int8_attention(*long, backend="reference").values)
+    for seed in range(2):
+        floating = torch.randn(197, 197, device=CUDA)
         got, expected = (qflash.int8_attention(*int8, floating, backend=backend) for backend in ("auto", "reference"))
-        assert same_bits(got.values, expected.values)
+        assert same_bits(got.values, expected.values), seed
     assert len(launch._plans) == kept
     with pytest.raises(ValueError, match="output_scale"):
         qflash.int8_attention(*int8, output_scale=-1.0)
     with pytest.raises(TypeError, match="recipe"):
         qflash.int8_attention(*int8, recipe=[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "recipe"),
+    [(2000, 64, "default"), (1100, 128, "default"), (150, 160, "default"), (400, 64, "paper"), (700, 32, "default")],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_of_several_launches_is_repeated(tokens: int, head_dim: int, recipe: str, causal: bool) -> None:
+    """Rows that one program does not hold: temporary tensors and descriptions for the copy engine are made anew."""
+    from qflash import launch
+
+    launch._plans.clear()
+    options: dict[str, Any] = {"is_causal": causal, "recipe": recipe}
+    for seed in range(3):
+        inputs = inputs_on_gpu(2, 3, tokens, head_dim=head_dim, seed=seed)
+        for given in (inputs, (inputs[0], inputs[1], inputs[1])):
+            got = qflash.attention(*given, **options)
+            assert same_bits(got, qflash.attention(*given, **options, backend="reference")), seed
+        int8 = [qflash.quantize(x * (1 + seed)) for x in inputs]
+        int8_got = qflash.int8_attention(*int8, **options)
+        expected = qflash.int8_attention(*int8, **options, backend="reference")
+        assert same_bits(int8_got.values, expected.values), seed
+        assert same_bits(int8_got.scale, expected.scale), seed
+        # in a graph, too: what a repeated call allocates there stays there
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = qflash.attention(*inputs, **options)
+            also = qflash.int8_attention(*int8, **options)
+        for _ in range(2):
+            graph.replay()
+        assert same_bits(captured, qflash.attention(*inputs, **options, backend="reference")), seed
+        assert same_bits(also.values, expected.values), seed
+    # PyTorch puts the paper's one scale of a whole tensor together
+    assert count_calls(launch._plans) == (1 if recipe == "paper" else 2)
 
 
 @pytest.mark.parametrize("geometry", range(200, 212))

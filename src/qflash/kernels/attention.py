@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import triton
 from .. import fixed_point as fp
 from ..layout import empty_output, has_aligned_rows
 from ..recipe import Recipe
+from .calls import Call
 from .long import long_kernel, pack_value_kernel
 from .long_quantize import launch_quantize_long
 from .quantize import chunk_tokens
@@ -202,48 +202,6 @@ def _split(
 
 def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
-
-
-class Call(NamedTuple):
-    """One kernel launch, spelt out: what :func:`launch_attention` runs and ``qflash verify`` compiles."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch it on the tensors it names."""
-        self.kernel[self.grid](**self.arguments, **self.options)
-
-    def prepare(self, like: torch.Tensor, places: dict[str, int]) -> Callable[..., torch.Tensor]:
-        """Return a function that repeats the launch on other tensors, of the same shapes, strides and alignment.
-
-        It keeps the compiled kernel and everything about its arguments but the addresses, which leaves a call little
-        more to do than the launch. The caller answers for the tensors being alike.
-
-        Args:
-            like: an output, of the shape the caller wants; every call makes a new one.
-            places: the arguments (without ``_ptr``) that are tensors of the caller's, and which. Other addresses stay.
-        """
-        compiled = self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)  # looked up, not launched
-        names = self.kernel.arg_names
-        values = [x.data_ptr() if isinstance(x := self.arguments[name], torch.Tensor) else x for name in names]
-        targets = [(names.index(f"{name}_ptr"), index) for name, index in places.items()]
-        out_at = names.index("o_ptr")
-        launch = compiled[self.grid]
-        shape, strides, dtype, device = like.shape, like.stride(), like.dtype, like.device
-
-        def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            arguments = values.copy()
-            for position, index in targets:
-                arguments[position] = tensors[index].data_ptr()  # type: ignore[union-attr]
-            arguments[out_at] = out.data_ptr()
-            launch(*arguments)
-            return out
-
-        return repeat
 
 
 def _options(tiles: Tiles) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..layout import padded_row
-from .attention import Call
+from .calls import Call
 
 _BLOCK = 512
 
@@ -36,15 +36,15 @@ def window_bias_kernel(
     tl.store(base + at, bias.to(o_ptr.dtype.element_ty), mask=at < QUERIES * ROW)
 
 
-def window_bias_call(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> tuple[Call, torch.Tensor]:
-    """Return the launch of :func:`qflash.window_bias.window_bias` and what it fills, with whole rows.
+def launch_window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Run :func:`qflash.window_bias.window_bias` on the GPU; its result, with whole rows.
 
     That is (windows, heads, tokens, tokens up to a multiple of eight).
     """
     distances, heads = table.shape
     queries, keys = index.shape
     row, windows = padded_row(keys), 1 if mask is None else len(mask)
-    dtype = table.dtype if mask is None else torch.result_type(table, mask)
+    dtype = table.dtype if mask is None else torch.promote_types(table.dtype, mask.dtype)
     out = table.new_empty((windows, heads, queries, row), dtype=dtype)
     arguments = {
         "table_ptr": table,
@@ -65,4 +65,5 @@ def window_bias_call(table: torch.Tensor, index: torch.Tensor, mask: torch.Tenso
         "BLOCK": _BLOCK,
     }
     grid = (triton.cdiv(queries * row, _BLOCK), heads, windows)
-    return Call(window_bias_kernel, grid, arguments, {"num_warps": 4, "num_stages": 1}), out
+    Call(window_bias_kernel, grid, arguments, {"num_warps": 4, "num_stages": 1}).run()
+    return out

@@ -244,38 +244,32 @@ def prepare_int8_attention(
     value: torch.Tensor,
     value_scale: torch.Tensor,
     mask: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
     is_causal: bool,
     softmax_scale: float,
-    output_scale: torch.Tensor | None,
     out: torch.Tensor,
     recipe: Recipe,
-    shape: tuple[int, ...],
-    places: dict[str, int],
 ) -> Callable[..., torch.Tensor] | None:
-    """Return what repeats :func:`launch_attention` on other tensors of the same shapes and strides, or None.
+    """Return what repeats :func:`launch_attention` on other tensors of the same shapes and strides.
 
-    Args:
-        out: an output of that call; new ones are like it.
-        shape: of the output, as the caller wants it.
-        places: addresses of an ``_Attention``, and which of the caller's tensors each is. Others stay.
+    That takes the tensors in this order, of any rank. None where a step in PyTorch precedes: a float mask. ``out`` is an
+    output of that call; new ones are like it.
     """
-    if key.shape[2] == 0:
+    if key.shape[2] == 0 or (mask is not None and mask.dtype.is_floating_point):
         return None
     stored = torch.empty_like(out, dtype=torch.int8 if out.dtype == torch.int8 else torch.float32, device="meta")
     template = _attention(
         query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, stored, recipe
     )
     like, attend = ctypes.byref(template), load().qflash_attention_at
-    strides, stored_dtype, dtype = stored.view(shape).stride(), stored.dtype, out.dtype
-    # of the pointers of a call the caller's tensor that each is, or the address that stays
-    sources = [(places.get(name), getattr(template, name)) for name in _POINTERS[:-1]]
+    shape, strides, stored_dtype, dtype = stored.shape, stored.stride(), stored.dtype, out.dtype
+    # which of the tensors each of the pointers is
+    places = {"q": 0, "k": 2, "v": 4, "qs": 1, "ks": 3, "vs": 5, "os": 5 if output_scale is None else 7, "mask": 6}
+    order = [places[name] for name in _POINTERS[:-1]]
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty_strided(shape, strides, dtype=stored_dtype)
-        addresses = [
-            address if index is None else tensors[index].data_ptr()  # type: ignore[union-attr]
-            for index, address in sources
-        ]
+        addresses = [0 if (x := tensors[index]) is None else x.data_ptr() for index in order]
         _check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
         return out.to(dtype)
 
@@ -291,12 +285,10 @@ def prepare_attention(
     softmax_scale: float,
     out: torch.Tensor,
     recipe: Recipe,
-    shape: tuple[int, ...],
 ) -> Callable[..., torch.Tensor] | None:
     """Return what repeats :func:`qflash.ops.attention` on other tensors of the same shapes and strides.
 
-    None where steps in PyTorch precede: a float mask, balancing, rotation. ``out`` and ``shape`` are as for
-    :func:`prepare_int8_attention`.
+    None where steps in PyTorch precede: a float mask, balancing, rotation. The rest is as for :func:`prepare_int8_attention`.
     """
     if recipe.balance or recipe.rotate or (mask is not None and mask.dtype != torch.bool) or key.shape[2] == 0:
         return None
@@ -314,7 +306,7 @@ def prepare_attention(
         values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, stored, recipe
     )
     conversions, like, attend = ctypes.byref(steps), ctypes.byref(template), load().qflash_float_attention
-    strides, views = stored.view(shape).stride(), (query.shape, key.shape, value.shape)
+    shape, strides, views = stored.shape, stored.stride(), (query.shape, key.shape, value.shape)
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty_strided(shape, strides, dtype=torch.float32)

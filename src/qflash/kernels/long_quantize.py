@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..recipe import Recipe
+from .calls import launch_kernel
 from .quantize import (
     amplitude_to_scale,
     chunk_tokens,
@@ -334,9 +335,9 @@ def launch_quantize_long(
     range_chunk = _range_chunk(tokens, batch * key_heads)
     ranges = triton.cdiv(tokens, range_chunk)
     low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
-    long_range_kernel[(ranges, key_heads, 2 * batch)](
-        key, value, low, high, *key.stride(), *value.stride(), tokens, channels, value_channels, range_chunk,
-        UNIT=unit, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,
+    launch_kernel(
+        long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *key.stride(), *value.stride(), tokens,
+        channels, value_channels, range_chunk, UNIT=unit, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,
     )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
@@ -344,10 +345,11 @@ def launch_quantize_long(
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
     # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
     # With two it does so, too, for a single range of 32 channels: a place more stays empty.
-    long_quantize_kernel[(chunks, heads, kinds * batch)](
-        like, key, value, low, high, *query_out, found.key, found.key_scale, packed, found.value_scale, found.value_sums,
-        *like.stride(), *key.stride(), *value.stride(), queries, tokens, padded, channels, key_row, value_channels,
-        width, key_heads, ranges, parts, chunk, KINDS=kinds, RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center,
-        DEALT=dealt, UNIT=unit, BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+    launch_kernel(
+        long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
+        found.key_scale, packed, found.value_scale, found.value_sums, *like.stride(), *key.stride(), *value.stride(), queries,
+        tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
+        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, DEALT=dealt, UNIT=unit, BLOCK_N=min(chunk, block),
+        BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

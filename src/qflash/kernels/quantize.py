@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .. import fixed_point as fp
 from ..quantization import SMALLEST_SCALE, scale_from_amplitude, scale_shape
+from .calls import launch_kernel
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 # Added to a number this rounds it to nearest, ties to even, in its lowest bits: 1.5 * 2**23, and 1.5 * 2**52 for float64.
@@ -292,7 +293,8 @@ def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.T
     for start in range(0, batch, 65535):
         stop = min(batch, start + 65535)
         centers = values if center is None else center[start:stop].contiguous()
-        quantize_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
+        launch_kernel(
+            quantize_kernel, (triton.cdiv(tokens, block), heads, stop - start),
             x[start:stop], spread[start:stop], centers, values[start:stop],
             *x.stride(), *spread.stride(), tokens, channels,
             CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels), GUARD=x.device.type == "cpu",
@@ -322,9 +324,10 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
             stop = min(batch, start + 65535)
             arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
             if granularity == "token" and not center:
-                quantize_token_kernel[(triton.cdiv(tokens, block), heads, stop - start)](
-                    *arguments, BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False
-                )
+                launch_kernel(
+                    quantize_token_kernel, (triton.cdiv(tokens, block), heads, stop - start), *arguments,
+                    BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                )  # fmt: skip
             else:
                 # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
                 # into chunks few enough that every program can look at the ranges of all.
@@ -334,12 +337,14 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                 low = high = values
                 if chunks > 1:
                     low, high = torch.empty((2, stop - start, heads, chunks, channels), device=x.device).unbind()
-                    range_kernel[(chunks, heads, stop - start)](
-                        x[start:stop], low, high, *x.stride(), tokens, channels, chunk, BLOCK_N=block, BLOCK_D=width
-                    )
-                quantize_head_kernel[(heads, stop - start, chunks)](
-                    *arguments, low, high, chunk, CHUNKS=triton.next_power_of_2(chunks), GRANULARITY=granularity,
-                    CENTER=center, BLOCK_N=whole, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                    launch_kernel(
+                        range_kernel, (chunks, heads, stop - start), x[start:stop], low, high, *x.stride(), tokens, channels,
+                        chunk, BLOCK_N=block, BLOCK_D=width,
+                    )  # fmt: skip
+                launch_kernel(
+                    quantize_head_kernel, (heads, stop - start, chunks), *arguments, low, high, chunk,
+                    CHUNKS=triton.next_power_of_2(chunks), GRANULARITY=granularity, CENTER=center, BLOCK_N=whole,
+                    BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
                     num_warps=8 if whole * width >= 8192 else 4,
                 )  # fmt: skip
         return values, scale
@@ -349,9 +354,10 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     high = torch.empty_like(low)
     for start in range(0, batch, 65535):
         stop = min(batch, start + 65535)
-        range_kernel[(chunks, heads, stop - start)](
-            x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens, channels, block, BLOCK_N=block, BLOCK_D=width
-        )
+        launch_kernel(
+            range_kernel, (chunks, heads, stop - start), x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens,
+            channels, block, BLOCK_N=block, BLOCK_D=width,
+        )  # fmt: skip
     middle = None
     if center:
         low, high = low.amin(dim=2, keepdim=True), high.amax(dim=2, keepdim=True)

@@ -1,0 +1,197 @@
+"""Kernel launches spelt out, noted while a call makes them, and made again on other tensors."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_aten = torch.ops.aten
+# what a call may do between launches, besides views, and still be no more than these launches
+_ALLOCATIONS = frozenset((
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+))  # fmt: skip
+_ALIGNMENT = 512
+"""Of temporary tensors in bytes, as PyTorch's own allocations on a GPU have it."""
+_watching = threading.local()
+
+
+class Call(NamedTuple):
+    """One kernel launch: what :func:`.attention.launch_attention` runs and ``qflash verify`` compiles."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it on the tensors it names."""
+        recording = getattr(_watching, "recording", None)
+        if recording is None:
+            self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        recording.calls.append(self)
+        # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
+        with _disable_current_modes():
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+    def launcher(self) -> Callable[..., None]:
+        """Return what launches the compiled kernel, given all arguments in order, addresses for tensors."""
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[self.grid]  # looked up, not launched
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any) -> None:
+    """Launch ``kernel[grid](*values, **named)``, as a :class:`Call`."""
+    names = kernel.arg_names
+    arguments = dict(zip(names, values, strict=False)) | {name: x for name, x in named.items() if name in names}
+    Call(kernel, grid, arguments, {name: x for name, x in named.items() if name not in names}).run()
+
+
+class Recording(TorchDispatchMode):
+    """Notes the launches made meanwhile, and whether PyTorch computed anything besides.
+
+    Attributes:
+        calls: the launches, in order; they keep the tensors that they name.
+        is_pure: nothing else happened than launches, allocations and views, so that the launches alone give the same again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.is_pure = True
+        self._allocated: set[int] = set()
+
+    def __enter__(self) -> Recording:
+        _watching.recording = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _watching.recording = None
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _ALLOCATIONS:
+            self._allocated.add(result.untyped_storage().data_ptr())
+        elif not function.is_view:
+            self.is_pure = False
+        return result
+
+    def repeat(self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        """Return a function that makes the launches again on tensors of the same shapes, strides, types and alignment.
+
+        It keeps the compiled kernels and everything about their arguments but the addresses, which leaves a call little more
+        to do than the launches. The caller answers for the tensors being alike.
+
+        Args:
+            tensors: what the call took, no two of them from the same address on.
+            out: what it returned; every call makes a new one.
+
+        Returns:
+            the function, which takes such ``tensors``; None if the launches are not all there is to it, or go somewhere else.
+        """
+        output = out.untyped_storage().data_ptr()
+        if not self.is_pure or not self.calls or out.storage_offset() or output not in self._allocated:
+            return None
+        places = {x.data_ptr(): index for index, x in enumerate(tensors) if x is not None}
+        # temporary tensors, one behind the other in one allocation
+        begins: dict[int, int] = {}
+        size = 0
+        steps = []
+        for call in self.calls:
+            step = _Step(call.launcher(), [call.arguments[name] for name in call.kernel.arg_names], [], [])
+            for at, x in enumerate(step.template):
+                base = getattr(x, "base", x)
+                if not isinstance(base, torch.Tensor):
+                    continue
+                storage, address = base.untyped_storage(), base.data_ptr()
+                begin = storage.data_ptr()
+                if address in places:
+                    step.given.append((at, places[address]))
+                elif begin not in self._allocated:
+                    return None
+                elif begin == output:
+                    step.own.append((at, 0, address - begin))
+                else:
+                    if begin not in begins:
+                        begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                    step.own.append((at, 1, begins[begin] + address - begin))
+                # nothing is to stay in memory for a place that is filled anew
+                step.template[at] = None if x is base else _with_base(x, None)
+            steps.append(step)
+        shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
+
+        def again(*tensors: torch.Tensor | None) -> torch.Tensor:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            scratch = torch.empty(size, dtype=torch.int8, device=device) if size else out
+            for launch, template, given, own in steps:
+                arguments = template.copy()
+                for at, index in given:
+                    x = tensors[index]
+                    assert x is not None
+                    arguments[at] = x.data_ptr() if template[at] is None else _with_base(template[at], x)
+                for at, which, offset in own:
+                    x = scratch if which else out
+                    arguments[at] = x.data_ptr() + offset if template[at] is None else _with_base(template[at], x[offset:])
+                launch(*arguments)
+            return out
+
+        return again
+
+
+class _Step(NamedTuple):
+    """A launch of a call that is repeated.
+
+    Attributes:
+        launch: takes all arguments in order.
+        template: these; None for addresses, descriptions of matrices without what they describe.
+        given: which arguments are the caller's tensors, and which of them.
+        own: which are in the output (0) or in what temporary tensors share (1), and how many bytes behind its beginning.
+    """
+
+    launch: Callable[..., None]
+    template: list[Any]
+    given: list[tuple[int, int]]
+    own: list[tuple[int, int, int]]
+
+
+def _with_base(description: Any, base: torch.Tensor | None) -> Any:
+    """Return a description of a matrix of bytes for the copy engine, of another one like it."""
+    other = copy.copy(description)
+    other.base = base
+    return other
+
+
+def _stand_in(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an empty tensor of its own of the same shape, strides, type and alignment."""
+    if x is None:
+        return None
+    last = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = (x.data_ptr() & 15) // x.element_size()
+    return torch.empty(first + last, dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), first)
+
+
+def record(
+    go: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, Callable[[], Callable[..., torch.Tensor] | None]]:
+    """Call ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`Recording.repeat`)."""
+    with Recording() as recording:
+        out = go(*tensors)
+
+    def prepare() -> Callable[..., torch.Tensor] | None:
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        if len(set(addresses)) == len(addresses):
+            return recording.repeat(tensors, out)
+        # which of them an address is can only be told of others
+        apart = [_stand_in(x) for x in tensors]
+        with Recording() as again:
+            like = go(*apart)
+        return again.repeat(apart, like)
+
+    return out, prepare

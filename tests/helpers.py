@@ -14,7 +14,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,16 +49,23 @@ def run_by_address(run: Callable[[Call], None]) -> Callable[[Call], Callable[...
     Arguments that are addresses become tensors that lie there, like those of the call it was made of.
     """
 
-    def there(address: int, like: torch.Tensor) -> torch.Tensor:
-        last = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        memory = (ctypes.c_char * (last * like.element_size())).from_address(address)
-        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+    def there(address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        memory = (ctypes.c_char * (last * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
     def launcher(call: Call) -> Callable[..., None]:
         def launch(*values: Any) -> None:
-            given = zip(call.kernel.arg_names, values, strict=True)
-            tensors = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
-            arguments = {name: there(x, tensors[name]) if name in tensors else x for name, x in given}
+            arguments = dict(call.arguments)
+            for name, x in zip(call.kernel.arg_names, values, strict=True):
+                like = arguments[name]
+                if isinstance(like, torch.Tensor):
+                    arguments[name] = there(x, like.shape, like.stride(), like.dtype)
+                elif hasattr(like, "base"):
+                    base = there(x.base.data_ptr(), x.shape, x.strides, like.base.dtype)
+                    arguments[name] = dataclasses.replace(x, base=base)
+                else:
+                    arguments[name] = x
             run(call._replace(arguments=arguments))
 
         return launch

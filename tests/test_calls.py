@@ -155,6 +155,7 @@ def test_quantisation(granularity: str) -> None:
         (lambda x: torch.empty(2, 3, 4).unbind(), True),
         (lambda x: x.new_empty(3).view(torch.uint8), True),
         (lambda x: x.contiguous().to(x.dtype), True),
+        (lambda x: torch.promote_types(x.dtype, torch.float16), True),
         (lambda x: x + 1, False),
         (lambda x: x.new_zeros(3), False),
         (lambda x: x.clone(), False),
@@ -183,9 +184,10 @@ def test_what_was_there_before_is_not_repeated() -> None:
     from qflash.kernels.bias import launch_window_bias
 
     table, index = torch.randn(5, 2), torch.randint(0, 5, (4, 4))
-    with Recording() as recording:
-        out = launch_window_bias(table, index, None)
-    assert recording.repeat((table,), out) is None
-    again = recording.repeat((table, index), out)
-    assert again is not None
-    assert same_bits(again(-table, index)[..., :4], -out[..., :4])
+    for mask in (None, torch.zeros(3, 4, 4)):
+        with Recording() as recording:
+            out = launch_window_bias(table, index, mask)
+        assert recording.repeat((table,), out) is None
+        again = recording.repeat((table, index, mask), out)
+        assert again is not None
+        assert same_bits(again(-table, index, mask)[..., :4], -out[..., :4])

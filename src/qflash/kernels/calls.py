@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 # what a call may do between launches, besides views, and still be no more than these launches
@@ -79,7 +79,7 @@ class Recording(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in _ALLOCATIONS:
             self._allocated.add(result.untyped_storage().data_ptr())
-        elif not function.is_view:
+        elif not function.is_view and any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs, result))):
             self.is_pure = False
         return result
 
@@ -113,36 +113,43 @@ class Recording(TorchDispatchMode):
                 storage, address = base.untyped_storage(), base.data_ptr()
                 begin = storage.data_ptr()
                 if address in places:
-                    step.given.append((at, places[address]))
+                    source, offset = places[address], 0
                 elif begin not in self._allocated:
                     return None
                 elif begin == output:
-                    step.own.append((at, 0, address - begin))
+                    source, offset = _OUTPUT, address - begin
                 else:
                     if begin not in begins:
                         begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                    step.own.append((at, 1, begins[begin] + address - begin))
+                    source, offset = _SCRATCH, begins[begin] + address - begin
                 # nothing is to stay in memory for a place that is filled anew
-                step.template[at] = None if x is base else _with_base(x, None)
+                if x is base:
+                    step.template[at] = None
+                    step.addresses.append((at, source, offset))
+                else:
+                    step.template[at] = _described(x, 0)
+                    step.descriptions.append((at, source, offset))
             steps.append(step)
         shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
 
         def again(*tensors: torch.Tensor | None) -> torch.Tensor:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            scratch = torch.empty(size, dtype=torch.int8, device=device) if size else out
-            for launch, template, given, own in steps:
+            scratch = torch.empty(size, dtype=torch.int8, device=device) if size else None
+            bases = [0 if x is None else x.data_ptr() for x in (*tensors, out, scratch)]
+            for launch, template, addresses, descriptions in steps:
                 arguments = template.copy()
-                for at, index in given:
-                    x = tensors[index]
-                    assert x is not None
-                    arguments[at] = x.data_ptr() if template[at] is None else _with_base(template[at], x)
-                for at, which, offset in own:
-                    x = scratch if which else out
-                    arguments[at] = x.data_ptr() + offset if template[at] is None else _with_base(template[at], x[offset:])
+                for at, source, offset in addresses:
+                    arguments[at] = bases[source] + offset
+                for at, source, offset in descriptions:
+                    arguments[at] = _described(template[at], bases[source] + offset)
                 launch(*arguments)
             return out
 
         return again
+
+
+_OUTPUT, _SCRATCH = -2, -1
+"""Which of a call's tensors, output and what temporary tensors share, in this order."""
 
 
 class _Step(NamedTuple):
@@ -150,21 +157,27 @@ class _Step(NamedTuple):
 
     Attributes:
         launch: takes all arguments in order.
-        template: these; None for addresses, descriptions of matrices without what they describe.
-        given: which arguments are the caller's tensors, and which of them.
-        own: which are in the output (0) or in what temporary tensors share (1), and how many bytes behind its beginning.
+        template: these; None for addresses, descriptions of matrices as if they lay at 0.
+        addresses: which arguments are addresses, in which of a call's tensors, and how many bytes behind its beginning.
+        descriptions: the same for descriptions of matrices.
     """
 
     launch: Callable[..., None]
     template: list[Any]
-    given: list[tuple[int, int]]
-    own: list[tuple[int, int, int]]
+    addresses: list[tuple[int, int, int]]
+    descriptions: list[tuple[int, int, int]]
 
 
-def _with_base(description: Any, base: torch.Tensor | None) -> Any:
-    """Return a description of a matrix of bytes for the copy engine, of another one like it."""
-    other = copy.copy(description)
-    other.base = base
+class _Address(int):
+    """What a description of a matrix needs of a tensor."""
+
+    data_ptr = int.__int__
+
+
+def _described(description: Any, address: int) -> Any:
+    """Return a description for the copy engine of a matrix that lies elsewhere. It is not checked again, which takes longer."""
+    other = object.__new__(type(description))
+    other.__dict__.update(description.__dict__, base=_Address(address))
     return other
 
 

@@ -11,7 +11,7 @@ import torch
 
 import qflash
 from helpers import draw_scale, lay_out, same_bits
-from qflash import ops, reference
+from qflash import launch, ops, reference
 from qflash.kernels.long_quantize import launch_quantize_long
 from qflash.kernels.tiles import LONG_HOPPER, Tiles
 from qflash.recipe import DEFAULT, Recipe
@@ -84,6 +84,8 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         if draw == 2:
             floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf)[geometry % 2]
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
+        # one that was made before would be repeated
+        launch._plans.clear()
         with (
             mock.patch("qflash.kernels.attention.launch_quantize_long", wraps=launch_quantize_long) as quantize,
             mock.patch("qflash.kernels.attention.fusable", return_value=False),
@@ -94,6 +96,8 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         assert (arguments[0] is None) == (dtype != torch.float32), dtype
         expected = ops.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
         assert same_bits(got, expected), (shapes, dtype, draw)
+        assert len(launch._plans) == 2
+        assert same_bits(qflash.attention(q, k, v, enable_gqa=True), expected), (shapes, dtype, draw)
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:

@@ -99,73 +99,58 @@ class Recording(TorchDispatchMode):
         output = out.untyped_storage().data_ptr()
         if not self.is_pure or not self.calls or out.storage_offset() or output not in self._allocated:
             return None
-        places = {x.data_ptr(): index for index, x in enumerate(tensors) if x is not None}
+        places = {x.data_ptr(): f"t{index}" for index, x in enumerate(tensors) if x is not None}
         # temporary tensors, one behind the other in one allocation
         begins: dict[int, int] = {}
         size = 0
-        steps = []
-        for call in self.calls:
-            step = _Step(call.launcher(), [call.arguments[name] for name in call.kernel.arg_names], [], [])
-            for at, x in enumerate(step.template):
-                base = getattr(x, "base", x)
+        # written out, because a loop over arguments takes as long as a launch
+        names: dict[str, Any] = {
+            "empty": torch.empty, "empty_strided": torch.empty_strided, "int8": torch.int8, "described": _described,
+            "shape": out.shape, "strides": out.stride(), "dtype": out.dtype, "device": out.device,
+        }  # fmt: skip
+        used: dict[str, None] = {}
+        launches = []
+        for number, call in enumerate(self.calls):
+            names[f"launch{number}"] = call.launcher()
+            words = []
+            for name in call.kernel.arg_names:
+                x = call.arguments[name]
+                base, constant = getattr(x, "base", x), f"{name}{number}"
                 if not isinstance(base, torch.Tensor):
+                    if type(x) not in (int, bool, str):
+                        names[constant] = x
+                    words.append(constant if constant in names else repr(x))
                     continue
                 storage, address = base.untyped_storage(), base.data_ptr()
                 begin = storage.data_ptr()
                 if address in places:
-                    source, offset = places[address], 0
+                    tensor, offset = places[address], 0
                 elif begin not in self._allocated:
                     return None
                 elif begin == output:
-                    source, offset = _OUTPUT, address - begin
+                    tensor, offset = "out", address - begin
                 else:
                     if begin not in begins:
                         begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                    source, offset = _SCRATCH, begins[begin] + address - begin
-                # nothing is to stay in memory for a place that is filled anew
-                if x is base:
-                    step.template[at] = None
-                    step.addresses.append((at, source, offset))
-                else:
-                    step.template[at] = _described(x, 0)
-                    step.descriptions.append((at, source, offset))
-            steps.append(step)
-        shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
-
-        def again(*tensors: torch.Tensor | None) -> torch.Tensor:
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            scratch = torch.empty(size, dtype=torch.int8, device=device) if size else None
-            bases = [0 if x is None else x.data_ptr() for x in (*tensors, out, scratch)]
-            for launch, template, addresses, descriptions in steps:
-                arguments = template.copy()
-                for at, source, offset in addresses:
-                    arguments[at] = bases[source] + offset
-                for at, source, offset in descriptions:
-                    arguments[at] = _described(template[at], bases[source] + offset)
-                launch(*arguments)
-            return out
-
+                    tensor, offset = "scratch", begins[begin] + address - begin
+                used[tensor] = None
+                word = f"{tensor}_at + {offset}" if offset else f"{tensor}_at"
+                if x is not base:
+                    # nothing is to stay in memory for a place that is filled anew
+                    names[constant], word = _described(x, 0), f"described({constant}, {word})"
+                words.append(word)
+            launches.append(f"launch{number}({', '.join(words)})")
+        lines = [
+            "out = empty_strided(shape, strides, dtype=dtype, device=device)",
+            *([f"scratch = empty({size}, dtype=int8, device=device)"] if size else []),
+            *(f"{tensor}_at = {tensor}.data_ptr()" for tensor in used),
+            *launches,
+            "return out",
+        ]
+        parameters = ", ".join(f"t{index}" for index in range(len(tensors)))
+        exec("\n    ".join((f"def again({parameters}):", *lines)), names)
+        again: Callable[..., torch.Tensor] = names["again"]
         return again
-
-
-_OUTPUT, _SCRATCH = -2, -1
-"""Which of a call's tensors, output and what temporary tensors share, in this order."""
-
-
-class _Step(NamedTuple):
-    """A launch of a call that is repeated.
-
-    Attributes:
-        launch: takes all arguments in order.
-        template: these; None for addresses, descriptions of matrices as if they lay at 0.
-        addresses: which arguments are addresses, in which of a call's tensors, and how many bytes behind its beginning.
-        descriptions: the same for descriptions of matrices.
-    """
-
-    launch: Callable[..., None]
-    template: list[Any]
-    addresses: list[tuple[int, int, int]]
-    descriptions: list[tuple[int, int, int]]
 
 
 class _Address(int):

@@ -111,11 +111,11 @@ class Recording(TorchDispatchMode):
         used: dict[str, None] = {}
         launches = []
         for number, call in enumerate(self.calls):
-            names[f"launch{number}"] = call.launcher()
+            names[f"launch_{number}"] = call.launcher()
             words = []
             for name in call.kernel.arg_names:
                 x = call.arguments[name]
-                base, constant = getattr(x, "base", x), f"{name}{number}"
+                base, constant = getattr(x, "base", x), f"{name}_{number}"
                 if not isinstance(base, torch.Tensor):
                     if type(x) not in (int, bool, str):
                         names[constant] = x
@@ -139,7 +139,7 @@ class Recording(TorchDispatchMode):
                     # nothing is to stay in memory for a place that is filled anew
                     names[constant], word = _described(x, 0), f"described({constant}, {word})"
                 words.append(word)
-            launches.append(f"launch{number}({', '.join(words)})")
+            launches.append(f"launch_{number}({', '.join(words)})")
         lines = [
             "out = empty_strided(shape, strides, dtype=dtype, device=device)",
             *([f"scratch = empty({size}, dtype=int8, device=device)"] if size else []),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from helpers import DEVICE, make_inputs, run_by_address, same_bits
-from qflash import ops
+from qflash import launch, ops
 from qflash.kernels.calls import Call, Recording, record
 from qflash.kernels.quantize import launch_quantize
 from qflash.recipe import PRESETS
@@ -94,6 +96,28 @@ def test_recipes_that_pytorch_prepares_are_not_repeated() -> None:
     assert kept["default"]
     # rotates
     assert not kept["accurate"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mask", "kept"), [("default", "none", True), ("default", "float", False), ("accurate", "none", False)]
+)
+def test_an_operator_notes_a_call_once(recipe: str, mask: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it can be repeated or not; as on a GPU, which there need not be."""
+    monkeypatch.setattr(launch, "place_of", lambda tensors: 0)
+    monkeypatch.setattr(ops, "resolve_backend", lambda backend, device: "reference" if backend == "reference" else "triton")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for store in ("_plans", "_unrepeatable"):
+        monkeypatch.setattr(launch, store, collections.OrderedDict())
+    whole_way, noted = ops._attention, []
+    monkeypatch.setattr(ops, "_attention", lambda *given: noted.append(given[-1]) or whole_way(*given))
+    with mock.patch("qflash.kernels.calls.record", wraps=record) as recorded:
+        for seed in range(3):
+            tensors = draw(seed, 300, mask)
+            got = ops.attention(*tensors, False, 0.2, PRESETS[recipe].key, "triton")
+            assert same_bits(got, whole_way(*tensors, False, 0.2, PRESETS[recipe].key, "reference"))
+    assert recorded.call_count == 1
+    assert noted == ["triton"] * (1 if kept else 3)
+    assert [len(launch._plans), len(launch._unrepeatable)] == [kept, not kept]
 
 
 @pytest.mark.parametrize("kind", KINDS)

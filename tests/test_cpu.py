@@ -8,6 +8,7 @@ import dataclasses
 import math
 import pathlib
 import platform
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +194,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> collections.OrderedDict[object, ob
     """No call has been made yet."""
     kept: collections.OrderedDict[object, object] = collections.OrderedDict()
     monkeypatch.setattr(launch, "_plans", kept)
+    monkeypatch.setattr(launch, "_unrepeatable", collections.OrderedDict())
     return kept
 
 
@@ -210,6 +212,23 @@ def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans:
                 assert same_bits(got, expected), (dtype, seed, options)
         # float masks go the whole way, and so does what PyTorch prepares; operators keep what they were called for, too
         assert len(plans) - kept == (0 if recipe == "accurate" else 6)
+
+
+@pytest.mark.usefixtures("plans")
+def test_that_a_call_cannot_be_repeated_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, outputs = cpu.prepare_attention, []
+
+    def noted(*arguments: Any) -> Any:
+        outputs.append(arguments[6])
+        return prepare(*arguments)
+
+    monkeypatch.setattr(cpu, "prepare_attention", noted)
+    for keys in (20, 21):
+        for seed in range(3):
+            inputs = make_inputs(1, 2, 9, keys, head_dim=16, seed=seed)
+            mask = torch.randn(9, keys, generator=torch.Generator().manual_seed(seed))
+            assert same_bits(qflash.attention(*inputs, mask), qflash.attention(*inputs, mask, backend="reference"))
+    assert len(outputs) == 2
 
 
 def test_a_repeated_call_of_other_ranks_has_the_reference_bits(plans: dict[object, object]) -> None:

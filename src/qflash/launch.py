@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,8 @@ class Plan(NamedTuple):
 
 MOST_PLANS = 512
 _plans: OrderedDict[Hashable, Plan] = OrderedDict()
+_unrepeatable: OrderedDict[Hashable, None] = OrderedDict()
+"""Calls that turned out not to be: to find that out takes time, too."""
 _mode_depth = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
@@ -91,6 +93,12 @@ def find(tensors: Tensors, options: Hashable) -> Plan | None:
         return None
 
 
+def is_unrepeatable(tensors: Tensors, options: Hashable) -> bool:
+    """Tell whether a call with the same signature has turned out to be none that can be kept."""
+    place = place_of(tensors)
+    return place is not None and _signature(tensors, options, place) in _unrepeatable
+
+
 def remember(
     tensors: Tensors,
     options: Hashable,
@@ -115,8 +123,14 @@ def remember(
         if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
             return
     run = prepare()
+    signature = _signature(tensors, options, place)
     if run is None:
-        return
-    _plans[_signature(tensors, options, place)] = Plan(run, output_scale)
-    if len(_plans) > MOST_PLANS:
-        _plans.popitem(last=False)
+        _keep(_unrepeatable, signature, None)
+    else:
+        _keep(_plans, signature, Plan(run, output_scale))
+
+
+def _keep(calls: OrderedDict[Hashable, Any], signature: Hashable, what: Any) -> None:
+    calls[signature] = what
+    if len(calls) > MOST_PLANS:
+        calls.popitem(last=False)

@@ -117,7 +117,7 @@ def _repeatable(
         return whole_way(*tensors, *choices)
 
     place = launch.place_of(tensors)
-    if place is None:
+    if place is None or launch.is_unrepeatable(tensors, (operator, choices)):
         return go(*tensors)
     if place != launch.CPU and resolve_backend(choices[-1], torch.device("cuda", place)) == "triton":
         from .kernels.calls import record

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 MOST_PLANS = 512
 _plans: OrderedDict[Hashable, Plan] = OrderedDict()
 _unrepeatable: OrderedDict[Hashable, None] = OrderedDict()
-"""Calls that turned out not to be: to find that out takes time, too."""
+"""Calls that turned out to be none that can be repeated; to find that out takes time, too."""
 _mode_depth = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 

@@ -5,6 +5,7 @@ With ``TRITON_INTERPRET=0`` they are compiled, and tests/test_without_gpu.py run
 
 from __future__ import annotations
 
+import collections
 import os
 
 import pytest
@@ -23,3 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> collections.OrderedDict[object, object]:
+    """No call has been made yet; returns those that are kept from now on."""
+    from qflash import launch
+
+    kept: collections.OrderedDict[object, object] = collections.OrderedDict()
+    monkeypatch.setattr(launch, "_plans", kept)
+    monkeypatch.setattr(launch, "_unrepeatable", collections.OrderedDict())
+    return kept

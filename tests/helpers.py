@@ -43,8 +43,8 @@ def count_calls(plans: Iterable[Any]) -> int:
     return sum(not callable(key[0][0]) for key in plans)
 
 
-def run_by_address(run: Callable[[Call], None]) -> Callable[[Call], Callable[..., None]]:
-    """Return what stands in for ``Call.launcher`` on a CPU: what it returns has ``run`` make the launch.
+def run_by_address(launched: list[str]) -> Callable[[Call], Callable[..., None]]:
+    """Return what stands in for ``Call.launcher`` on a CPU: what it returns runs the call, and notes the kernel's name.
 
     Arguments that are addresses become tensors that lie there, like those of the call it was made of.
     """
@@ -66,7 +66,8 @@ def run_by_address(run: Callable[[Call], None]) -> Callable[[Call], Callable[...
                     arguments[name] = dataclasses.replace(x, base=base)
                 else:
                     arguments[name] = x
-            run(call._replace(arguments=arguments))
+            launched.append(call.kernel.__name__)
+            call._replace(arguments=arguments).run()
 
         return launch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -25,12 +24,7 @@ NAMES = list(PRESETS)
 def by_interpreter(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launch repeated calls in the interpreter; returns the names of the kernels that were."""
     launched: list[str] = []
-
-    def run(call: Call) -> None:
-        launched.append(call.kernel.__name__)
-        call.kernel[call.grid](**call.arguments, **call.options)
-
-    monkeypatch.setattr(Call, "launcher", run_by_address(run))
+    monkeypatch.setattr(Call, "launcher", run_by_address(launched))
     return launched
 
 
@@ -101,23 +95,25 @@ def test_recipes_that_pytorch_prepares_are_not_repeated() -> None:
 @pytest.mark.parametrize(
     ("recipe", "mask", "kept"), [("default", "none", True), ("default", "float", False), ("accurate", "none", False)]
 )
-def test_an_operator_notes_a_call_once(recipe: str, mask: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_notes_a_call_once(
+    recipe: str, mask: str, kept: bool, monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]
+) -> None:
     """Whether it can be repeated or not; as on a GPU, which there need not be."""
     monkeypatch.setattr(launch, "place_of", lambda tensors: 0)
     monkeypatch.setattr(ops, "resolve_backend", lambda backend, device: "reference" if backend == "reference" else "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for store in ("_plans", "_unrepeatable"):
-        monkeypatch.setattr(launch, store, collections.OrderedDict())
-    whole_way, noted = ops._attention, []
-    monkeypatch.setattr(ops, "_attention", lambda *given: noted.append(given[-1]) or whole_way(*given))
-    with mock.patch("qflash.kernels.calls.record", wraps=record) as recorded:
+    whole_way = ops._attention
+    with (
+        mock.patch("qflash.kernels.calls.record", wraps=record) as recorded,
+        mock.patch.object(ops, "_attention", wraps=whole_way) as noted,
+    ):
         for seed in range(3):
             tensors = draw(seed, 300, mask)
             got = ops.attention(*tensors, False, 0.2, PRESETS[recipe].key, "triton")
             assert same_bits(got, whole_way(*tensors, False, 0.2, PRESETS[recipe].key, "reference"))
     assert recorded.call_count == 1
-    assert noted == ["triton"] * (1 if kept else 3)
-    assert [len(launch._plans), len(launch._unrepeatable)] == [kept, not kept]
+    assert [call.args[-1] for call in noted.call_args_list] == ["triton"] * (1 if kept else 3)
+    assert [len(plans), len(launch._unrepeatable)] == [kept, not kept]
 
 
 @pytest.mark.parametrize("kind", KINDS)

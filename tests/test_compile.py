@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qflash
 from helpers import DEVICE, make_inputs, operator_samples, same_bits
-from qflash import launch, ops
+from qflash import ops
 from qflash.backends import cpu_missing
 
 MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -70,7 +69,9 @@ def test_compiled_once_for_all_shapes(name: str) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cpu" and cpu_missing() is not None, reason="no compiled kernels here")
 @pytest.mark.parametrize("name", ["default", "paper", "causal", "three dimensions", "float output"])
-def test_a_compiled_call_goes_the_whole_way_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_call_goes_the_whole_way_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]
+) -> None:
     calls = {"_attention": 0, "_int8_attention": 0}
 
     def counting(part: str, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -80,14 +81,13 @@ def test_a_compiled_call_goes_the_whole_way_once(name: str, monkeypatch: pytest.
 
         return call
 
-    monkeypatch.setattr(launch, "_plans", collections.OrderedDict())
     inputs = [make_inputs(2, 2, 9, 12, 16, seed=seed) for seed in range(4)]
     call = CALLS[name]
     expected = [call(*one) for one in inputs]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for part in calls:
         monkeypatch.setattr(ops, part, counting(part, getattr(ops, part)))
-    launch._plans.clear()
+    plans.clear()
     with torch.no_grad():
         assert all(same_bits(compiled(*one), wanted) for one, wanted in zip(inputs, expected, strict=True))
     # attention on a CPU is made of the other

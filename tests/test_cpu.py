@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import math
 import pathlib
 import platform
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import qflash
 from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, same_bits
-from qflash import backends, launch, quantization, reference
+from qflash import backends, quantization, reference
 from qflash.kernels import cpu
 from qflash.recipe import PRESETS
 
@@ -189,15 +188,6 @@ def test_what_is_not_finite_reaches_the_same_outputs(recipe: str, where: int) ->
     assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected)
 
 
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> collections.OrderedDict[object, object]:
-    """No call has been made yet."""
-    kept: collections.OrderedDict[object, object] = collections.OrderedDict()
-    monkeypatch.setattr(launch, "_plans", kept)
-    monkeypatch.setattr(launch, "_unrepeatable", collections.OrderedDict())
-    return kept
-
-
 @pytest.mark.parametrize("recipe", PRESETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans: dict[object, object]) -> None:
@@ -215,20 +205,14 @@ def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans:
 
 
 @pytest.mark.usefixtures("plans")
-def test_that_a_call_cannot_be_repeated_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, outputs = cpu.prepare_attention, []
-
-    def noted(*arguments: Any) -> Any:
-        outputs.append(arguments[6])
-        return prepare(*arguments)
-
-    monkeypatch.setattr(cpu, "prepare_attention", noted)
-    for keys in (20, 21):
-        for seed in range(3):
-            inputs = make_inputs(1, 2, 9, keys, head_dim=16, seed=seed)
-            mask = torch.randn(9, keys, generator=torch.Generator().manual_seed(seed))
-            assert same_bits(qflash.attention(*inputs, mask), qflash.attention(*inputs, mask, backend="reference"))
-    assert len(outputs) == 2
+def test_that_a_call_cannot_be_repeated_is_found_out_once() -> None:
+    with mock.patch.object(cpu, "prepare_attention", wraps=cpu.prepare_attention) as prepare:
+        for keys in (20, 21):
+            for seed in range(3):
+                inputs = make_inputs(1, 2, 9, keys, head_dim=16, seed=seed)
+                mask = torch.randn(9, keys, generator=torch.Generator().manual_seed(seed))
+                assert same_bits(qflash.attention(*inputs, mask), qflash.attention(*inputs, mask, backend="reference"))
+    assert prepare.call_count == 2
 
 
 def test_a_repeated_call_of_other_ranks_has_the_reference_bits(plans: dict[object, object]) -> None:

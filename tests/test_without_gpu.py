@@ -105,14 +105,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
     """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
     emulated("test_calls")
     launched: list[str] = []
-
-    def run(call: attention.Call) -> None:
-        launched.append(call.kernel.__name__)
-        # what is compiled is not for the interpreter
-        compiled = {name: False for name in call.arguments if name == "GUARD"}
-        launch_twice(call._replace(arguments=call.arguments | compiled), "sm_90")
-
-    monkeypatch.setattr(attention.Call, "launcher", run_by_address(run))
+    monkeypatch.setattr(attention.Call, "launcher", run_by_address(launched))
     # a CPU otherwise has what is made for the interpreter
     real = attention._calls
     monkeypatch.setattr(attention, "_calls", lambda *a, **b: real(*a[:10], False, *a[11:], **b))
@@ -124,12 +117,11 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
 
     def go(*tensors: torch.Tensor) -> torch.Tensor:
         query, key, value = tensors
+        out = torch.empty_like(query)
         if tokens < 300:
-            out = torch.empty_like(query)
             for call in attention.fused_calls(query, key, value, None, False, 0.2, out, DEFAULT):
                 call.run()
             return out
-        out = torch.empty_like(query)
         found = attention.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
         for call in attention.attention_calls(
             query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.2, None, out, DEFAULT,

@@ -119,7 +119,10 @@ def _repeatable(
     place = launch.place_of(tensors)
     if place is None or launch.is_unrepeatable(tensors, (operator, choices)):
         return go(*tensors)
-    if place != launch.CPU and resolve_backend(choices[-1], torch.device("cuda", place)) == "triton":
+    query = tensors[0]
+    assert query is not None
+    resolved = resolve_backend(choices[-1], query.device)
+    if resolved == "triton" and place != launch.CPU:
         from .kernels.calls import record
 
         out, prepare = record(go, tensors)
@@ -127,7 +130,7 @@ def _repeatable(
         out = go(*tensors)
 
         def prepare() -> Callable[..., torch.Tensor] | None:
-            return prepare_on_cpu(out) if resolve_backend(choices[-1], out.device) == "cpu" else None
+            return prepare_on_cpu(out) if resolved == "cpu" else None
 
     launch.remember(tensors, (operator, choices), tensors, out.shape, prepare)
     return out

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
@@ -18,7 +17,6 @@ _ALLOCATIONS = frozenset((
 ))  # fmt: skip
 _ALIGNMENT = 512
 """Of temporary tensors in bytes, as PyTorch's own allocations on a GPU have it."""
-_watching = threading.local()
 
 
 class Call(NamedTuple):
@@ -31,8 +29,8 @@ class Call(NamedTuple):
 
     def run(self) -> None:
         """Launch it on the tensors it names."""
-        recording = getattr(_watching, "recording", None)
-        if recording is None:
+        recording = _get_current_dispatch_mode()
+        if not isinstance(recording, Recording):
             self.kernel[self.grid](**self.arguments, **self.options)
             return
         recording.calls.append(self)
@@ -65,15 +63,6 @@ class Recording(TorchDispatchMode):
         self.calls: list[Call] = []
         self.is_pure = True
         self._allocated: set[int] = set()
-
-    def __enter__(self) -> Recording:
-        _watching.recording = self
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        _watching.recording = None
-        super().__exit__(*exception)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

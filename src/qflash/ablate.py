@@ -46,7 +46,7 @@ FIELDS = ("part", "group", "label", "input", "sqnr_db", "sqnr_min", "sqnr_max", 
 def gaussian(seed: int, shape: tuple[int, ...] = (1, 4, 1024, 64)) -> Tensors:
     """Draw query, key and value from N(0, 1), rounded to float16."""
     generator = torch.Generator().manual_seed(seed)
-    query, key, value = (torch.randn(shape, generator=generator).half() for _ in range(3))
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").half() for _ in range(3))
     return query, key, value
 
 
@@ -124,7 +124,8 @@ def step_formula(step: int, query: torch.Tensor, key: torch.Tensor, value: torch
         assert isinstance(out, torch.Tensor)
         return out
     q, k, v = query.half().float(), key.half().float(), value.half().float()
-    factor, multiplier, bits, value_scale = query.shape[-1] ** -0.5 * math.log2(math.e), 0, torch.zeros(()), 1.0
+    factor, multiplier, value_scale = query.shape[-1] ** -0.5 * math.log2(math.e), 0, 1.0
+    bits = q.new_zeros(())
     if step > 0:
         query8, key8 = quantize(query, "tensor"), quantize(key, "tensor")
         factor, multiplier, bits = _octaves(query8, key8)
@@ -133,8 +134,7 @@ def step_formula(step: int, query: torch.Tensor, key: torch.Tensor, value: torch
         value8 = quantize(value, "tensor")
         v, value_scale = value8.values.float(), float(value8.scale)
     row_max: torch.Tensor | None = None
-    numerator = torch.zeros(())
-    denominator = torch.zeros(())
+    numerator = denominator = q.new_zeros(())
     for start in range(0, k.shape[2], KEY_BLOCK):
         s = q @ k[:, :, start : start + KEY_BLOCK].mT
         here = s.amax(-1, keepdim=True)
@@ -277,7 +277,7 @@ def accumulation(kind: str, query: torch.Tensor, key: torch.Tensor, value: torch
     inverse = round(1 / octave)
     q, k, v = (x.values.double() for x in (query8, key8, value8))
     row_max: torch.Tensor | None = None
-    sums = torch.zeros((), dtype=torch.float64 if kind.startswith("float") else torch.int64)
+    sums = torch.zeros((), dtype=torch.float64 if kind.startswith("float") else torch.int64, device=query.device)
     power = 1
     for start in range(0, k.shape[2], KEY_BLOCK):
         s = (q @ k[:, :, start : start + KEY_BLOCK].mT).long()
@@ -311,7 +311,8 @@ def scales_part(device: torch.device, tick: Tick) -> list[dict[str, Any]]:
             generator = torch.Generator().manual_seed(seed)
 
             def draw(tokens: int, generator: torch.Generator = generator) -> torch.Tensor:
-                return (torch.rand((1, 4, tokens, 64), generator=generator) * 8 - 4).to(device)
+                uniform = torch.rand((1, 4, tokens, 64), generator=generator, dtype=torch.float32, device="cpu")
+                return (uniform * 8 - 4).to(device)
 
             inputs = draw(KEY_BLOCK), draw(tiles * KEY_BLOCK), draw(tiles * KEY_BLOCK)
             exact = exact_attention(*inputs)
@@ -356,7 +357,7 @@ def throughput_part(device: torch.device, rounds: int, tick: Tick) -> list[dict[
     else:
         count = 1 << 15
         method = "plain timing of PyTorch's int32 operations on 2^15 elements in cache; multiply and shift are two passes"
-        x = torch.arange(1, count + 1, dtype=torch.int32)
+        x = torch.arange(1, count + 1, dtype=torch.int32, device="cpu")
         timers = {name: _CpuSample(call) for name, call in _cpu_operations(x).items()}
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in timers}
     for _ in range(rounds):

@@ -229,14 +229,15 @@ def swin_bias(windows: int, heads: int, queries: int, keys: int, generator: torc
     """
     side, across = math.isqrt(keys), math.isqrt(windows)
     if queries != keys or side * side != keys or across * across != windows:
-        return torch.randn(windows, heads, queries, keys, generator=generator)
-    table = torch.randn((2 * side - 1) ** 2, heads, generator=generator)
-    rows, columns = torch.arange(keys) // side, torch.arange(keys) % side
+        return torch.randn((windows, heads, queries, keys), generator=generator, dtype=torch.float32, device="cpu")
+    table = torch.randn(((2 * side - 1) ** 2, heads), generator=generator, dtype=torch.float32, device="cpu")
+    token = torch.arange(keys, dtype=torch.int64, device="cpu")
+    rows, columns = token // side, token % side
     index = (rows[:, None] - rows + side - 1) * (2 * side - 1) + columns[:, None] - columns + side - 1
     bias = table[index].permute(2, 0, 1).repeat(windows, 1, 1, 1)
     if across > 1:
         size, shift = side * across, side // 2
-        line = torch.arange(size)
+        line = torch.arange(size, dtype=torch.int64, device="cpu")
         region = (line >= size - side).int() + (line >= size - shift).int()
         image = (3 * region[:, None] + region).reshape(across, side, across, side)
         parts = image.transpose(1, 2).reshape(windows, keys)
@@ -274,8 +275,8 @@ def make_inputs(problem: Problem, kind: str, dtype: torch.dtype, device: torch.d
     def draw(tokens: int) -> torch.Tensor:
         shape = (batch, heads, tokens, head_dim)
         if kind == "normal":
-            return torch.randn(shape, generator=generator).to(device, dtype)
-        return (torch.rand(shape, generator=generator) * 8.0 - 4.0).to(device, dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+        return (torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 8.0 - 4.0).to(device, dtype)
 
     query, key, value = draw(queries), draw(problem.keys), draw(problem.keys)
     bias = None
@@ -307,11 +308,11 @@ def exact_part(inputs: Inputs, most_scores: int = _EXACT_SCORES) -> tuple[torch.
     key, value = (x[part[:2]].double() for x in (inputs.key, inputs.value))
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if inputs.bias is not None:
-        window = torch.arange(some_batch, device=query.device) % len(inputs.bias)
+        window = torch.arange(some_batch, dtype=torch.int64, device=query.device) % len(inputs.bias)
         scores += inputs.bias[window][:, part[1], part[2]].double()
     if inputs.problem.causal:
-        row = torch.arange(queries, device=query.device)[part[2]]
-        scores.masked_fill_(torch.arange(keys, device=query.device) > row[:, None], -math.inf)
+        row = torch.arange(queries, dtype=torch.int64, device=query.device)[part[2]]
+        scores.masked_fill_(torch.arange(keys, dtype=torch.int64, device=query.device) > row[:, None], -math.inf)
     words = "whole"
     if (some_batch, some_heads, step) != (batch, heads, 1):
         words = f"batch {some_batch}/{batch}, heads {some_heads}/{heads}, every row" + (f" in {step}" if step > 1 else "")

@@ -75,7 +75,8 @@ def load_digits_split(seed: int = 0, held_out: float = 0.3) -> tuple[torch.Tenso
 
 
 def _tensors(images: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor(images, dtype=torch.float32).unsqueeze(1) / _LARGEST_PIXEL, torch.tensor(labels, dtype=torch.int64)
+    pixels = torch.tensor(images, dtype=torch.float32, device="cpu").unsqueeze(1) / _LARGEST_PIXEL
+    return pixels, torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
 def build_model(name: str) -> DigitsClassifier:

@@ -245,7 +245,7 @@ def run_energy(
     if device.type != "cuda":
         raise nvml.NvmlError("energy is read from an NVIDIA GPU's counter, and there is no GPU here")
     gpu = nvml.Gpu(device)
-    torch.zeros(1, device=device)
+    torch.zeros(1, dtype=torch.float32, device=device)
     time.sleep(1.0)  # the context's own start is not idle
     idle = integrate(gpu.energy, _idle, seconds).watts
     record: dict[str, Any] = {

@@ -165,7 +165,7 @@ def _classify(
         logits = model(inputs.to(device=device, dtype=dtype, non_blocking=True)).float()
         finite = logits.isfinite().all(1).tolist()
         best = logits.topk(min(MOST_GUESSES, logits.shape[1]), dim=1).indices.tolist()
-        labels = torch.tensor([int(images.labels[place]) for place in places], device=device)
+        labels = torch.tensor([int(images.labels[place]) for place in places], dtype=torch.int64, device=device)
         exact = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none").tolist()
         losses = [float(f"{loss:.{LOSS_DIGITS}g}") if fine else math.nan for loss, fine in zip(exact, finite, strict=True)]
         yield [

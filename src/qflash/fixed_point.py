@@ -84,6 +84,21 @@ def split_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF) - 150
 
 
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return ``2**exponent`` as float32, by its bits; ``-126 <= exponent <= 127``."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def times_power_of_two(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """Return ``x * 2**exponent`` for float32 ``x`` and ``-250 <= exponent <= 250``.
+
+    Exact unless the result (or, on the way, half the exponent's) is no normal float32. ``torch.ldexp`` computes in
+    PyTorch's default dtype, and ``2**exponent`` itself may be none of float32's.
+    """
+    half = exponent >> 1
+    return x * power_of_two(half) * power_of_two(exponent - half)
+
+
 def usable_scale(scale: torch.Tensor) -> torch.Tensor:
     """Tell which float32 scales are positive and finite, by their bits (bool, same shape)."""
     bits = scale.contiguous().view(torch.int32)

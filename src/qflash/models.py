@@ -290,7 +290,8 @@ def run_models(
     with bench.progress_bar(runs) as tick:
         for name, (model, size) in loaded.items():
             for batch in batches:
-                images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(0)).to(device)
+                generator = torch.Generator().manual_seed(0)
+                images = torch.randn((batch, *size), generator=generator, dtype=torch.float32, device="cpu").to(device)
                 rows += measure(name, model, images, methods, dtype=dtype, rounds=rounds, tick=tick)
                 if output is not None:
                     bench.write_json(output / "models.json", record)

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from .fixed_point import times_power_of_two
+
 GRANULARITIES = ("tensor", "head", "token", "channel")
 _REDUCED = {"head": (-2, -1), "token": (-1,), "channel": (-2,)}
 
@@ -171,8 +173,8 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
     usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
     exponent = torch.div(torch.frexp(above).exponent - torch.frexp(below).exponent, 2, rounding_mode="trunc")
     exponent = torch.where(usable, exponent, 0)[:, :, None, :]
-    key = torch.ldexp(key, exponent)
-    return torch.ldexp(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key
+    key = times_power_of_two(key, exponent)
+    return times_power_of_two(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:

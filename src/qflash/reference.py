@@ -94,8 +94,8 @@ class _Scores:
             else:
                 valid = part
         if self.is_causal:
-            rows = torch.arange(s.shape[2], device=s.device).view(-1, 1)
-            columns = torch.arange(start, stop, device=s.device)
+            rows = torch.arange(s.shape[2], dtype=torch.int64, device=s.device).view(-1, 1)
+            columns = torch.arange(start, stop, dtype=torch.int64, device=s.device)
             causal = columns <= rows
             valid = causal if valid is None else valid & causal
         if valid is not None:
@@ -315,4 +315,4 @@ def _finish(
     bits, inverse = fp.row_inverse(denominator)
     if out_dtype == torch.int8:
         return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
-    return numerator.to(torch.float32) * torch.ldexp(inverse.to(torch.float32), -29 - bits) * value_scale
+    return numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits) * value_scale

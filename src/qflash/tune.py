@@ -109,7 +109,8 @@ def tune_shape(
     generator = torch.Generator(device).manual_seed(0)
     sizes = (queries, keys, keys)
     query, key, value = (
-        (torch.rand((batch, heads, size, head_dim), generator=generator, device=device) * 8 - 4).half() for size in sizes
+        (torch.rand((batch, heads, size, head_dim), generator=generator, dtype=torch.float32, device=device) * 8 - 4).half()
+        for size in sizes
     )
     rule = choose_tiles(
         DEFAULT,

@@ -105,7 +105,7 @@ def paper_inputs(
     shape = workload.shape(batch)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        (torch.rand(shape, generator=generator, dtype=torch.float32) * 8.0 - 4.0).to(device=device, dtype=dtype)
+        (torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 8.0 - 4.0).to(device=device, dtype=dtype)
         for _ in range(3)
     )
     return query, key, value

@@ -159,11 +159,11 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         center: subtract every channel's midrange first (:func:`qflash.quantization.center_channels`).
     """
     shape = scale_shape(x.shape, granularity)
-    values = torch.empty(x.shape, dtype=torch.int8)
+    values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     if x.numel() == 0:
-        return values, torch.ones(shape)
+        return values, torch.ones(shape, dtype=torch.float32, device="cpu")
     x = x.to(torch.float32)
-    scale = torch.empty(shape)
+    scale = torch.empty(shape, dtype=torch.float32, device="cpu")
     arguments = _quantization(x, values, scale, granularity, center)
     _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale
@@ -268,7 +268,7 @@ def prepare_int8_attention(
     order = [places[name] for name in _POINTERS[:-1]]
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty_strided(shape, strides, dtype=stored_dtype)
+        out = torch.empty_strided(shape, strides, dtype=stored_dtype, device="cpu")
         addresses = [0 if (x := tensors[index]) is None else x.data_ptr() for index in order]
         _check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
         return out.to(dtype)
@@ -299,7 +299,7 @@ def prepare_attention(
         # only the strides that a conversion gives are of interest, not its numbers
         wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
         values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
-        scales.append(torch.empty(scale_shape(x.shape, granularity), device="meta"))
+        scales.append(torch.empty(scale_shape(x.shape, granularity), dtype=torch.float32, device="meta"))
         steps[index] = _quantization(wide, values[index], scales[index], granularity, center)
     stored = torch.empty_like(out, dtype=torch.float32, device="meta")
     template = _attention(
@@ -309,7 +309,7 @@ def prepare_attention(
     shape, strides, views = stored.shape, stored.stride(), (query.shape, key.shape, value.shape)
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty_strided(shape, strides, dtype=torch.float32)
+        out = torch.empty_strided(shape, strides, dtype=torch.float32, device="cpu")
         floats: Iterable[torch.Tensor] = tensors[:3]  # type: ignore[assignment]
         if dtype != torch.float32:
             floats = [x.reshape(view).to(torch.float32) for x, view in zip(floats, views, strict=True)]

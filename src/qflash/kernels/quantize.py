@@ -313,13 +313,13 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     batch, heads, tokens, channels = x.shape
     shape = scale_shape(x.shape, granularity)
     if x.numel() == 0:
-        return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, device=x.device)
+        return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, dtype=torch.float32, device=x.device)
     block = _tokens_per_block(channels)
     width = triton.next_power_of_2(channels)
     guard = x.device.type == "cpu"
     if granularity != "tensor":
         values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-        scale = torch.empty(shape, device=x.device)
+        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
         for start in range(0, batch, 65535):
             stop = min(batch, start + 65535)
             arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
@@ -336,7 +336,8 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                 chunks = triton.cdiv(tokens, chunk)
                 low = high = values
                 if chunks > 1:
-                    low, high = torch.empty((2, stop - start, heads, chunks, channels), device=x.device).unbind()
+                    ranges = (2, stop - start, heads, chunks, channels)
+                    low, high = torch.empty(ranges, dtype=torch.float32, device=x.device).unbind()
                     launch_kernel(
                         range_kernel, (chunks, heads, stop - start), x[start:stop], low, high, *x.stride(), tokens, channels,
                         chunk, BLOCK_N=block, BLOCK_D=width,
@@ -350,7 +351,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return values, scale
     # one scale for everything: the ranges of all heads have to be in before the first value is written
     chunks = triton.cdiv(tokens, block)
-    low = torch.empty((batch, heads, chunks, channels), device=x.device)
+    low = torch.empty((batch, heads, chunks, channels), dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)
     for start in range(0, batch, 65535):
         stop = min(batch, start + 65535)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import timm
 import torch
+import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qflash
@@ -65,6 +67,36 @@ def test_compiled_once_for_all_shapes(name: str) -> None:
         for shape in ((3, 2, 17, 20, 16), (7, 2, 33, 8, 16)):
             inputs = make_inputs(*shape)
             assert same_bits(compiled(*inputs), CALLS[name](*inputs))
+
+
+def test_scales_that_vary() -> None:
+    inputs = make_inputs(2, 2, 9, 12, 16)
+    tensors = [qflash.quantize(x, "head") for x in inputs]
+
+    def call(scale: float, output_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        out = qflash.int8_attention(*tensors, scale=scale, output_scale=output_scale)
+        return qflash.attention(*inputs, scale=scale), out.dequantize()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for step in range(3):
+        scale, output_scale = 0.1 + 0.1 * step, 0.01 + 0.01 * step
+        for got, wanted in zip(compiled(scale, output_scale), call(scale, output_scale), strict=True):
+            assert same_bits(got, wanted)
+    with pytest.raises(ValueError, match="scale"):
+        call(float("inf"), 0.01)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_a_patched_model_of_any_batch_is_one_graph(name: str) -> None:
+    options = {"depths": (1, 2, 1, 1)} if "swin" in name else {"depth": 2}
+    model = qflash.patch(timm.create_model(name, img_size=64, num_classes=3, **options).eval())
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            images = torch.randn(batch, 3, 64, 64)
+            assert same_bits(compiled(images), model(images))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu" and cpu_missing() is not None, reason="no compiled kernels here")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +90,10 @@ BAD_ATTENTION: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "recipe class": (TypeError, "recipe", {"recipe": Recipe}),
     "backend": (ValueError, "backend", {"backend": "cuda"}),
     "backend None": (ValueError, "backend", {"backend": None}),
+    "dropout": (ValueError, "dropout_p", {"dropout_p": 0.1}),
+    "dropout nan": (ValueError, "dropout_p", {"dropout_p": math.nan}),
+    "dropout True": (TypeError, "dropout_p", {"dropout_p": True}),
+    "dropout None": (TypeError, "dropout_p", {"dropout_p": None}),
 }
 
 
@@ -252,7 +258,25 @@ BAD_RECIPES: dict[str, dict[str, Any]] = {
     "key_block float": {"key_block": 64.0},
     "output": {"output": "int8"},
     "output bits": {"output": "value_scale", "probability_bits": 15},
+    # equal to what is allowed, and of another type
+    "probability_bits float": {"probability_bits": 8.0},
+    "probability_bits complex": {"probability_bits": 8 + 0j},
+    "probability_bits numpy": {"probability_bits": np.int64(8)},
+    "probability_bits tensor": {"probability_bits": torch.tensor(8)},
+    "exponential str": {"exponential": np.str_("linear")},
+    "rotate numpy": {"rotate": np.bool_(True)},
+    "rotate float": {"rotate": 1.0},
+    "key_block numpy": {"key_block": np.int32(64)},
+    "output list": {"output": ["accumulator"]},
 }
+
+
+def test_every_field_of_a_recipe_is_checked() -> None:
+    for field in dataclasses.fields(Recipe):
+        for wrong in (None, object(), 2.5, [], torch.ones(2)):
+            if field.init:
+                with pytest.raises(ValueError, match=rf"Recipe\.{field.name} must be one of"):
+                    Recipe(**{field.name: wrong})
 
 
 @pytest.mark.parametrize("name", BAD_RECIPES)

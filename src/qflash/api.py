@@ -5,7 +5,6 @@ This module checks arguments and brings them to the four-dimensional form the op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from .validation import (
     FLOAT_DTYPES,
     check_attention_shapes,
     check_backend,
+    check_dropout,
     check_flags,
     check_mask,
     check_tensor,
@@ -79,14 +79,17 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    *,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
     recipe: Recipe | str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Attention whose two matrix products and softmax run in integers; a drop-in for SDPA at inference.
+
+    The arguments up to ``enable_gqa`` are those of ``torch.nn.functional.scaled_dot_product_attention``, in its order.
 
     Query, key and value are quantised on the fly (Equations 1-2) at the recipe's granularities. Nothing waits
     for the device, so the call can be captured in a CUDA graph.
@@ -97,6 +100,7 @@ def attention(
         value: ``(..., heads, keys, value_dim)``, the same dtype and device.
         attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
             ``(..., heads, queries, keys)`` and never expanded in memory.
+        dropout_p: 0, as SDPA has it at inference.
         is_causal: query i sees keys 0 to i; excludes ``attn_mask``.
         scale: factor of the scores, ``head_dim ** -0.5`` if None; positive.
         enable_gqa: key and value may have fewer heads, a divisor of query's.
@@ -114,15 +118,16 @@ def attention(
         NotImplementedError: from ``backward()``; integer attention has no gradient.
     """
     tensors = query, key, value, attn_mask
-    options = is_causal, scale, enable_gqa, recipe, backend
-    plan = launch.find(tensors, options)
-    if plan is not None:
-        return plan.run(*tensors)
+    options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
+    run = launch.find(tensors, options)
+    if run is not None:
+        return run(*tensors)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, FLOAT_DTYPES, 2)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    check_dropout(dropout_p)
     check_attention_shapes(query, key, value, enable_gqa)
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_backend(backend)
@@ -154,8 +159,8 @@ def quantize(
 
     Returns:
         the int8 values (dynamic scales reach ±127, given ones may saturate at -128) and the float32 scale
-        with reduced dimensions kept as 1. An all-zero tensor gets scale 1; a NaN or infinity makes its
-        scale NaN, and so everything computed from it.
+        with reduced dimensions kept as 1; a tensor given as ``scale`` is the result's scale itself, not a copy.
+        An all-zero tensor gets scale 1; a NaN or infinity makes its scale NaN, and so everything computed from it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
@@ -188,11 +193,11 @@ def _scale_tensor(scale: float | torch.Tensor, name: str, device: torch.device) 
             raise ValueError(f"{name} is on {scale.device}, but belongs on {device}")
         check_scale_values(scale, name)
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number or a float32 tensor, got {type(scale).__name__}")
-    if not (scale > 0 and math.isfinite(scale) and 2.0**-126 <= scale < 2.0**127):
+    if not 2.0**-126 <= scale < 2.0**127:
         raise ValueError(f"{name} must be positive and finite (a normal float32), got {scale}")
-    return torch.full((), float(scale), dtype=torch.float32, device=device)
+    return torch.full((), scale, dtype=torch.float32, device=device)
 
 
 def int8_attention(
@@ -225,7 +230,8 @@ def int8_attention(
 
     Returns:
         a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads
-        and queries lie in memory in query's order.
+        and queries lie in memory in query's order. The result's scale is ``output_scale`` itself where that is a tensor,
+        ``value.scale`` itself where it is None, and else a tensor of its own: writing to it in place changes those.
         A row with no key is zero. int8 has no NaN: where a scale is NaN, only a float output shows it.
 
     Raises:
@@ -239,13 +245,12 @@ def int8_attention(
     number = None if scale_tensor is not None else output_scale
     options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
     tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
-    plan = launch.find(tensors, options)
-    if plan is not None:
-        out = plan.run(*tensors)
+    run = launch.find(tensors, options)
+    if run is not None:
+        out = run(*tensors)
         if out_dtype is not None:
             return out
-        fitted = scale_tensor if plan.output_scale is None else plan.output_scale
-        return QuantizedTensor.from_kernel(out, value.scale if fitted is None else fitted)
+        return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale)
     for name, x in named:
         check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
@@ -287,7 +292,6 @@ def int8_attention(
     out = torch.ops.qflash.int8_attention(
         q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend
     )
-    made = None if number is None else given
 
     def prepare() -> Callable[..., torch.Tensor] | None:
         if output_scale is None and given is not None and given is not value.scale:
@@ -301,14 +305,19 @@ def int8_attention(
         if run is None or scale_tensor is not None or given is None:
             return run
         inner = run
-        if made is not None:
-            return lambda *tensors: inner(*tensors[:7], made)
+        if number is not None:
+            return lambda *tensors: inner(*tensors[:7], given)
         return lambda *tensors: inner(*tensors[:7], tensors[5])
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
-    launch.remember(tensors, options, views, shape, prepare, made)
+    launch.remember(tensors, options, views, shape, prepare)
     out = out.view(shape)
-    return QuantizedTensor.from_kernel(out, given) if given is not None else out
+    if given is None:
+        return out
+    if number is None or torch.compiler.is_compiling():
+        return QuantizedTensor.from_kernel(out, given)
+    # the tensor made of it may be kept for the next call, so that the result gets another
+    return QuantizedTensor.from_kernel(out, number)
 
 
 def quantize_bias(bias: torch.Tensor) -> torch.Tensor:

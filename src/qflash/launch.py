@@ -10,47 +10,54 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 Tensors = Sequence["torch.Tensor | None"]
-
-
-class Plan(NamedTuple):
-    """A call that can be repeated.
-
-    Attributes:
-        run: takes the tensors of such a call, in order, and returns its output.
-        output_scale: the scale of an int8 output that was given as a number.
-    """
-
-    run: Callable[..., torch.Tensor]
-    output_scale: torch.Tensor | None
+Run = Callable[..., torch.Tensor]
+"""Takes the tensors of such a call, in order, and returns its output."""
 
 
 MOST_PLANS = 512
-_plans: OrderedDict[Hashable, Plan] = OrderedDict()
+_plans: OrderedDict[Hashable, Run] = OrderedDict()
 _unrepeatable: OrderedDict[Hashable, None] = OrderedDict()
 """Calls that turned out to be none that can be repeated; to find that out takes time, too."""
-_mode_depth = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_keys_of, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
 
+
+def _plain_keys() -> int:
+    """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread in which nothing is the matter.
+
+    Any other stands for something that PyTorch does on the way to a kernel: it resolves a negative or zero tensor, calls a
+    dispatch mode, notes a call for a trace, looks into a functorch wrapper, refuses a layout.
+    """
+    names = "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"
+    plain = 0
+    for name in names:
+        plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return plain
+
+
+_STRANGE = ~_plain_keys()
 
 CPU = -1
 """Stands for the CPU where a GPU has its number."""
 
 
 def place_of(tensors: Tensors) -> int | None:
-    """Tell where a call runs that nobody watches: the current GPU's number, or :data:`CPU`.
+    """Tell where a call runs on whose way nothing happens but a kernel: the current GPU's number, or :data:`CPU`.
 
-    None if there is a subclass, a sparse tensor, tracing, a dispatch or function mode, a gradient, or another GPU.
+    None if there is a tensor that is no plain one (:func:`_plain_keys`), a subclass, tracing, a dispatch or function mode,
+    a gradient or tangent, or another GPU.
     """
     if (
         torch.compiler.is_compiling()
-        or _mode_depth()
         or _function_modes()
-        or torch._C._functorch.maybe_current_level() is not None
+        or _keys_of_thread().raw_repr() & _STRANGE
+        or forward_ad._current_level >= 0
     ):
         return None
     gradients = torch.is_grad_enabled()
@@ -58,10 +65,10 @@ def place_of(tensors: Tensors) -> int | None:
     for x in tensors:
         if x is None:
             continue
-        if type(x) is not torch.Tensor or x.layout is not torch.strided or (gradients and x.requires_grad):
+        if type(x) is not torch.Tensor or _keys_of(x).raw_repr() & _STRANGE or (gradients and x.requires_grad):
             return None
-        here = x.device.index if x.is_cuda else CPU if x.is_cpu else None
-        if here is None or (place is not None and here != place):
+        here = x.device.index if x.is_cuda else CPU
+        if place is not None and here != place:
             return None
         place = here
     if place is not None and place != CPU and place != torch.cuda.current_device():
@@ -69,15 +76,16 @@ def place_of(tensors: Tensors) -> int | None:
     return place
 
 
-def _signature(tensors: Tensors, options: Hashable, place: int) -> Hashable:
+def _signature(tensors: Tensors, options: tuple[Hashable, ...], place: int) -> Hashable:
     """Everything a launch depends on but the addresses; of those how far they are from a multiple of 16."""
-    about: list[Hashable] = [options, place, torch.get_num_threads() if place == CPU else 0]
+    # with their types: True, 1 and 1.0 are equal, and not all of them allowed
+    about: list[Hashable] = [options, *map(type, options), place, torch.get_num_threads() if place == CPU else 0]
     for x in tensors:
         about.append(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15))
     return tuple(about)
 
 
-def find(tensors: Tensors, options: Hashable) -> Plan | None:
+def find(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
     """Return what repeats an earlier call with the same signature, or None: then the call has to go the whole way.
 
     Args:
@@ -93,7 +101,7 @@ def find(tensors: Tensors, options: Hashable) -> Plan | None:
         return None
 
 
-def is_unrepeatable(tensors: Tensors, options: Hashable) -> bool:
+def is_unrepeatable(tensors: Tensors, options: tuple[Hashable, ...]) -> bool:
     """Tell whether a call with the same signature has turned out to be none that can be kept."""
     place = place_of(tensors)
     return place is not None and _signature(tensors, options, place) in _unrepeatable
@@ -101,11 +109,10 @@ def is_unrepeatable(tensors: Tensors, options: Hashable) -> bool:
 
 def remember(
     tensors: Tensors,
-    options: Hashable,
+    options: tuple[Hashable, ...],
     views: Tensors,
     shape: Sequence[int],
-    prepare: Callable[[], Callable[..., torch.Tensor] | None],
-    output_scale: torch.Tensor | None = None,
+    prepare: Callable[[], Run | None],
 ) -> None:
     """Keep a call that went the whole way, if it can be repeated on plain tensors of the CPU or the current GPU.
 
@@ -114,7 +121,6 @@ def remember(
         views: the tensors as the operator took them; only views of the caller's qualify.
         shape: of the output.
         prepare: returns what repeats the call, taking ``tensors``; None where that is not worth keeping.
-        output_scale: see :class:`Plan`.
     """
     place = place_of(tensors)
     if place is None or 0 in shape or (place != CPU and torch.cuda.is_current_stream_capturing()):
@@ -127,7 +133,7 @@ def remember(
     if run is None:
         _keep(_unrepeatable, signature, None)
     else:
-        _keep(_plans, signature, Plan(run, output_scale))
+        _keep(_plans, signature, run)
 
 
 def _keep(calls: OrderedDict[Hashable, Any], signature: Hashable, what: Any) -> None:

@@ -92,8 +92,7 @@ def kept(
     Args:
         operator: :func:`attention` or :func:`int8_attention`.
     """
-    plan = launch.find(tensors, (operator, choices))
-    return None if plan is None else plan.run
+    return launch.find(tensors, (operator, *choices))
 
 
 def _repeatable(
@@ -117,7 +116,7 @@ def _repeatable(
         return whole_way(*tensors, *choices)
 
     place = launch.place_of(tensors)
-    if place is None or launch.is_unrepeatable(tensors, (operator, choices)):
+    if place is None or launch.is_unrepeatable(tensors, (operator, *choices)):
         return go(*tensors)
     query = tensors[0]
     assert query is not None
@@ -132,7 +131,7 @@ def _repeatable(
         def prepare() -> Callable[..., torch.Tensor] | None:
             return prepare_on_cpu(out) if resolved == "cpu" else None
 
-    launch.remember(tensors, (operator, choices), tensors, out.shape, prepare)
+    launch.remember(tensors, (operator, *choices), tensors, out.shape, prepare)
     return out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
@@ -56,12 +57,23 @@ class QuantizedTensor:
         check_scale_values(self.scale, "scale")
 
     @classmethod
-    def from_kernel(cls, values: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Wrap what quantisation computed, unchecked: the scale of data with a NaN or an infinity *is* NaN."""
+    def from_kernel(cls, values: torch.Tensor, scale: torch.Tensor | float) -> QuantizedTensor:
+        """Wrap what quantisation computed, unchecked: the scale of data with a NaN or an infinity *is* NaN.
+
+        Of a number a tensor is made when somebody asks for it, which saves a kernel launch where nobody does.
+        """
         made = object.__new__(cls)
         object.__setattr__(made, "values", values)
-        object.__setattr__(made, "scale", scale)
+        object.__setattr__(made, "scale" if isinstance(scale, torch.Tensor) else "_scale", scale)
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        # only what is not there gets here
+        if name != "scale" or "_scale" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        scale = torch.full((), self.__dict__["_scale"], dtype=torch.float32, device=self.values.device)
+        object.__setattr__(self, "scale", scale)
+        return scale
 
     @property
     def shape(self) -> torch.Size:

@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "balance": (False, True),
     "rotate": (False, True),
     "normalization": ("two_pass", "online"),
+    "key_block": (32, 64, 128, 256),
     "output": ("accumulator", "value_scale"),
 }
 
@@ -76,11 +77,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             got = getattr(self, name)
-            if got not in allowed or isinstance(got, bool) != isinstance(allowed[0], bool):
+            # the type as well: 8.0 and True are equal to numbers that are allowed, and shift nothing
+            if type(got) is not type(allowed[0]) or got not in allowed:
                 raise ValueError(f"Recipe.{name} must be one of {allowed}, got {got!r}")
-        block = self.key_block
-        if isinstance(block, bool) or not isinstance(block, int) or block not in (32, 64, 128, 256):
-            raise ValueError(f"Recipe.key_block must be 32, 64, 128 or 256, got {block!r}")
         if self.normalization == "online" and (self.exponential != "linear" or self.probability_bits != 7):
             raise ValueError(
                 "Recipe.normalization='online' is Algorithm 1 as printed and needs exponential='linear' and "

@@ -111,11 +111,25 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if not (scale > 0 and math.isfinite(scale)):
+    # comparisons only, which a number that torch.compile keeps open has as well
+    if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     if not 2.0**-60 <= scale <= 2.0**60:
         raise ValueError(f"scale must lie between 2**-60 and 2**60, got {scale}")
-    return float(scale)
+    return scale if isinstance(scale, torch.SymFloat) else float(scale)
+
+
+def check_dropout(dropout_p: object) -> None:
+    """Require a dropout probability of 0: dropout is for training.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: another number.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p must be 0, because QFlash is for inference and drops nothing; got {dropout_p}")
 
 
 def check_flags(**flags: object) -> None:

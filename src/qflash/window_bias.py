@@ -40,9 +40,9 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
     if table.is_cuda:
         # a parameter as a plain tensor
         tensors = table.detach(), index, mask
-        plan = launch.find(tensors, _OPTIONS)
-        if plan is not None:
-            return plan.run(*tensors)[..., : index.shape[1]]
+        run = launch.find(tensors, _OPTIONS)
+        if run is not None:
+            return run(*tensors)[..., : index.shape[1]]
         if _has_kernel(*tensors):
             from .kernels.bias import launch_window_bias
             from .kernels.calls import record

@@ -196,7 +196,7 @@ def test_balancing_and_rotating_leave_the_scores_alone() -> None:
     assert torch.equal(balanced[0].double() @ balanced[1].double().repeat_interleave(2, dim=1).mT, exact)
     rotated = [quantization.hadamard_transform(x).double() for x in (query, key)]
     assert rotated[0].shape[-1] == 32
-    torch.testing.assert_close(rotated[0] @ rotated[1].repeat_interleave(2, dim=1).mT / 32, exact, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(rotated[0] @ rotated[1].repeat_interleave(2, dim=1).mT * 32, exact, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -249,7 +249,7 @@ def _attention(
             query, key = quantization.balance_channels(query, key)
         if choices.rotate:
             query, key = quantization.hadamard_transform(query), quantization.hadamard_transform(key)
-            scale = scale / query.shape[-1]
+            scale = scale * query.shape[-1]
     query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
     key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
     value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)

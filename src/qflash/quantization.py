@@ -19,6 +19,8 @@ _REDUCED = {"head": (-2, -1), "token": (-1,), "channel": (-2,)}
 
 SMALLEST_SCALE = 2.0**-126
 """Scales are kept normal floats, so that a reciprocal never overflows and the bits hold a full mantissa."""
+LARGEST_SCALE = 129 * 2.0**114
+"""127 of it, and some roundings up, are still a float32; what is larger by itself rounds to 127 as well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ def scale_shape(shape: torch.Size | tuple[int, ...], granularity: str) -> tuple[
 def scale_from_amplitude(amplitude: torch.Tensor) -> torch.Tensor:
     """Return Equation 2's scale ``max |x| / 127``; 1 for an all-zero tensor, NaN where x is not finite."""
     # times the float32 1 / 127: a kernel has a scale to find for every row, and a division is many instructions
-    scale = (amplitude * torch.full_like(amplitude, 1.0 / 127.0)).clamp(min=SMALLEST_SCALE)
+    scale = (amplitude * torch.full_like(amplitude, 1.0 / 127.0)).clamp(SMALLEST_SCALE, LARGEST_SCALE)
     scale = torch.where(amplitude == 0, 1.0, scale)
     return torch.where(amplitude.isfinite(), scale, math.nan)
 
@@ -164,7 +166,8 @@ def center_channels(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return x
     low, high = torch.aminmax(x, dim=-2, keepdim=True)
-    return x - (low + high) * 0.5
+    # halved first: the sum of two float32 need not be one
+    return x - (low * 0.5 + high * 0.5)
 
 
 def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,10 +193,10 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
-    """Multiply the last dimension by the unnormalised Hadamard matrix, padding it to a power of two first.
+    """Multiply the last dimension by the Hadamard matrix over its size, padding it to a power of two first.
 
-    A butterfly in a fixed order in float32, hence the same bits everywhere. The norm grows by
-    ``sqrt(size)``; the caller divides the softmax scale by ``size``.
+    A butterfly in a fixed order in float32, hence the same bits everywhere. Halved in every step, no number grows: the norm
+    falls by ``sqrt(size)``, and the caller multiplies the softmax scale by ``size``.
     """
     x = x.to(torch.float32)
     size = rotated_head_dim(x.shape[-1])
@@ -202,7 +205,7 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     step = 1
     while step < size:
         pairs = x.reshape(*shape[:-1], size // (2 * step), 2, step)
-        even, odd = pairs[..., 0, :], pairs[..., 1, :]
+        even, odd = pairs[..., 0, :] * 0.5, pairs[..., 1, :] * 0.5
         x = torch.stack((even + odd, even - odd), dim=-2)
         step *= 2
     return x.reshape(shape)

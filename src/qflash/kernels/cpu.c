@@ -688,7 +688,7 @@ typedef struct {
 INLINE float scale_from_amplitude(int32_t bits) {
     if (bits >= 0x7F800000) return NAN;
     float scale = float_of(bits) * (1.0f / 127.0f);
-    return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale;
+    return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale > 0x1.02p121f ? 0x1.02p121f : scale;
 }
 
 INLINE int32_t magnitude(float x) { return bits_of(x) & INT32_MAX; }
@@ -723,7 +723,7 @@ INLINE rows_of load_head(const conversion *a, const int64_t d, int64_t head, flo
             high[c] = one > high[c] ? one : high[c];
             odd[c] = one == one ? odd[c] : 1;
         }
-    for (int64_t c = 0; c < d; c++) low[c] = odd[c] != 0 ? NAN : (low[c] + high[c]) * 0.5f;
+    for (int64_t c = 0; c < d; c++) low[c] = odd[c] != 0 ? NAN : low[c] * 0.5f + high[c] * 0.5f;
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) copy[i * d + c] -= low[c];
     return (rows_of){copy, d};

@@ -27,7 +27,8 @@ from ..layout import empty_output
 from ..quantization import GRANULARITIES, scale_shape
 from ..recipe import Recipe
 
-_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+# no contraction: a product that is rounded in the reference is rounded
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Best first. -fopenmp shares PyTorch's own threads (one libgomp in the process); Apple's clang has none.
 _TRIES = (
     ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),

@@ -185,13 +185,13 @@ def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
     low, high = word_ranges(_all_words(lows, WARPS), _all_words(highs, WARPS), 0, DTYPE)
     low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
     if CENTER:
-        middle = (low + high) * 0.5
+        middle = low * 0.5 + high * 0.5
         low, high = low - middle, high - middle
     amplitude = largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
     middle = 0.0
     if CENTER:
         low, high = word_ranges(_own_words(lows, k[0], WARPS), _own_words(highs, k[0], WARPS), 0, DTYPE)
-        middle = (_own_numbers(low, k[0], WARPS) + _own_numbers(high, k[0], WARPS)) * 0.5
+        middle = _own_numbers(low, k[0], WARPS) * 0.5 + _own_numbers(high, k[0], WARPS) * 0.5
     return amplitude, middle
 
 

@@ -105,7 +105,7 @@ def _queries(
 @triton.jit
 def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
     """The midrange of a head's channels, and its scale, from the channels' ranges."""
-    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+    middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
     if CENTER:
         low -= middle
         high -= middle

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from .. import fixed_point as fp
-from ..quantization import SMALLEST_SCALE, scale_from_amplitude, scale_shape
+from ..quantization import LARGEST_SCALE, SMALLEST_SCALE, scale_from_amplitude, scale_shape
 from .calls import launch_kernel
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
+LARGEST = tl.constexpr(LARGEST_SCALE)
 # Added to a number this rounds it to nearest, ties to even, in its lowest bits: 1.5 * 2**23, and 1.5 * 2**52 for float64.
 ROUND = tl.constexpr(12582912.0)
 ROUND_WIDE = tl.constexpr(6755399441055744.0)
@@ -90,7 +91,7 @@ def highest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
 @triton.jit
 def amplitude_to_scale(amplitude):
     """Equation 2's scale: amplitude * (1 / 127), 1 for zero, NaN where the amplitude is not finite."""
-    scale = tl.maximum(amplitude * (1.0 / 127.0), SMALLEST)
+    scale = tl.minimum(tl.maximum(amplitude * (1.0 / 127.0), SMALLEST), LARGEST)
     scale = tl.where(amplitude == 0.0, 1.0, scale)
     return tl.where(amplitude < float("inf"), scale, float("nan"))
 
@@ -227,7 +228,7 @@ def quantize_head_kernel(
         at = (head * tl.num_programs(2) + parts) * channels + d[None, :]
         low = tl.min(tl.load(low_ptr + at, mask=there, other=float("inf")), 0)
         high = tl.max(tl.load(high_ptr + at, mask=there, other=float("-inf")), 0)
-    middle = tl.where(d < channels, (low + high) * 0.5, 0.0)
+    middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
     if CENTER:
         low -= middle
         high -= middle
@@ -362,7 +363,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     middle = None
     if center:
         low, high = low.amin(dim=2, keepdim=True), high.amax(dim=2, keepdim=True)
-        middle = (low + high) * 0.5
+        middle = low * 0.5 + high * 0.5
         low, high = low - middle, high - middle
     scale = scale_from_amplitude(torch.maximum(low.abs().amax(), high.abs().amax()).reshape(shape))
     return launch_quantize_values(x, scale, middle), scale

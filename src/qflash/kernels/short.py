@@ -167,7 +167,7 @@ def short_kernel(
         else:
             low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
             most = highest(most.to(tl.float32), 0, GUARD)
-        middle = (low + high) * 0.5
+        middle = low * 0.5 + high * 0.5
         if CENTER:
             low, high = low - middle, high - middle
         amplitude = highest(nan_max(tl.abs(low), tl.abs(high)), 0, GUARD)

@@ -274,7 +274,7 @@ def _scales(low, high, most, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CH
     low, high = lane_numbers(low, DTYPE), lane_numbers(high, DTYPE)
     middle = 0.0
     if CENTER:
-        middle = (low + high) * 0.5
+        middle = low * 0.5 + high * 0.5
         low, high = low - middle, high - middle
         middle = from_lanes(middle, 8 // middle.shape[1], 4 * middle.shape[1], 3)
     key_scale = amplitude_to_scale(largest_of_lanes(nan_max(gl.abs(low), gl.abs(high))))

@@ -227,6 +227,16 @@ def exact_attention(
     return torch.where((scores == -math.inf).all(dim=-1, keepdim=True), 0.0, weights) @ value
 
 
+FAR = (0.0, 900.0, 1024.0, 1025.0, -1025.0, 3000.0, -65504.0, 1e9, -1e9, -1e18, 1e20, torch.finfo(torch.float32).min)
+"""Where a row's largest bias may lie: on either side of every limit in :func:`qflash.quantize_bias`."""
+
+
+def move_far(bias: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Move every row of a float32 bias to one of :data:`FAR`; keys of which there are two may then be alike."""
+    chosen = torch.randint(len(FAR), (*bias.shape[:-1], 1), generator=generator, device=bias.device)
+    return bias + torch.tensor(FAR, dtype=torch.float32, device=bias.device)[chosen]
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """How large :func:`draw_case` may make a case."""
@@ -348,6 +358,8 @@ class Case:
         bias = torch.where(keep | (torch.rand(shape, generator=generator) < 0.3), bias, -math.inf)
         if self.mask == "poison":
             bias = torch.where(torch.rand(shape, generator=generator) < 0.02, math.nan, bias)
+        if self.mask == "far":
+            bias = move_far(bias, generator)
         return lay_out(qflash.quantize_bias(bias), self.mask_layout)
 
 
@@ -398,7 +410,7 @@ def draw_case(seed: int, limits: Limits) -> Case:
             break
         tiles = None
     heads = key_heads * group
-    mask = rng.choice(("none", "none", "causal", "bool", "bias", "bias", "poison"))
+    mask = rng.choice(("none", "none", "causal", "bool", "bias", "far", "poison"))
     periods = [period for period in range(1, batch + 1) if batch % period == 0]
     grain = {
         "tensor": (False, False, False, False),
@@ -511,7 +523,7 @@ class FusedCase:
             if self.special == "zero head":
                 chosen[spot[:2]] = 0
         mask = None
-        if self.mask in ("bool", "float", "poison"):
+        if self.mask in ("bool", "float", "far", "poison"):
             spread = [size if full else 1 for size, full in zip((batch, heads, queries, keys), self.mask_dims, strict=True)]
             keep = torch.rand(spread, generator=generator) < 0.6
             mask = keep
@@ -520,7 +532,9 @@ class FusedCase:
                 mask = torch.where(keep, bias, -math.inf)
                 if self.mask == "poison":
                     mask = torch.where(torch.rand(spread, generator=generator) < 0.02, math.nan, mask)
-                mask = mask.to(self.dtype)
+                if self.mask == "far":
+                    mask = move_far(mask, generator)
+                mask = mask.clamp(-math.inf, torch.finfo(self.dtype).max).to(self.dtype)
         moved = [x.to(device) for x in inputs]
         return (*moved, None if mask is None else mask.to(device), self.mask == "causal", head_dim**-0.5, self.recipe)
 
@@ -556,7 +570,7 @@ def draw_fused_case(seed: int, small: bool) -> FusedCase:
         ),
         layouts=tuple(rng.choice(LAYOUTS) for _ in range(3)),
         dtype=rng.choice((torch.float16, torch.float16, torch.bfloat16, torch.float32)),
-        mask=rng.choice(("none", "none", "none", "causal", "bool", "float", "float", "poison")),
+        mask=rng.choice(("none", "none", "none", "causal", "bool", "float", "far", "poison")),
         mask_dims=tuple(rng.random() < 0.6 for _ in range(4)),
         recipe=recipe,
         tiles=tiles,

@@ -207,13 +207,18 @@ def test_granularity_is_read_off_the_scale(granularity: str) -> None:
 
 
 def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite() -> None:
-    bias = torch.tensor([0.0, 1.0, -1.0, 1e-6, 2838.0, -2838.0, 1e30, -1e30, torch.finfo(torch.float32).min])
+    least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+    near = [0.0, 1.0, -1.0, 1e-6, 1000.0, -2838.0, -1e30, least]
+    bias = torch.tensor([near, [x + 5000.0 for x in near[:6]] + [-1e30, least], [x - 1e6 for x in near[:6]] + [-1e30, least]])
     fixed = qflash.quantize_bias(bias)
     assert fixed.dtype == torch.int32
-    exact = (bias.double() * math.log2(math.e) * 65536).clamp(-(2**28), 2**28)
+    far = torch.tensor([0.0, 6000.0, -999000.0])[:, None]
+    exact = ((bias.double() - far) * math.log2(math.e) * 65536).clamp(-(2**28), 2**28)
     assert bool(((fixed - exact).abs() <= 0.5 + exact.abs() * 2.0**-22).all())
-    marks = qflash.quantize_bias(torch.tensor([-math.inf, math.inf, math.nan])).tolist()
-    assert marks == [-(2**30), 2**30, 2**30]
+    masked, even, poison = -(2**30), 2**30 - 1, 2**30
+    rows = [[-math.inf, math.inf, math.nan, 0.0], [-math.inf] * 4, [least, least, -math.inf, least], [1e30, most, most, 0.0]]
+    marks = [[masked, poison, poison, 0], [masked] * 4, [even, even, masked, even], [masked, even, even, masked]]
+    assert qflash.quantize_bias(torch.tensor(rows)).tolist() == marks
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16, torch.float32])

@@ -158,9 +158,8 @@ def test_a_huge_negative_bias_hides_a_key_unless_all_are_hidden(recipe: str, hug
     hidden[7] = True
     bias = torch.zeros(20, 30).masked_fill(hidden, huge)
     out = qflash.attention(*inputs, bias, recipe=recipe)
-    exact = exact_attention(*inputs, torch.zeros(20, 30).masked_fill(hidden & (torch.arange(20) != 7)[:, None], -math.inf))
-    # a row whose biases are all alike is a row without bias, as in softmax
-    assert sqnr(exact, out) > 30
+    # a row whose biases are all alike is a row without bias, unless they are so large that scores are nothing beside them
+    assert sqnr(exact_attention(*inputs, bias), out) > 30
     assert out[:, :, 7].abs().sum() > 0
 
 

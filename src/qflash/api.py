@@ -326,10 +326,15 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     Args:
         bias: float16, bfloat16 or float32, any shape.
 
+    Only differences within a row (the last dimension: keys) count in a softmax. So a row whose largest number is more than
+    1024 nats from 0 is taken relative to that number. If it is even 2**64 or more, any score is nothing beside it, and the
+    keys that have it share the row evenly, as in ``scaled_dot_product_attention``: a row of ``torch.finfo(dtype).min``.
+
     Returns:
         int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves
-        (2839 nats). Minus infinity becomes -2**30, the mark of a key that takes no part; NaN and plus infinity 2**30, the mark
-        of a row that is NaN. What lies beyond is no bias, and what it gives is left open.
+        (2839 nats), where a weight is 0. Marks are -2**30 for minus infinity, a key that takes no part; 2**30 for NaN and plus
+        infinity, a row that is NaN; and 2**30 - 1 for the keys that share a row evenly. What else lies beyond is no bias, and
+        what it gives is left open.
 
     Raises:
         TypeError: ``bias`` is not a float tensor.

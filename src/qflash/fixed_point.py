@@ -20,7 +20,7 @@ M                     ``<= 57344 / d`` (0.875 * 2**16 / d)            chosen; ha
 S M                   ``<= 0.875 * 2**30``                            product of the two
 t = (m - S) M + t0    ``< 2**31``                                     0.875 * 2**31 + 0.6 * 2**24
 y = S A (per-token)   ``<= 2**30``                                    A <= 2**16 / d
-z (with a bias)       ``< 2**29 + 2**28``                             S M or y R / 2**32, bias clamped
+z (with a bias)       ``< 2**29 + 2**28``                             S M or y R / 2**32, bias clamped; or a mark
 row sum l             ``< 2**24`` (8 bits), ``< 2**31`` (15 bits)     N <= 65536
 accumulator O         ``< 2**31``                                     255 * 128 * 65536
 ====================  ==============================================  =======================
@@ -45,6 +45,12 @@ BIAS_MASKED = -(1 << 30)
 """Fixed-point bias of a key that takes no part (minus infinity)."""
 BIAS_POISON = 1 << 30
 """Fixed-point bias that marks a NaN or plus infinity; its row comes out as NaN."""
+BIAS_EVEN = BIAS_POISON - 1
+"""Fixed-point bias of keys that share their row evenly, whatever their scores: a bias beside which these are nothing."""
+MOST_BIAS_MAXIMUM = 1024.0
+"""A row whose largest bias (nats) is further than this from 0 is taken relative to it: only differences count."""
+LEAST_EVEN_MAXIMUM = 2.0**64
+"""From here on a row's largest bias (nats) swallows every score, in float64 as well."""
 SCORE_POISON = 1 << 30
 """What a poisoned score is set to: above every honest one."""
 SCORE_MASKED = -(1 << 31)

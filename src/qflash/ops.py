@@ -72,16 +72,19 @@ def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> t
 
 
 def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Turn an additive float mask into fixed point: int32, 1/65536 octaves (``bias * log2(e) * 2**16``).
-
-    Minus infinity becomes the mark of a key that takes no part; NaN and plus infinity become the mark that
-    turns a row into NaN; finite values beyond 4096 octaves (2839 nats) are clamped there.
-    """
+    """Turn an additive float mask into fixed point; see :func:`qflash.quantize_bias`."""
     wide = bias.to(torch.float32)
-    scaled = (wide * (math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)).clamp(-fp.BIAS_LIMIT, fp.BIAS_LIMIT)
+    if wide.numel() == 0:
+        return wide.to(torch.int32)
+    row_max = wide.amax(dim=-1, keepdim=True)
+    far = (row_max.abs() > fp.MOST_BIAS_MAXIMUM) & row_max.isfinite()
+    relative = wide - torch.where(far, row_max, 0.0)
+    scaled = (relative * (math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)).clamp(-fp.BIAS_LIMIT, fp.BIAS_LIMIT)
     fixed = scaled.nan_to_num(0.0).round().to(torch.int32)
-    fixed = torch.where(wide == -math.inf, fp.BIAS_MASKED, fixed)
-    return torch.where((wide != wide) | (wide == math.inf), fp.BIAS_POISON, fixed)
+    even = far & (row_max.abs() >= fp.LEAST_EVEN_MAXIMUM)
+    fixed = torch.where(even & (wide == row_max), fp.BIAS_EVEN, fixed)
+    fixed = torch.where((even & (wide < row_max)) | (wide == -math.inf), fp.BIAS_MASKED, fixed)
+    return torch.where(wide < math.inf, fixed, fp.BIAS_POISON)
 
 
 def kept(

@@ -87,10 +87,11 @@ class _Scores:
                     s = (s * self.multiplier.to(self.work)) >> self.drop
                 valid = part != fp.BIAS_MASKED
                 shift = (fp.BIAS_FRACTION_BITS - self.fraction_bits).to(self.work)
-                bias = torch.where(valid & (part != fp.BIAS_POISON), part.to(self.work), 0)
+                marked = part > fp.BIAS_LIMIT
+                bias = torch.where(valid & ~marked, part.to(self.work), 0)
                 s = s + (bias >> shift)
                 self.check("z", s, -(1 << 30) + 1, (1 << 30) - 1)
-                s = torch.where(part == fp.BIAS_POISON, fp.SCORE_POISON, s)
+                s = torch.where(marked, part.to(self.work), s)
             else:
                 valid = part
         if self.is_causal:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import draw_scale, eviction_policy, lay_out, same_bits
+from helpers import draw_scale, eviction_policy, lay_out, move_far, same_bits
 from qflash import ops, reference
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.recipe import DEFAULT, Recipe
@@ -47,7 +47,7 @@ def draw_geometry(chance: random.Random) -> Geometry:
 
 def draw_bias(chance: random.Random, geometry: Geometry, batch: int, generator: torch.Generator) -> torch.Tensor | None:
     """None, or a bias in nats: whole or broadcast, now and then with -inf (rows of it, too), NaN and +inf, or very large."""
-    kind = chance.choice(("none", "none", "plain", "plain", "masked", "poisoned", "large"))
+    kind = chance.choice(("none", "none", "plain", "masked", "poisoned", "large", "far"))
     if kind == "none":
         return None
     periods = [period for period in (1, 2, 4, batch) if batch % period == 0]
@@ -64,6 +64,8 @@ def draw_bias(chance: random.Random, geometry: Geometry, batch: int, generator: 
     if kind == "poisoned":
         bias.view(-1)[chance.randrange(bias.numel())] = torch.nan
         bias.view(-1)[chance.randrange(bias.numel())] = torch.inf
+    if kind == "far":
+        bias = move_far(bias, generator)
     return bias
 
 

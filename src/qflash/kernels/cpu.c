@@ -34,7 +34,7 @@
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
 #define BIAS_MASKED (-(1 << 30))
-#define BIAS_POISON (1 << 30)
+#define BIAS_LIMIT (1 << 28)
 #define INLINE static inline __attribute__((always_inline))
 
 /* Operands of a product: left queries and probabilities, right keys and values. A group of them fills a lane. */
@@ -385,7 +385,7 @@ static void row_scores(
         for (int64_t j = 0; j < n; j++) {
             int32_t bias = mask[j * m_stride];
             int32_t scaled = x->key_token ? (int32_t)((int64_t)s[j] * by.mantissa >> 32) : s[j] * (int32_t)by.mantissa >> drop;
-            s[j] = bias == BIAS_POISON ? POISON : bias == BIAS_MASKED ? MASKED : scaled + (bias >> shift);
+            s[j] = bias > BIAS_LIMIT ? bias : bias == BIAS_MASKED ? MASKED : scaled + (bias >> shift);
         }
     } else if (x->masked == 1) {
         const uint8_t *mask = (const uint8_t *)x->mask + mask_at;

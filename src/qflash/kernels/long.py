@@ -197,7 +197,7 @@ def long_kernel(
                 k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
                 s = scores(
                     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
-                    multiplier, fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                    multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
                     CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
@@ -207,7 +207,7 @@ def long_kernel(
             k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
             s = scores(
                 q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
-                multiplier, fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
                 CHECK and phase == 1, GUARD,
             )  # fmt: skip
             if ONLINE:

@@ -20,6 +20,8 @@ ROUND_WIDE = tl.constexpr(6755399441055744.0)
 # log2(e) * 2**16 and the limit of quantize_bias
 BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
 BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
+MOST_BIAS_MAXIMUM = tl.constexpr(fp.MOST_BIAS_MAXIMUM)
+LEAST_EVEN_MAXIMUM = tl.constexpr(fp.LEAST_EVEN_MAXIMUM)
 # minima and maxima of two 16-bit floats at a time; a NaN wins
 MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
@@ -135,8 +137,16 @@ def to_int8(x, scale, GUARD: tl.constexpr):
 
 
 @triton.jit
+def bias_base(row_max):
+    """What :func:`qflash.quantize_bias` takes off a row whose largest bias this is, and whether its keys share it evenly."""
+    size = tl.abs(row_max)
+    base = tl.where((size > MOST_BIAS_MAXIMUM) & (size < float("inf")), row_max, 0.0)
+    return base, tl.abs(base) >= LEAST_EVEN_MAXIMUM
+
+
+@triton.jit
 def bias_to_fixed(bias, GUARD: tl.constexpr):
-    """:func:`qflash.ops.quantize_bias` of a float32 tile, but for its marks: nats to 1/65536 octaves, NaN to 0."""
+    """A float32 tile of biases, less their rows' bases, but for its marks: nats to 1/65536 octaves, NaN to 0."""
     scaled = tl.minimum(tl.maximum(bias * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
     if GUARD:
         scaled = tl.where(bias == bias, scaled, 0.0)

@@ -14,6 +14,7 @@ from .integer import split_scale, usable_scale
 from .quantize import amplitude_to_scale, higher, highest, inverse_scale, lower, lowest, nan_max, nan_min, round_to_int8
 from .tile import (
     accumulate,
+    bias_bases,
     column_scales,
     finish,
     interleave,
@@ -246,15 +247,19 @@ def short_kernel(
             query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
             MOST_BITS, GUARD,
         )  # fmt: skip
+        base = 0.0
+        if MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
+            base, even = bias_bases(mask_base, mask_stride_m, mask_stride_n, rows, queries, KEYS, BLOCK_M, BLOCK_N, TILES)
+            multiplier = tl.where(even, 0, multiplier)
         s0 = scores(
             q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, 0, queries, KEYS, multiplier,
-            fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+            fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
         )  # fmt: skip
         row_max = tl.max(s0, 1)[:, None]
         if TILES == 2:
             s1 = scores(
                 q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, BLOCK_N, queries, KEYS, multiplier,
-                fraction_bits, drop, largest, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+                fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
             )  # fmt: skip
             row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
         total = tl.zeros((BLOCK_M, 16), tl.int32)

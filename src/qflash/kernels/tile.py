@@ -28,13 +28,14 @@ from .integer import (
     usable_scale,
     wide_multiplier,
 )
-from .quantize import bias_to_fixed
+from .quantize import bias_base, bias_to_fixed
 
 MASKED = tl.constexpr(fp.SCORE_MASKED)
 POISON = tl.constexpr(fp.SCORE_POISON)
 BIAS_LIMIT = tl.constexpr(fp.BIAS_LIMIT)
 BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
+BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
 
 # Two words, each a probability in its top bytes -> two packed bytes: byte 3 of each, or byte 2 less 128.
 PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
@@ -227,14 +228,38 @@ def row_multiplier(
 
 
 @triton.jit
+def _mask_tile(
+    base, stride_m, stride_n, rows, start, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A tile of the mask, keys in the order of :func:`_deal`; beyond the edges the last row and key stand in."""
+    # loaded in the keys' own order and put into that one afterwards, which moves registers instead of computing addresses
+    row = tl.minimum(rows, queries - 1)[:, None]
+    column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
+    return _deal(tl.load(base + row * stride_m + column * stride_n), BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def bias_bases(
+    base, stride_m, stride_n, rows, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """:func:`.quantize.bias_base` of rows whose biases are floats, from all their keys."""
+    high = tl.max(_mask_tile(base, stride_m, stride_n, rows, 0, queries, keys, BLOCK_M, BLOCK_N).to(tl.float32), 1)
+    for i in tl.static_range(1, TILES):
+        more = _mask_tile(base, stride_m, stride_n, rows, i * BLOCK_N, queries, keys, BLOCK_M, BLOCK_N)
+        high = tl.maximum(high, tl.max(more.to(tl.float32), 1))
+    return bias_base(high[:, None])
+
+
+@triton.jit
 def scores(
     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
-    rows, start, queries, keys, multiplier, fraction_bits, drop, largest, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, start, queries, keys, multiplier, fraction_bits, drop, largest, base, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of queries against BLOCK_N keys from ``start``, dealt, in a unit common to the row.
 
+    ``base`` is what a row's float bias is taken relative to (:func:`.quantize.bias_base`).
     With CHECK whoever takes no part is set to the minimum, which no honest score reaches.
     """
     s = tl.dot(q, k, out_dtype=tl.int32)
@@ -246,29 +271,27 @@ def scores(
     if CAUSAL:
         valid = valid & (n[None, :] <= rows[:, None])
     if MASK != "none":
-        # Loaded in the keys' own order and dealt afterwards, which moves registers instead of computing addresses.
-        # Beyond the edges the last row and key stand in: they are dropped below.
-        row = tl.minimum(rows, queries - 1)[:, None]
-        column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
-        part = _deal(tl.load(mask_base + row * mask_stride_m + column * mask_stride_n), BLOCK_M, BLOCK_N)
+        part = _mask_tile(mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, BLOCK_M, BLOCK_N)
         if MASK == "bool":
             valid = valid & (part != 0)
         else:
             if part.dtype.is_int():
                 fixed = part
                 valid = valid & (part != BIAS_MASKED)
-                poisoned = part == BIAS_POISON
+                marked = part > BIAS_LIMIT
+                mark = part
             else:
                 bias = part.to(tl.float32)
-                fixed = bias_to_fixed(bias, GUARD)
+                fixed = bias_to_fixed(bias - base, GUARD)
                 valid = valid & (bias != float("-inf"))
-                poisoned = (bias != bias) | (bias == float("inf"))
+                marked = (bias != bias) | (bias == float("inf"))
+                mark = POISON
             if KEY_TOKEN:
                 s = multiply_high(s, multiplier, GUARD)
             else:
                 s = (s * multiplier) >> drop
             s += fixed >> (16 - fraction_bits)
-            s = tl.where(poisoned, POISON, s)
+            s = tl.where(marked, mark, s)
     if CHECK:
         s = tl.where(valid, s, MASKED)
     return s

@@ -36,9 +36,10 @@ from .by_hand import (
     unpack,
 )
 from .integer import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
-from .quantize import BIAS_UNIT, amplitude_to_scale, bias_to_fixed, higher, inverse_scale, nan_max
+from .quantize import BIAS_UNIT, MOST_BIAS_MAXIMUM, amplitude_to_scale, bias_base, bias_to_fixed, higher, inverse_scale, nan_max
 from .rows import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
 from .tile import (
+    BIAS_EVEN,
     BIAS_LIMIT,
     BIAS_MASKED,
     BIAS_POISON,
@@ -337,28 +338,50 @@ def _beside_scores(bias):
 
 @gluon.jit
 def _fixed(bias):
-    """A bias without marks in fixed point: a float that :func:`_beyond` let through needs no limit."""
+    """A bias without marks in fixed point: a float that :func:`_beyond` let through needs no limit and no base."""
     if bias.dtype.is_floating():
         bias = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [bias * BIAS_UNIT], gl.int32, True, 1)
     return bias
 
 
 @gluon.jit
-def _fixed_with_marks(bias):
-    """:func:`qflash.quantize_bias`."""
-    if bias.dtype.is_floating():
-        fixed = gl.where(bias < float("inf"), bias_to_fixed(bias, False), BIAS_POISON)
-        bias = gl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+def _all_fixed(bias):
+    """:func:`qflash.quantize_bias` of all tiles of rows."""
+    if bias[0].dtype.is_floating():
+        high = _highest(bias[0])
+        for i in gl.static_range(1, len(bias)):
+            high = gl.maximum(high, _highest(bias[i]))
+        fixed = ()
+        for i in gl.static_range(len(bias)):
+            fixed = fixed + (_fixed_with_marks(bias[i], beside_rows(high, bias[i].type.layout)),)
+        bias = fixed
     return bias
 
 
 @gluon.jit
+def _highest(bias):
+    """Row maxima of a tile of a float bias."""
+    return gl.convert_layout(
+        gl.max(bias, 1), gl.SliceLayout(1, score_layout(bias.shape[0], 8)), assert_trivial=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fixed_with_marks(bias, row_max):
+    base, even = bias_base(row_max)
+    fixed = bias_to_fixed(bias - base, False)
+    fixed = gl.where(even, gl.where(bias == row_max, BIAS_EVEN, BIAS_MASKED), fixed)
+    fixed = gl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+    return gl.where(bias < float("inf"), fixed, BIAS_POISON)
+
+
+@gluon.jit
 def _beyond(bias):
-    """1 where the tiles of a float bias hold what :func:`qflash.quantize_bias` limits or marks, of eight columns, else 0."""
+    """1 where the tiles of a float bias hold what :func:`_fixed` does not do, of eight columns, else 0."""
     high = _largest(bias[0])
     for i in gl.static_range(1, len(bias)):
         high = nan_max(high, _largest(bias[i]))
-    return gl.where(high * BIAS_UNIT <= 1.0 * BIAS_LIMIT, 0, 1)
+    return gl.where(high <= MOST_BIAS_MAXIMUM, 0, 1)
 
 
 @gluon.jit
@@ -444,7 +467,7 @@ def _add_any_bias(s, bias, fraction_bits):
     """What :func:`_scaled` returned with a bias: :func:`.tile.scores`."""
     L: gl.constexpr = s.type.layout
     z = s + (bias >> (16 - beside_rows(fraction_bits, L)))
-    z = gl.where(bias == BIAS_POISON, POISON, z)
+    z = gl.where(bias > BIAS_LIMIT, bias, z)
     return gl.where(bias == BIAS_MASKED, MASKED, z)
 
 
@@ -528,9 +551,9 @@ def _attend(
                 b = b + (_beside_scores(loaded[i]),)
         z = ()
         if CAREFUL:
+            b = _all_fixed(b)
             for i in gl.static_range(len(k)):
-                x = _scaled(s[i], scale)
-                z = z + (_add_any_bias(x, _fixed_with_marks(b[i]), both_rows(fraction_bits, ROWS)),)
+                z = z + (_add_any_bias(_scaled(s[i], scale), b[i], both_rows(fraction_bits, ROWS)),)
             row_max = _row_max(z, ONE)
             flags = _no_flags()
             p = _all_stored(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
@@ -692,11 +715,14 @@ def windows_kernel(
                 ),
             )
         for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
+            bias = ()
             for i in gl.static_range(len(WIDTHS)):
-                bias = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
-                bias = _beside_scores(bias)
-                staged_flags |= _eight_rows(_beyond((bias,)))
-                staged[i].index(tile).store(_stage(_fixed_with_marks(bias)))
+                part = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                bias = bias + (_beside_scores(part),)
+            staged_flags |= _eight_rows(_beyond(bias))
+            bias = _all_fixed(bias)
+            for i in gl.static_range(len(WIDTHS)):
+                staged[i].index(tile).store(_stage(bias[i]))
         barrier()
 
     first, step = place + group * periods, groups * periods

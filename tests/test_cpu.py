@@ -19,8 +19,10 @@ from qflash.kernels import cpu
 from qflash.recipe import PRESETS
 
 CPU = torch.device("cpu")
-LARGE = dataclasses.replace(GPU, work=40)
-"""The GPU's tokens (up to 2049) and head counts, with few enough blocks for a CPU."""
+LARGE = dataclasses.replace(
+    GPU, batches=(1,), key_heads=(1, 2), groups=(1, 2), tokens=(40, 511, 512, 513, 577, 1000, 1024, 1025, 2049), work=200
+)
+"""Rows around cpu.c's CHUNK of 512 keys and longer, with few enough blocks for a CPU."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +41,27 @@ def test_kernel_has_the_reference_bits(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(2000, 2040, 5))
 def test_long_rows_have_the_reference_bits(first: int) -> None:
-    for number in range(first, first + 5):
-        case = draw_case(number, LARGE)
+    cases = [draw_case(number, LARGE) for number in range(first, first + 5)]
+    assert any(case.keys > 512 and case.recipe.normalization == "two_pass" for case in cases)
+    for case in cases:
         arguments = case.arguments(CPU)
         assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("octave", [-18, -19, -20])
+def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
+    """A key of weight 1 among 299 of 255, at scales for which the output's shift is 1, 0, and 0 because it cannot be less."""
+    query, key = torch.full((1, 1, 2, 16), 127, dtype=torch.int8), torch.full((1, 1, 300, 16), 127, dtype=torch.int8)
+    value = torch.zeros(1, 1, 300, 16, dtype=torch.int8)
+    key[:, :, 0] = -59
+    value[:, :, 0] = torch.arange(-8, 8)
+    one = torch.ones(1, 1, 1, 1)
+    eight_octaves = 8 * math.log(2) / ((127 + 59) * 127 * 16)
+    arguments = query, one, key, one, value, one, None, False, eight_octaves, one * 2.0**octave, torch.int8, qflash.DEFAULT
+    expected = reference.int8_attention(*arguments)
+    exact = value[:, :, :1] / (1 + 299 * 255) * 2.0 ** min(-octave, 19)
+    assert float((expected - exact).abs().max()) < 1
+    assert same_bits(cpu.launch_attention(*arguments), expected)
 
 
 # What Intel's manual says that five instructions of AVX-512 do, for CPUs that have none of them: sixteen lanes run everywhere.

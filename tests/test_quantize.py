@@ -199,6 +199,25 @@ def test_balancing_and_rotating_leave_the_scores_alone() -> None:
     torch.testing.assert_close(rotated[0] @ rotated[1].repeat_interleave(2, dim=1).mT * 32, exact, rtol=1e-5, atol=1e-3)
 
 
+def test_balancing_halves_the_octaves_between_the_largest_of_a_group_and_its_key() -> None:
+    # query's largest magnitude in either head of a group, key's, and by how many octaves the one falls and the other rises
+    channels = [
+        (1, 1, 1, 0),
+        (2, 1, 1, 0), (1, 1, 2, 0),  # one octave is none, either way
+        (8, 1, 1, 1), (1, 1, 8, -1),
+        (2, 64, 1, 3), (64, 2, 1, 3),  # the larger head counts, whichever it is
+        (0, 0, 1024, 0), (64, 64, 0, 0), (0, 64, 1, 3),
+        (math.inf, 1, 1024, 0), (64, 64, math.inf, 0), (math.nan, 64, 1, 0),
+    ]  # fmt: skip
+    first, second, below, octaves = (torch.tensor(row, dtype=torch.float32) for row in zip(*channels, strict=True))
+    query, key = torch.stack((first, second, first, second)).expand(2, 4, -1), torch.stack((below, below)).expand(2, 2, -1)
+    signs = torch.tensor([1.0, -0.5])[:, None]
+    query, key = query[:, :, None] * signs, key[:, :, None] * signs
+    balanced = quantization.balance_channels(query, key)
+    assert same_bits(balanced[0], query * torch.exp2(-octaves))
+    assert same_bits(balanced[1], key * torch.exp2(octaves))
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_granularity_is_read_off_the_scale(granularity: str) -> None:
     quantized = qflash.quantize(draw((2, 3, 7, 5)), granularity)

@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, same_bits
@@ -280,6 +282,97 @@ def test_repeated_calls_side_by_side_do_not_mix() -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert all(map(same_bits, pool.map(lambda one: qflash.attention(*one), inputs), expected))
+
+
+def test_tensors_that_have_to_be_copied_first_are_copied_in_every_call() -> None:
+    """Leading dimensions that are no single one, of the tensors or of the mask."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        apart = [torch.randn((3, 2, 2, 9, 16), generator=generator).transpose(0, 1) for _ in range(3)]
+        together = [x.contiguous() for x in apart]
+        hidden = torch.rand((2, 1, 1, 9, 9), generator=generator) > 0.3
+        for inputs, mask in ((apart, None), ((together[0], apart[1], together[2]), None), (together, hidden)):
+            expected = qflash.attention(*inputs, mask, backend="reference")
+            assert same_bits(qflash.attention(*inputs, mask), expected), seed
+            int8 = [qflash.quantize(x, "head", backend="reference") for x in inputs]
+            for scale in (None, 0.007):
+                ways = (qflash.int8_attention(*int8, mask, output_scale=scale, backend=name) for name in ("auto", "reference"))
+                got, wanted = (way.values for way in ways if isinstance(way, qflash.QuantizedTensor))
+                assert same_bits(got, wanted), (seed, scale)
+
+
+def _float_output(*inputs: torch.Tensor) -> torch.Tensor:
+    out = qflash.int8_attention(*(qflash.quantize(x, "head") for x in inputs), out_dtype=torch.float32)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+CALLS = {"attention": qflash.attention, "int8_attention": _float_output}
+
+
+class _DoublingOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function in (torch.ops.qflash.attention.default, torch.ops.qflash.int8_attention.default) else out
+
+
+class _DoublingFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function in (torch.ops.qflash.attention, torch.ops.qflash.int8_attention) else out
+
+
+@pytest.mark.parametrize("mode", [_DoublingOperators, _DoublingFunctions])
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_have_their_say_in_a_repeated_call(name: str, mode: type, plans: dict[object, object]) -> None:
+    inputs, call = make_inputs(2, 2, 9, 12, head_dim=16), CALLS[name]
+    with mode():
+        first = call(*inputs)
+    expected = call(*inputs)
+    assert plans
+    assert same_bits(first, 2 * expected)
+    with mode():
+        assert same_bits(call(*inputs), 2 * expected)
+    assert same_bits(call(*inputs), expected)
+
+
+class _Named(torch.Tensor):
+    """Operators of such tensors return such tensors."""
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_subclasses_have_their_say_in_a_repeated_call(where: int, plans: dict[object, object]) -> None:
+    inputs = list(make_inputs(2, 2, 9, 12, head_dim=16))
+    expected = qflash.attention(*inputs)
+    assert plans
+    inputs[where] = inputs[where].as_subclass(_Named)
+    for _ in range(2):
+        got = qflash.attention(*inputs)
+        assert type(got) is _Named and same_bits(got.as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+@pytest.mark.parametrize("transform", ["vmap", "functionalize", "compile"])
+@pytest.mark.parametrize("name", CALLS)
+def test_transforms_of_a_call_that_was_made_before(name: str, transform: str, plans: dict[object, object]) -> None:
+    inputs, call = make_inputs(2, 2, 9, 12, head_dim=16, seed=1), CALLS[name]
+    expected = [torch.stack([call(*(x[i] for x in one)) for i in range(2)]) for one in (make_inputs(2, 2, 9, 12, 16), inputs)]
+    assert same_bits(call(*inputs), expected[1])
+    assert plans
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    if transform == "compile":
+        torch._dynamo.reset()
+        transformed = torch.compile(call, fullgraph=True, backend=keep)
+    else:
+        transformed = getattr(torch.func, transform)(call)
+    assert same_bits(transformed(*inputs), expected[1])
+    assert same_bits(transformed(*make_inputs(2, 2, 9, 12, 16)), expected[0])
+    assert all(f"qflash.{name}" in graph.code for graph in graphs) and len(graphs) == (transform == "compile")
 
 
 def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ def test_verify_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1
     assert "2 x MUFU.RCP at attention.py:1" in output
     assert "CompilationError: no" in output
+    of_floats = verify.Report("vit-to-float16", "sm_80", integer=False, float_instructions={"FMUL at attention.py:1": 2})
+    status, output = _verify_with(monkeypatch, [good, of_floats])
+    assert status == 0
+    assert "1 of 1 kernels hold no float instruction; 1 more read or write floats" in output
+    assert "FMUL" not in output
     status, output = _verify_with(monkeypatch, [bad], "--format", "json")
     assert status == 1
     assert json.loads(output)[0]["float_count"] == 2

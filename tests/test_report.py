@@ -119,6 +119,10 @@ def test_verdicts_follow_the_figures(results: Path) -> None:
     more = profile_record()
     more["rows"][0]["imma_percent"] = 11.5
     assert claim(found | {"profile": [more]}, "int8 tensor peak").mark == "differs"
+    clean = {"float_instructions": {}, "integer": True}
+    floats = {"float_instructions": {"FMUL at attention.py:1": 2}, "integer": False}
+    for rows, mark in (([clean, floats], "agrees"), ([clean, floats | {"integer": True}], "differs")):
+        assert claim(found | {"verify": [{"file": "v.json", "rows": rows}]}, "integer domain").mark == mark
     less = claim(found, "Table 3): this library's")
     assert less.mark == "agrees"
     assert "-25.0 %" in (less.ours or "")

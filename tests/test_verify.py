@@ -6,9 +6,14 @@ of its own with that variable removed. Run as a script, this file prints the pla
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
+import random
+import sys
 import types
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +21,11 @@ import triton
 import triton.language as tl
 
 from helpers import run_compiling
-from qflash import sass, verify
+from qflash import ops, sass, verify
+from qflash.kernels.calls import Call, Recording
+from qflash.kernels.tiles import STAND_IN
+from qflash.quantization import scale_shape
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
 
 @triton.jit
@@ -41,30 +50,36 @@ def float_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 def _print_planted() -> None:
     x = torch.empty(128, dtype=torch.int32, device="meta")
     arguments = {"x_ptr": x, "y_ptr": x, "n": 7, "BLOCK": 128}
-    reports = {
-        kernel.__name__: verify.examine(
-            types.SimpleNamespace(kernel=kernel, grid=(1,), arguments=arguments, options={"num_warps": 4}), "planted", target
-        ).to_dict()
-        for kernel, target in ((clean_kernel, "sm_90"), (division_kernel, "sm_90"), (float_kernel, "sm_80"))
-    }
-    print(json.dumps(reports))
+    floats = arguments | {"x_ptr": x.float()}
+    calls = (
+        (clean_kernel, arguments, "sm_90"), (division_kernel, arguments, "sm_90"), (float_kernel, arguments, "sm_80"),
+        (float_kernel, floats, "sm_80"),
+    )  # fmt: skip
+    reports = [
+        verify.examine(types.SimpleNamespace(kernel=kernel, grid=(1,), arguments=given, options={"num_warps": 4}), "", target)
+        for kernel, given, target in calls
+    ]
+    print(json.dumps([report.to_dict() for report in reports]))
 
 
 def test_planted_floats_are_found() -> None:
     """A float multiplication and an integer division, which ptxas writes with a float reciprocal, both show."""
     done = run_compiling(__file__)
     assert done.returncode == 0, done.stderr
-    reports = json.loads(done.stdout)
-    assert reports["clean_kernel"]["passed"]
-    assert reports["clean_kernel"]["instructions"] > 5
-    division = " ".join(reports["division_kernel"]["float_instructions"])
+    clean, divided, multiplied, of_floats = json.loads(done.stdout)
+    assert clean["passed"]
+    assert clean["instructions"] > 5
+    division = " ".join(divided["float_instructions"])
     assert "MUFU.RCP" in division
     assert "I2F" in division
     assert "F2I" in division
-    assert not reports["division_kernel"]["passed"]
+    assert not divided["passed"]
     assert "test_verify.py:" in division, "the report says which source line a float comes from"
-    assert not reports["float_kernel"]["passed"]
-    assert any(name.startswith(("FFMA", "FFADD", "FADD")) for name in reports["float_kernel"]["float_instructions"])
+    assert not multiplied["passed"]
+    for report in (multiplied, of_floats):
+        assert any(name.startswith(("FFMA", "FFADD", "FADD")) for name in report["float_instructions"])
+    assert multiplied["integer"] and not of_floats["integer"], "what reads floats may have such instructions"
+    assert of_floats["passed"]
 
 
 @pytest.mark.slow
@@ -88,20 +103,131 @@ def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
 
 
 def test_every_case_spells_out_a_call() -> None:
+    vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
+    by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
+    anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
+    anywhere |= dict.fromkeys(("vit-paper", "long-causal-gqa", "long-accurate"), "long_kernel")
+    anywhere |= {"pack-value": "pack_value_kernel"}
     for case in verify.CASES:
         call = verify.kernel_call(case, "sm_90")
-        vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
-        by_hand = dict.fromkeys(vision, "hopper_kernel")
-        by_hand |= dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
-        anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
-        assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, case.kernel)
+        assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")
         assert {"BLOCK_N", "KEYS", "SPAN"} & set(call.arguments)
-        assert verify.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, case.kernel)
+        general = "long_kernel" if case.tokens > 256 else "short_kernel"
+        assert verify.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, general)
         pointers = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
         assert all(x.device.type == "meta" for x in pointers.values())
-        assert pointers["o_ptr" if case.kernel != "pack_value_kernel" else "packed_ptr"].dtype == torch.int8
+        assert pointers["o_ptr" if case.name != "pack-value" else "packed_ptr"].dtype == torch.int8
     names = [case.name for case in verify.CASES]
     assert len(set(names)) == len(names)
+
+
+@functools.cache
+def distinct(target: str) -> dict[Hashable, verify.Case]:
+    return verify.distinct(target)
+
+
+def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[Call]:
+    """Draw a call of an operator and return its launches, spelt out without :mod:`qflash.verify`, which has such sizes."""
+    keys, channels = rng.choice(verify.TOKENS), rng.choice(verify.HEAD_DIMS)
+    recipe = rng.choice((DEFAULT, DEFAULT, PAPER, ACCURATE))
+    plain = recipe == DEFAULT and rng.random() < 0.5
+    batch = rng.choice(verify.BATCHES) if plain and heads == 4 else rng.randint(1, 300) if plain else 8
+    tensors = [torch.empty(batch, heads, keys, channels, dtype=torch.int8, device="meta") for _ in range(3)]
+    one_scale = not plain and rng.random() < 0.5
+    if plain and rng.random() < 0.5:
+        tensors = [x.half() for x in tensors]
+    dtype = tensors[0].dtype
+    kind = rng.choice(("none", "causal", "bool", "bias"))
+    mask = None
+    if kind in ("bool", "bias"):
+        mask = torch.empty(batch, 1, keys, keys, dtype=torch.bool, device="meta")
+        if kind == "bias":
+            mask = torch.empty(1, heads, keys, keys, dtype=torch.int32 if dtype == torch.int8 else dtype, device="meta")
+    options = kind == "causal", channels**-0.5
+    place = STAND_IN.set(tuple(divmod(int(target[3:]), 10)))
+    try:
+        with Recording(launching=False) as recording:
+            if dtype != torch.int8:
+                ops._attention(*tensors, mask, *options, recipe.key, "triton")
+            else:
+                kinds = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
+                scales = [
+                    torch.empty(scale_shape(x.shape, "tensor" if one_scale else kind), device="meta")
+                    for x, kind in zip(tensors, kinds, strict=True)
+                ]
+                given = [x for pair in zip(tensors, scales, strict=True) for x in pair]
+                ops._int8_attention(*given, mask, scales[2], *options, torch.int8, recipe.key, "triton")
+    finally:
+        STAND_IN.reset(place)
+    return recording.calls
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_whatever_an_operator_launches_is_among_the_cases(target: str) -> None:
+    rng = random.Random(target)
+    for _ in range(300):
+        for call in draw_launches(rng, target):
+            assert verify.signature(call) in distinct(target), call
+
+
+def constants(signature: Any) -> Hashable:
+    """Kernel, options and constants but counts of heads and blocks."""
+    name, options, *arguments = signature
+    return name, options, frozenset(x for x in arguments if x[0].isupper() and x[0] not in ("HEADS", "BLOCKS"))
+
+
+def test_other_numbers_of_heads_have_the_constants_of_cases() -> None:
+    rng, known = random.Random(0), {constants(signature) for signature in distinct("sm_90")}
+    for _ in range(300):
+        for call in draw_launches(rng, "sm_90", heads=rng.choice((1, 3, 12))):
+            assert constants(verify.signature(call)) in known, call
+
+
+def _print_keys() -> None:
+    import triton.knobs
+
+    keys: list[str] = []
+    triton.knobs.runtime.jit_cache_hook = lambda *, key, **_: keys.append(key) or True
+    rng, found = random.Random(5), []
+    for target in ("sm_80", "sm_90"):
+        for case in rng.sample(list(verify.calls()), 150):
+            for call in verify.launches(case, target):
+                verify.compile_call(call, target)
+                found.append((repr(verify.signature(call)), f"{call.kernel.__name__} {target} {keys.pop()}", target))
+    print(json.dumps(found))
+
+
+def test_a_signature_is_what_triton_compiles_apart() -> None:
+    done = run_compiling(__file__, "keys")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ours, theirs = {(a, target) for a, _, target in found}, {b for _, b, _ in found}
+    assert len(found) > len(ours) > 100
+    assert len(ours) == len(theirs) == len({tuple(pair) for pair in found})
+
+
+def test_names_and_patterns_pick_cases() -> None:
+    def names(*patterns: str) -> set[str]:
+        return {case.name for case, _ in verify._pick_jobs(patterns, ["sm_90"], map)}
+
+    assert names("vit", "swin") == {"vit", "swin"}
+    assert names("4096x64") == {"4096x64"}
+    assert names("4096x64:*") == {"4096x64:0-pack_value"}
+    every = names("197x64*")
+    assert {"197x64", "197x64-bias", "197x64-causal-tensor"} <= every and all(name.startswith("197x64") for name in every)
+    assert names("[a-z]*") == {case.name for case in verify.CASES}
+    with pytest.raises(verify.VerificationError, match="unknown case 197x64-nothing"):
+        names("vit", "197x64-nothing")
+
+
+def test_a_sample_can_be_drawn_again() -> None:
+    assert [verify.sample_size(text, 100) for text in ("7", "1/40", "1000", "3/4")] == [7, 3, 100, 75]
+    every = range(60)
+    assert verify.draw_sample(every, "1/6", 7) == verify.draw_sample(every, "10", 7) != verify.draw_sample(every, "10", 8)
+    assert verify.draw_sample(every, "99", 7) == list(every)
+    for text in ("0", "-1", "1/0", "a", "0.5", ""):
+        with pytest.raises(verify.VerificationError, match="sample must be"):
+            verify.sample_size(text, 100)
 
 
 LOOP = """
@@ -159,4 +285,4 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if __name__ == "__main__":
-    _print_planted()
+    _print_keys() if "keys" in sys.argv else _print_planted()

@@ -395,7 +395,7 @@ def _integer_claim(found: Found) -> Claim:
     reports = found.get("verify", [])
     if not reports:
         return Claim(text, "integer-only", None, "", None, "qflash verify --format json > FILE in the results folder.")
-    rows = reports[0]["rows"]
+    rows = [row for row in reports[0]["rows"] if row.get("integer", True)]
     clean = sum(not row["float_instructions"] and not row.get("error") for row in rows)
     got = f"{clean} of {len(rows)} compiled kernels hold no float instruction (qflash verify, {reports[0]['file']})"
     why = "The authors' public kernel holds some: integer division lowers to I2F and MUFU.RCP (docs/reproduction.md)."

@@ -1,14 +1,15 @@
 """Proof by disassembly: the int8 -> int8 attention kernels hold no floating-point instruction.
 
-Every case is compiled by the launcher's own code path, for each target architecture and without a GPU:
-Triton's JIT is given a driver that only knows the target, and the call that
-:func:`qflash.kernels.attention.attention_calls` spells out for meta tensors. The machine code is then
-disassembled (:mod:`.sass`) with the tools that ship inside Triton's package, and counted.
+Every case is compiled for each target architecture without a GPU: an operator's own code is run on tensors without memory,
+which spells out its launches (:func:`launches`), and Triton's JIT is given a driver that only knows the target. The machine
+code is then disassembled (:mod:`.sass`) with the tools that ship inside Triton's package, and counted.
 
-Only these kernels are looked at. Quantising floats and writing float outputs is float arithmetic by nature.
+Cases are a list with names of their own (:data:`CASES`) and whatever else the operators launch in the calls of :func:`calls`,
+once for everything that Triton compiles apart (:func:`signature`).
 
-What the assembler was seen to get wrong is looked for as well: products that read the next block's queries
-(:func:`early_operands`), and accesses outside shared memory (:mod:`.addresses`).
+Kernels that read or write floats hold float instructions by nature. They are compiled and read, too, for what the assembler
+was seen to get wrong: products that read the next block's queries (:func:`early_operands`), and accesses outside shared
+memory (:mod:`.addresses`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
+import fnmatch
+import functools
+import itertools
 import multiprocessing
 import os
 import pathlib
+import random
 import re
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .addresses import accesses_outside
+from .layout import empty_bias
+from .quantization import scale_shape
+from .recipe import PAPER, PRESETS, Recipe, resolve_recipe
 from .sass import (
     DisassemblyError,
     Instruction,
@@ -42,9 +54,12 @@ from .sass import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .recipe import Recipe
+    from .kernels.calls import Call
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+FLOATS = ("float16", "bfloat16", "float32")
+_SCALES = ("qs_ptr", "ks_ptr", "vs_ptr", "os_ptr")
+"""Float scales, of which a kernel without a float instruction reads the bits."""
 
 
 class VerificationError(RuntimeError):
@@ -56,105 +71,232 @@ class VerificationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem whose int8 -> int8 kernel is compiled and read.
+    """One launch of an attention call, which is compiled and read.
 
     Attributes:
         name: what ``--case`` takes.
-        tokens: queries and keys.
-        head_dim: channels of query, key and value.
-        recipe: a preset's name; it also sets the granularity of the scales.
-        mask: ``"none"``, ``"bool"`` (batch, 1, N, N), ``"bias"`` (1, heads, N, N) or ``"windows"``: a bias of
-            (windows, heads, N, N) that repeats over the batch, as Swin's, with aligned rows.
-        causal: whether query i sees only keys 0 to i.
+        tokens: keys, and queries unless ``queries`` says otherwise.
+        head_dim: channels of query and key, and of value unless ``value_dim`` says otherwise.
+        recipe: a preset's name or a recipe; it also sets the granularity of the scales.
+        mask: ``"none"``, ``"causal"``, ``"bool"`` (batch, 1, N, N), ``"bias"`` (1, heads, N, N) or ``"windows"``: a bias of
+            (windows, heads, N, N) that repeats over the batch, as Swin's, with aligned rows. A bias is in fixed point where
+            the input is int8.
         granularity: one granularity for all scales instead of the recipe's.
         key_heads: heads of key and value, fewer than query's 4 for grouped queries.
         batch: batch elements; the tiles depend on it.
-        kernel: which of the launches the problem takes.
+        queries: their number if it is not that of the keys.
+        value_dim: channels of value if they are not query's.
+        input: ``"int8"`` or the name of a float dtype: then the call quantises, too.
+        output: the same of the output.
+        layout: ``"contiguous"``, ``"packed"`` (views of one projection) or ``"misaligned"`` (rows that begin anywhere).
+        launch: which of the call's launches.
     """
 
     name: str
     tokens: int
     head_dim: int
-    recipe: str = "default"
+    recipe: str | Recipe = "default"
     mask: str = "none"
-    causal: bool = False
     granularity: str | None = None
     key_heads: int = 4
     batch: int = 8
-    kernel: str = "short_kernel"
+    queries: int | None = None
+    value_dim: int | None = None
+    input: str = "int8"
+    output: str = "int8"
+    layout: str = "contiguous"
+    launch: int = -1
 
 
 CASES = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
-    Case("vit-257", 257, 64, batch=128, kernel="long_kernel"),  # CLIP, DINOv2: held whole on Hopper alone
-    Case("vit-577", 577, 64, batch=128, kernel="long_kernel"),  # 384 pixels: walked over twice there
-    Case("vit-1370", 1370, 64, batch=24, kernel="long_kernel"),  # DINOv2, 518 pixels: programs there go from head to head
+    Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: held whole on Hopper alone
+    Case("vit-577", 577, 64, batch=128),  # 384 pixels: every score is computed twice there
+    Case("vit-1370", 1370, 64, batch=24),  # DINOv2, 518 pixels: programs there go from head to head
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),
-    Case("vit-257-80", 257, 80, batch=128, kernel="long_kernel"),  # ViT-H: channels in two spans on Hopper
-    Case("vit-729-72", 729, 72, batch=256, kernel="long_kernel"),  # SigLIP, 384 pixels: both, and walked over twice
-    Case("vit-paper", 197, 64, recipe="paper", kernel="long_kernel"),
+    Case("vit-257-80", 257, 80, batch=128),  # ViT-H: channels in two spans on Hopper
+    Case("vit-729-72", 729, 72, batch=256),  # SigLIP, 384 pixels: both, and rows that are read twice
+    Case("vit-paper", 197, 64, recipe="paper"),
     Case("vit-accurate", 197, 64, recipe="accurate"),
     Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
     Case("swin-bool", 49, 32, mask="bool"),
     Case("swin-windows", 49, 32, mask="windows"),
     Case("swin-thousands", 49, 32, mask="windows", batch=1024),  # a program takes several windows with the same bias
-    Case("swin-causal", 49, 32, causal=True),
-    Case("long-64", 4096, 64, kernel="long_kernel"),
-    Case("long-128", 4096, 128, kernel="long_kernel"),
-    Case("long-causal-gqa", 4096, 64, causal=True, key_heads=1, kernel="long_kernel"),
-    Case("long-accurate", 4096, 64, recipe="accurate", kernel="long_kernel"),
-    Case("pack-value", 4096, 64, kernel="pack_value_kernel"),
+    Case("swin-causal", 49, 32, mask="causal"),
+    Case("long-64", 4096, 64),
+    Case("long-128", 4096, 128),
+    Case("long-causal-gqa", 4096, 64, mask="causal", key_heads=1),
+    Case("long-accurate", 4096, 64, recipe="accurate"),
+    Case("pack-value", 4096, 64, launch=0),
 )
 
+MASKS = ("none", "causal", "bool", "bias")
+TOKENS = (16, 49, 64, 197, 257, 577, 4096)
+HEAD_DIMS = (16, 32, 64, 80, 128, 256)
+BATCHES = (1, 4, 8, 11, 12, 16, 17, 20, 24, 25, 34, 40, 50, 75, 128, 160, 256, 300, 512, 1024)
+"""Of four heads: on Hopper the launches depend on how many programs a processor has."""
+VARIED_TOKENS = (49, 197, 577, 4096)
+VARIED_HEAD_DIMS = (32, 64, 128)
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "gqa": {"key_heads": 1},
+    "one-query": {"queries": 1},
+    "20-queries": {"queries": 20},
+    "narrow-values": {"value_dim": 16},
+    "wide-values": {"value_dim": 160},
+    "heads": {"granularity": "head"},
+    "packed": {"layout": "packed"},
+    "misaligned": {"layout": "misaligned"},
+    "windows": {"mask": "windows"},
+    **{f"to-{name}": {"output": name} for name in FLOATS},
+    **{f"from-{name}": {"input": name, "output": name} for name in FLOATS},
+    **{
+        f"{kind}-{bits}": {"recipe": Recipe(exponential=kind, probability_bits=bits)}
+        for kind in ("linear", "quadratic")
+        for bits in (7, 8, 15)
+    },
+    "floor": {"recipe": Recipe(probability_rounding="floor")},
+    "value-scale": {"recipe": Recipe(output="value_scale")},
+    "token-keys": {"recipe": Recipe(key_granularity="token")},
+    **{f"online-{keys}": {"recipe": PAPER.replace(key_block=keys, output="accumulator")} for keys in (32, 64, 128, 256)},
+}
+"""Changes of a call with the default recipe, one at a time."""
 
-def kernel_call(case: Case, target: str) -> Any:
-    """Return the kernel launch of a case, spelt out by the launcher itself, on tensors without memory."""
-    import torch
 
-    from .kernels.attention import attention_calls
-    from .layout import empty_bias
-    from .quantization import scale_shape
-    from .recipe import resolve_recipe
+def calls() -> Iterator[Case]:
+    """Return the calls whose launches are compiled, besides :data:`CASES`.
 
-    recipe: Recipe = resolve_recipe(case.recipe)
-    batch, heads, tokens, head_dim = case.batch, 4, case.tokens, case.head_dim
+    Every combination of lengths, head dimensions, masks and presets, each with the preset's scales and with one a tensor; with
+    the default preset every batch; from floats, too; and of it every variation, with and without a bias, at some of the sizes.
+    """
+    for tokens, head_dim, mask, recipe in itertools.product(TOKENS, HEAD_DIMS, MASKS, PRESETS):
+        case = Case("", tokens, head_dim, recipe, mask)
+        yield _named(case)
+        yield _named(case, "tensor", granularity="tensor")
+        if recipe == "default":
+            for batch in BATCHES:
+                yield _named(case, f"batch-{batch}", batch=batch)
+                yield _named(case, f"tensor-batch-{batch}", granularity="tensor", batch=batch)
+                yield _named(case, f"from-float16-batch-{batch}", batch=batch, input="float16", output="float16")
+    for tokens, head_dim, mask in itertools.product(VARIED_TOKENS, VARIED_HEAD_DIMS, ("none", "bias")):
+        case = Case("", tokens, head_dim, mask=mask)
+        yield from (_named(case, variation, **changes) for variation, changes in VARIATIONS.items())
 
-    def values(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+
+def _named(case: Case, *parts: str, **changes: Any) -> Case:
+    about = (f"{case.tokens}x{case.head_dim}", str(case.recipe), case.mask, *parts)
+    return dataclasses.replace(case, name="-".join(part for part in about if part not in ("default", "none")), **changes)
+
+
+def launches(case: Case, target: str) -> list[Call]:
+    """Return the launches of a case's call, spelt out by the operator itself, on tensors without memory."""
+    from . import ops
+    from .kernels.calls import Recording
+    from .kernels.tiles import STAND_IN
+
+    recipe = resolve_recipe(case.recipe)
+    batch, heads, keys, head_dim = case.batch, 4, case.tokens, case.head_dim
+    queries, value_dim = case.queries or keys, case.value_dim or head_dim
+    dtype = getattr(torch, case.input)
+
+    def values(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def tensor(heads: int, tokens: int, channels: int) -> torch.Tensor:
+        if case.layout == "packed":
+            return values(batch, tokens, 3, heads, channels)[:, :, 1].transpose(1, 2)
+        if case.layout == "misaligned":
+            return values(batch, heads, tokens, channels + 1)[..., 1:]
+        return values(batch, heads, tokens, channels)
+
+    query, key, value = (
+        tensor(heads, queries, head_dim),
+        tensor(case.key_heads, keys, head_dim),
+        tensor(case.key_heads, keys, value_dim),
+    )
 
     def scale(x: torch.Tensor, granularity: str) -> torch.Tensor:
         return values(*scale_shape(x.shape, case.granularity or granularity), dtype=torch.float32)
 
-    query = values(batch, heads, tokens, head_dim)
-    key = values(batch, case.key_heads, tokens, head_dim)
-    value = values(batch, case.key_heads, tokens, head_dim)
+    bias = torch.int32 if case.input == "int8" else dtype
     mask = {
-        "none": None,
-        "bool": values(batch, 1, tokens, tokens, dtype=torch.bool),
-        "bias": values(1, heads, tokens, tokens, dtype=torch.int32),
-        "windows": empty_bias(query, (batch // 2, heads, tokens, tokens), torch.int32),
-    }[case.mask]
+        "bool": values(batch, 1, queries, keys, dtype=torch.bool),
+        "bias": values(1, heads, queries, keys, dtype=bias),
+        "windows": empty_bias(query, (max(1, batch // 2), heads, queries, keys), bias),
+    }.get(case.mask)
+    options = case.mask == "causal", head_dim**-0.5
     number = int(target.removeprefix("sm_"))
-    calls = attention_calls(
-        query,
-        scale(query, recipe.query_granularity),
-        key,
-        scale(key, recipe.key_granularity),
-        value,
-        scale(value, recipe.value_granularity),
-        mask,
-        case.causal,
-        head_dim**-0.5,
-        scale(query, recipe.value_granularity),
-        torch.empty_like(query),
-        recipe,
-        capability=(number // 10, number % 10),
-    )
-    # V is packed first, if it is
-    return calls[0 if case.kernel == "pack_value_kernel" else -1]
+    token = STAND_IN.set((number // 10, number % 10))
+    try:
+        with Recording(launching=False) as recording:
+            if case.input != "int8":
+                ops._attention(query, key, value, mask, *options, recipe.key, "triton")
+            else:
+                ops._int8_attention(
+                    query, scale(query, recipe.query_granularity), key, scale(key, recipe.key_granularity),
+                    value, scale(value, recipe.value_granularity), mask,
+                    scale(tensor(heads, queries, value_dim), recipe.value_granularity) if case.output == "int8" else None,
+                    *options, getattr(torch, case.output), recipe.key, "triton",
+                )  # fmt: skip
+    finally:
+        STAND_IN.reset(token)
+    return recording.calls
+
+
+def kernel_call(case: Case, target: str) -> Call:
+    """Return a case's launch; see :func:`launches`."""
+    return launches(case, target)[case.launch]
+
+
+def signature(call: Call) -> Hashable:
+    """Return what Triton compiles a launch for, besides the target: as little as its JIT tells apart.
+
+    That is constants and options as they are, types, which numbers are 1 or multiples of 16 and which addresses are.
+    """
+    about: list[Hashable] = [call.kernel.__name__, tuple(sorted(call.options.items()))]
+    for name, x in call.arguments.items():
+        if isinstance(x, torch.Tensor):
+            about.append((name, x.dtype, x.data_ptr() % 16 == 0))
+        elif name.isupper() or not isinstance(x, int):
+            # a constant, or a matrix for the copy engine, of which only the place may differ
+            about.append((name, x if name.isupper() else (x.base.dtype, *x.block_shape, repr(x.layout))))
+        else:
+            about.append((name, x == 1, x % 16 == 0, x.bit_length() > 31))
+    return tuple(about)
+
+
+def distinct(target: str, patterns: Sequence[str] = ()) -> dict[Hashable, Case]:
+    """Return, by :func:`signature`, a case for everything that is compiled for a target: of :data:`CASES`, else of a call.
+
+    With ``patterns`` only of what has a name that one of them fits.
+    """
+    found = {signature(kernel_call(case, target)): case for case in reversed(CASES) if _fits(case.name, patterns)}
+    for case in calls():
+        if not _may_fit(case.name, patterns):
+            continue
+        every = launches(case, target)
+        for index, call in enumerate(every):
+            kind = "" if index == len(every) - 1 else f":{index}-{call.kernel.__name__.removesuffix('_kernel')}"
+            about, name = signature(call), case.name + kind
+            if about not in found and _fits(name, patterns):
+                found[about] = dataclasses.replace(case, name=name, launch=index)
+    return found
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _may_fit(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern may fit the call's name or one of its launches', which begins with it."""
+    return not patterns or any(name.startswith(re.split(r"[:*?[]", pattern)[0]) for pattern in patterns)
+
+
+def _distinct_cases(target: str, patterns: Sequence[str]) -> list[Case]:
+    named = [case for case in CASES if _fits(case.name, patterns)]
+    return [*named, *(case for case in distinct(target, patterns).values() if case not in CASES)]
 
 
 # --- compiling without a GPU ------------------------------------------------------------------------------
@@ -243,6 +385,7 @@ class Report:
     """What the machine code of one kernel on one target is made of.
 
     Attributes:
+        integer: whether it is to hold no float instruction: it reads and writes no floats but scales.
         float_instructions: each as ``"OPCODE at file:line"`` with its count; empty is what is to be proved.
         constant_moves: HFMA2 that only load a constant.
         tensor_core: the matrix instructions with their counts.
@@ -262,6 +405,7 @@ class Report:
     tile: str = ""
     warps: int = 0
     stages: int = 0
+    integer: bool = True
     float_instructions: dict[str, int] = dataclasses.field(default_factory=dict)
     constant_moves: int = 0
     tensor_core: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -281,8 +425,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel compiled and holds no float instruction."""
-        return self.error is None and self.float_count == 0
+        """Whether the kernel compiled without an error and, if it is to be of integers, holds no float instruction."""
+        return self.error is None and not (self.integer and self.float_count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and what follows from them, for JSON."""
@@ -339,6 +483,10 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
         tile=f"{block_m}x{columns}" if scores else "",
         warps=warps,
         stages=compiled.metadata.num_stages,
+        integer=not any(
+            isinstance(x, torch.Tensor) and x.is_floating_point() and argument not in _SCALES
+            for argument, x in call.arguments.items()
+        ),
         float_instructions=dict(floats.most_common()),
         constant_moves=sum(map(is_constant_move, instructions)),
         tensor_core=dict(Counter(i.opcode for i in instructions if is_tensor_core(i)).most_common()),
@@ -366,11 +514,48 @@ def _examine_case(case: Case, target: str, dump: pathlib.Path | None) -> Report:
 # --- all of them ------------------------------------------------------------------------------------------
 
 
-def _pick(kind: str, wanted: Sequence[str], known: Sequence[str]) -> list[str]:
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise VerificationError(f"unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}")
-    return [name for name in known if not wanted or name in wanted]
+def _pick_targets(wanted: Sequence[str]) -> list[str]:
+    if unknown := [name for name in wanted if name not in TARGETS]:
+        raise VerificationError(f"unknown target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
+    return [name for name in TARGETS if not wanted or name in wanted]
+
+
+def _refuse_pattern(pattern: str) -> VerificationError:
+    named = ", ".join(case.name for case in CASES)
+    return VerificationError(f"unknown case {pattern}; known: {named}, and others of which '197x64-*' fits some")
+
+
+def _pick_jobs(patterns: Sequence[str], targets: Sequence[str], apply: Callable[..., Any]) -> list[tuple[Case, str]]:
+    """Return (case, target) for what is compiled and has a name that a pattern fits, in the order of the cases.
+
+    Args:
+        apply: maps a function over targets, several at a time.
+    """
+    found = list(apply(functools.partial(_distinct_cases, patterns=patterns), targets))
+    jobs = [(case, target) for target, cases in zip(targets, found, strict=True) for case in cases]
+    for pattern in patterns:
+        if not any(_fits(case.name, (pattern,)) for case, _ in jobs):
+            raise _refuse_pattern(pattern)
+    order = {name: index for index, name in enumerate(dict.fromkeys(case.name for case, _ in jobs))}
+    return sorted(jobs, key=lambda job: order[job[0].name])
+
+
+def sample_size(sample: str, total: int) -> int:
+    """Return how many of ``total`` a sample has: a number, as ``"40"``, or a share, as ``"1/40"``; at most all.
+
+    Raises:
+        VerificationError: ``sample`` is neither.
+    """
+    found = re.fullmatch(r"0*([1-9]\d*)(?:/0*([1-9]\d*))?", sample)
+    if not found:
+        raise VerificationError(f"sample must be a number of launches or a share as 1/40, got {sample!r}")
+    return min(total, int(found[1]) if found[2] is None else -(-total * int(found[1]) // int(found[2])))
+
+
+def draw_sample(every: Sequence[Any], sample: str, seed: int) -> list[Any]:
+    """Return a sample, in order; see :func:`sample_size`."""
+    drawn = random.Random(seed).sample(range(len(every)), sample_size(sample, len(every)))
+    return [every[index] for index in sorted(drawn)]
 
 
 def verify(
@@ -380,26 +565,35 @@ def verify(
     dump: pathlib.Path | None = None,
     workers: int | None = None,
     progress: bool = False,
+    sample: str | None = None,
+    seed: int | None = None,
 ) -> list[Report]:
     """Compile and read every case for every target, in parallel processes.
 
     Args:
-        cases: names from :data:`CASES`; all if empty.
+        cases: names, or patterns as a shell's, of :data:`CASES` and of calls (:func:`distinct`); all if empty.
         targets: names from :data:`TARGETS`; all if empty.
         dump: a folder for PTX and SASS, made if missing.
-        workers: processes; one per CPU core this process may use if None, at most 16.
+        workers: processes; one per CPU core this process may use if None.
         progress: show a progress bar on standard error.
+        sample: only so many of them, or such a share, drawn at random: see :func:`sample_size`.
+        seed: what that is drawn with, the day's number if None.
 
     Returns:
         one report per case and target, in that order.
 
     Raises:
-        VerificationError: an unknown name, no Triton, no disassembler, or Triton's interpreter is on.
+        VerificationError: an unknown name, not a sample, no Triton, no disassembler, or Triton's interpreter is on.
     """
     from .backends import interpreting, triton_missing
 
-    names = _pick("case", cases, [case.name for case in CASES])
-    capabilities = _pick("target", targets, TARGETS)
+    capabilities = _pick_targets(targets)
+    names = [case.name for case in (*CASES, *calls())] if cases else []
+    for pattern in cases:
+        if not any(_may_fit(name, (pattern,)) for name in names):
+            raise _refuse_pattern(pattern)
+    if sample is not None:
+        sample_size(sample, 1)
     if missing := triton_missing():
         raise VerificationError(missing)
     if interpreting():
@@ -410,14 +604,18 @@ def verify(
         raise VerificationError(str(error)) from error
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-    jobs = [(case, target) for case in CASES if case.name in names for target in capabilities]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(workers or min(cores, 16), len(jobs))
     reports: dict[tuple[str, str], Report] = {}
     with contextlib.ExitStack() as stack:
-        advance = stack.enter_context(_progress(len(jobs), progress))
         # a fresh interpreter each: forking after PyTorch has started its threads is asking for deadlocks
-        pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")))
+        context = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(workers or cores, context))
+        jobs = _pick_jobs(cases, capabilities, pool.map)
+        if sample is not None:
+            total, seed = len(jobs), datetime.date.today().toordinal() if seed is None else seed
+            jobs = draw_sample(jobs, sample, seed)
+            print(f"{len(jobs)} of {total} launches, drawn with --seed {seed}", file=sys.stderr)
+        advance = stack.enter_context(_progress(len(jobs), progress))
         # the longest compilations first, so that none of them is left over at the end
         running = {
             pool.submit(_examine_case, case, target, dump): (case.name, target)
@@ -447,19 +645,26 @@ def _progress(total: int, show: bool) -> Iterator[Any]:
         yield lambda case, target: bar.update(task, advance=1, description=f"compiled {case} for {target}")
 
 
+def _float_cell(report: Report) -> str:
+    if not report.integer:
+        return f"({report.float_count})"
+    return f"[red]{report.float_count}[/red]" if report.float_count else "[green]0[/green]"
+
+
 def render(reports: Sequence[Report]) -> Table:
     """Return the reports as a table for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title="int8 → int8 attention kernels: machine code", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="Kernels: machine code", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("case", "target", "tile, warps", "products"):
         table.add_column(heading, no_wrap=True)
     for heading in ("float", "moves", "instr.", "a score", "regs", "spills", "shared"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.caption = (
-        "float: float instructions. moves: HFMA2 that only load a constant. a score: instructions per score, of one turn of "
-        "the loops over the keys or, where one tile holds the row, of the whole kernel. spills: LDL and STL."
+        "float: float instructions, in brackets where a kernel reads or writes floats. moves: HFMA2 that only load a "
+        "constant. a score: instructions per score, of one turn of the loops over the keys or, where one tile holds the row, "
+        "of the whole kernel. spills: LDL and STL."
     )
     table.caption_justify = "left"
     previous = None
@@ -476,7 +681,7 @@ def render(reports: Sequence[Report]) -> Table:
             report.target,
             f"{report.tile}, {report.warps}",
             ", ".join(sorted({opcode.partition(".")[0] for opcode in report.tensor_core})) or "none",
-            f"[red]{report.float_count}[/red]" if report.float_count else "[green]0[/green]",
+            _float_cell(report),
             str(report.constant_moves),
             str(report.instructions),
             "" if report.per_score is None else f"{report.per_score:.1f}",

@@ -34,6 +34,8 @@ class Call(NamedTuple):
             self.kernel[self.grid](**self.arguments, **self.options)
             return
         recording.calls.append(self)
+        if not recording.launching:
+            return
         # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
         with _disable_current_modes():
             self.kernel[self.grid](**self.arguments, **self.options)
@@ -56,10 +58,12 @@ class Recording(TorchDispatchMode):
     Attributes:
         calls: the launches, in order; they keep the tensors that they name.
         is_pure: nothing else happened than launches, allocations and views, so that the launches alone give the same again.
+        launching: whether the launches are made, too; if not, tensors may be without memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, launching: bool = True) -> None:
         super().__init__()
+        self.launching = launching
         self.calls: list[Call] = []
         self.is_pure = True
         self._allocated: set[int] = set()

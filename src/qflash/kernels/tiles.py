@@ -9,6 +9,7 @@ import functools
 import json
 import pathlib
 import warnings
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -355,6 +356,15 @@ def processors_of(device: torch.device) -> int:
     return _processors(device.index or 0) if device.type == "cuda" else 132
 
 
+STAND_IN: ContextVar[tuple[int, int]] = ContextVar("STAND_IN", default=(9, 0))
+"""Compute capability of a device that is no GPU."""
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability; of another device :data:`STAND_IN`."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else STAND_IN.get()
+
+
 @functools.cache
 def _cache_bytes(index: int) -> int:
     return torch.cuda.get_device_properties(index).L2_cache_size
@@ -387,9 +397,8 @@ def tiles_for(
 
     Without ``walk`` the rules' in any case: the table may have what is not to be compiled.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     rule = choose_tiles(
-        recipe, head_dim, value_dim, queries, keys, capability,
+        recipe, head_dim, value_dim, queries, keys, capability_of(device),
         heads=heads, fused=fused, masked=masked, walk=walk,
     )  # fmt: skip
     if device.type != "cuda" or masked or not walk:

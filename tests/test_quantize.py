@@ -210,12 +210,29 @@ def test_balancing_halves_the_octaves_between_the_largest_of_a_group_and_its_key
         (math.inf, 1, 1024, 0), (64, 64, math.inf, 0), (math.nan, 64, 1, 0),
     ]  # fmt: skip
     first, second, below, octaves = (torch.tensor(row, dtype=torch.float32) for row in zip(*channels, strict=True))
-    query, key = torch.stack((first, second, first, second)).expand(2, 4, -1), torch.stack((below, below)).expand(2, 2, -1)
+    query, key = torch.stack((first, second, first, second)).expand(3, 4, -1), torch.stack((below, below)).expand(3, 2, -1)
     signs = torch.tensor([1.0, -0.5])[:, None]
     query, key = query[:, :, None] * signs, key[:, :, None] * signs
     balanced = quantization.balance_channels(query, key)
     assert same_bits(balanced[0], query * torch.exp2(-octaves))
     assert same_bits(balanced[1], key * torch.exp2(octaves))
+
+
+def test_rotation_is_sylvesters_matrix_of_the_next_power_of_two() -> None:
+    for channels, size in {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 32: 32, 33: 64}.items():
+        assert quantization.rotated_head_dim(channels) == size
+        matrix = torch.ones(1, 1)
+        while len(matrix) < size:
+            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        assert torch.equal(quantization.hadamard_transform(torch.eye(channels)[None, None])[0, 0], matrix[:channels])
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity"),
+    [((2, 1), "token"), ((1, 2), "channel"), ((2, 2), "element"), ((2,), "channel"), ((), "tensor"), ((2, 1, 1), "head")],
+)
+def test_two_scales_are_enough_to_tell_the_granularity(shape: tuple[int, ...], granularity: str) -> None:
+    assert qflash.QuantizedTensor(torch.zeros(2, 2, 2, dtype=torch.int8), torch.ones(shape)).granularity == granularity
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -247,9 +264,16 @@ def test_aligned_bias_is_the_same_bias(shape: tuple[int, ...], dtype: torch.dtyp
     aligned = qflash.align_bias(bias)
     assert same_bits(aligned, bias)
     assert aligned.stride(-1) == 1 and all(stride % 8 == 0 for stride in aligned.stride()[:-1])
+    assert aligned.stride(-2) < shape[-1] + 8
     assert qflash.align_bias(aligned) is aligned
     expanded = qflash.align_bias(bias.expand(5, *shape))
     assert expanded.shape == (5, *shape) and expanded.stride(0) == 0 and same_bits(expanded[4], bias)
+
+
+def test_columns_that_begin_at_multiples_are_no_aligned_rows() -> None:
+    bias = torch.randn(3, 24, 128)[..., ::8]
+    aligned = qflash.align_bias(bias)
+    assert aligned.stride() == (24 * 16, 16, 1) and same_bits(aligned, bias)
 
 
 def test_aligned_bias_gives_the_same_attention() -> None:

@@ -26,6 +26,11 @@ def test_wilson_known_values() -> None:
     assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775328), abs=1e-6)
 
 
+def test_the_ends_of_all_and_none_are_exact() -> None:
+    for count in range(1, 200):
+        assert wilson_interval(count, count)[1] == 1.0 and wilson_interval(0, count)[0] == 0.0
+
+
 def pair(lost: int, gained: int, both: int = 5) -> tuple[list[bool], list[bool]]:
     first = [True] * lost + [False] * gained + [True] * both + [False] * 3
     second = [False] * lost + [True] * gained + [True] * both + [False] * 3
@@ -59,6 +64,7 @@ def test_bootstrap_is_that_of_drawing_images() -> None:
     assert (low, high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.008)
     assert low < difference.mean() < high
     assert bootstrap_difference(first, first) == (0.0, 0.0)
+    assert bootstrap_difference([True], [False]) == (-1.0, -1.0)
     # the sign: second gains images that first loses
     assert bootstrap_difference([False] * 20, [True] * 20) == (1.0, 1.0)
 
@@ -68,8 +74,9 @@ def test_refusals() -> None:
         wilson_interval(0, 0)
     with pytest.raises(ValueError, match="right"):
         wilson_interval(11, 10)
-    with pytest.raises(ValueError, match="confidence"):
-        wilson_interval(1, 10, 95)
+    for confidence in (0.0, 1.0, 95):
+        with pytest.raises(ValueError, match="confidence"):
+            wilson_interval(1, 10, confidence)
     for function in (mcnemar_exact, bootstrap_difference):
         with pytest.raises(ValueError, match="as many images"):
             function([True], [True, False])

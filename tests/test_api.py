@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -98,6 +99,34 @@ def test_leading_dimensions_are_batch(backend: str, rank: int) -> None:
     assert out.shape == (*shape, 9, 16)
     expected = qflash.attention(query, key, value, mask.reshape(-1, heads, 9, 12), backend="reference")
     assert same_bits(out.cpu().reshape(expected.shape), expected)
+
+
+def canonical(x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x`` for leading dimensions that are one, spread over all of them."""
+    return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x
+
+
+LEADS = [(), (1,), (3,), *itertools.product((1, 2), (1, 3)), *itertools.product((1, 2), (1, 2), (1, 3))]
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_what_broadcasts_over_leading_dimensions_is_as_if_spread(lead: tuple[int, ...]) -> None:
+    """Masks and scales of fewer dimensions than the tensors, or ones in place of some."""
+    whole = (2, 2, 3)[-max(2, len(lead)) :]
+    tensors = [torch.randint(-99, 100, (*whole, 2, 5, 8), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    values = [x.to(torch.int8) for x in tensors]
+    generator = torch.Generator().manual_seed(9)
+    for rest in ((2, 5, 5), (1, 5, 5), (2, 1, 5), (1, 1, 1)):
+        hidden = torch.rand((*lead, *rest), generator=generator) < 0.6
+        ones = [torch.ones(())] * 3
+        scale = torch.rand((*lead, rest[0], 1, 1), generator=generator) / 50 + 0.01
+        for mask, scales in ((hidden, ones), (None, [scale] * 3), (None, [scale, *ones[1:]]), (None, [*ones[:2], scale])):
+            given = [qflash.QuantizedTensor(x, y) for x, y in zip(values, scales, strict=True)]
+            spread = [qflash.QuantizedTensor(canonical(x.values, whole), canonical(x.scale, whole)) for x in given]
+            want_mask = None if mask is None else canonical(mask, whole)
+            out, expected = qflash.int8_attention(*given, mask), qflash.int8_attention(*spread, want_mask, backend="reference")
+            assert isinstance(out, qflash.QuantizedTensor) and isinstance(expected, qflash.QuantizedTensor)
+            assert torch.equal(out.values.reshape(expected.shape), expected.values), rest
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 12), (2, 1, 9, 1), (9, 12), (12,), (), (2, 1, 1), (1,)])

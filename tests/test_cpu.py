@@ -66,6 +66,34 @@ def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
     assert same_bits(cpu.launch_attention(*arguments), expected)
 
 
+@pytest.mark.parametrize("keys", [16_500, 33_000, 65_536])
+@pytest.mark.parametrize(("bits", "output"), [(7, "value_scale"), (8, "value_scale"), (8, "accumulator"), (15, "accumulator")])
+def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: int) -> None:
+    """Of all lengths of a row's sum."""
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (
+        torch.randint(-128, 128, (1, 1, tokens, channels), generator=generator).to(torch.int8)
+        for tokens, channels in ((12, 2), (keys, 2), (keys, 40))
+    )
+    # sums next to whole multiples of the denominator, too
+    value[..., :20] = torch.arange(-120, 120, 12)
+    query[:, :, :6] = 0
+    one = torch.ones(1, 1, 1, 1)
+    recipe = qflash.DEFAULT.replace(probability_bits=bits, output=output)
+    for dtype in (torch.int8, torch.float32):
+        arguments = query, one, key, one, value, one, None, False, 1e-4, one / 3, dtype, recipe
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), dtype
+
+
+def test_many_roundings_have_the_reference_bits() -> None:
+    query, key, value = make_inputs(1, 1, 2000, 30, head_dim=16, value_dim=256)
+    int8 = [qflash.quantize(x, kind) for x, kind in ((query, "token"), (key, "head"), (value, "channel"))]
+    scale = int8[2].scale * (0.2 + torch.rand((1, 1, 1, 256), generator=torch.Generator().manual_seed(0)))
+    got, expected = (qflash.int8_attention(*int8, output_scale=scale, backend=backend) for backend in ("cpu", "reference"))
+    assert isinstance(got, qflash.QuantizedTensor) and isinstance(expected, qflash.QuantizedTensor)
+    assert same_bits(got.values, expected.values)
+
+
 # What Intel's manual says that five instructions of AVX-512 do, for CPUs that have none of them: sixteen lanes run everywhere.
 AVX512_IN_C = """
 #include <immintrin.h>
@@ -172,6 +200,15 @@ def test_quantisation_has_the_reference_bits(layout: str, granularity: str, cent
     ties[..., 0] = 127
     values, scale, expected, expected_scale = quantize_both(ties, granularity, center)
     assert same_bits(values, expected) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("channels", [32, 64, 128])
+def test_quantisation_of_usual_heads_has_the_reference_bits(channels: int, granularity: str) -> None:
+    x = make_inputs(2, 3, 37, head_dim=channels)[0]
+    for center in (False, True):
+        values, scale, expected, expected_scale = quantize_both(x, granularity, center)
+        assert same_bits(values, expected) and same_bits(scale, expected_scale), center
 
 
 @pytest.mark.parametrize("center", [False, True])

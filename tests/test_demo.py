@@ -95,6 +95,7 @@ def test_metrics() -> None:
     assert sqnr(torch.zeros(2), x) == -math.inf
     assert math.isnan(sqnr(x, torch.tensor([math.nan, 0.0])))
     assert math.isnan(sqnr(torch.tensor([math.inf, 0.0]), x))
+    assert math.isnan(sqnr(x, torch.tensor([math.inf, 0.0])))
     assert mse(x, x.half() + 1) == pytest.approx(1.0)
     for measure in (sqnr, mse):
         with pytest.raises(ValueError, match="shape"):

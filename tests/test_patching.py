@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
+import inspect
 import io
 import itertools
 import pickle
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -402,6 +407,171 @@ def test_backward_is_refused() -> None:
     model = qflash.patch(build_vit())
     with pytest.raises(NotImplementedError):
         model(torch.randn(1, 3, 32, 32)).sum().backward()
+
+
+class Hook:
+    """Notes its calls, as a hook of accelerate."""
+
+    no_grad = False
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    detach_hook = init_hook
+
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple, dict]:
+        self.seen += 1
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+def call_hooked(module: Any, *args: object, **kwargs: object) -> torch.Tensor:
+    args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
+    return module._hf_hook.post_forward(module, module._old_forward(*args, **kwargs))
+
+
+def add_hook(module: Any) -> None:
+    """Do what accelerate's add_hook_to_module does, with accelerate where it is installed."""
+    if importlib.util.find_spec("accelerate") is not None:
+        importlib.import_module("accelerate.hooks").add_hook_to_module(module, Hook())
+        return
+    old = module._old_forward if hasattr(module, "_hf_hook") else module.forward
+    module._old_forward, module._hf_hook = old, Hook()
+    module.forward = functools.update_wrapper(functools.partial(call_hooked, module), old)
+
+
+def remove_hook(module: Any) -> None:
+    if importlib.util.find_spec("accelerate") is not None:
+        importlib.import_module("accelerate.hooks").remove_hook_from_module(module)
+        return
+    module.forward = module._old_forward
+    del module._hf_hook, module._old_forward
+
+
+def find_attention(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, (Attention, WindowAttention))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hooked", ["before", "after", "removed", "removed after"])
+def test_hooks_of_accelerate_stay(case: tuple[nn.Module, torch.Tensor], hooked: str) -> None:
+    model, x = case
+    exact, wanted = model(x), qflash.patch(copy.deepcopy(model))(x)
+    found = find_attention(model)
+    if hooked != "after":
+        for module in found:
+            add_hook(module)
+            if hooked == "removed":
+                remove_hook(module)
+    held = [dict(module.__dict__) for module in found]
+    for _ in range(2):
+        assert torch.equal(qflash.patch(model)(x), wanted)
+    for module in found:
+        if hooked == "after":
+            add_hook(module)
+        if hooked == "removed after":
+            remove_hook(module)
+    assert torch.equal(qflash.patch(model)(x), wanted)
+    twin = copy.deepcopy(model)
+    for module in found:
+        module.qkv.weight.mul_(2.0)
+    assert torch.equal(twin(x), wanted)
+    assert torch.equal(qflash.unpatch(twin)(x), exact)
+    assert torch.equal(qflash.patch(twin)(x), wanted)
+    if "removed" in hooked:
+        assert torch.equal(pickle.loads(pickle.dumps(twin))(x), wanted)
+    elif hooked == "before":
+        assert all(module._hf_hook.seen == 3 for module in found)
+    qflash.unpatch(model)
+    for module, before in zip(found, held, strict=True):
+        own = type(module).forward.__get__(module)
+        assert module.__dict__.get("_old_forward", own) == own
+        if hooked in ("before", "removed"):
+            assert {name: module.__dict__.get(name) for name in ("forward", "_old_forward")} == {
+                name: before.get(name) for name in ("forward", "_old_forward")
+            }
+        assert inspect.signature(module.forward) == inspect.signature(own)
+        assert not isinstance(module, patching._Patched)
+
+
+@torch.no_grad()
+def test_a_forward_of_somebody_else_is_refused() -> None:
+    model = build_vit()
+    first, second = find_attention(model)
+    own = second.forward
+    add_hook(first)
+    for other in (
+        functools.partial(own),
+        functools.wraps(own)(lambda *args, **options: own(*args, **options)),
+        types.MethodType(lambda self, *args, **options: own(*args, **options), second),
+        Attention(64).forward,
+    ):
+        second.forward = other
+        with pytest.raises(ValueError, match=r"forward was replaced on blocks\.1\.attn,"):
+            qflash.patch(model)
+        with pytest.raises(ValueError, match="forward was replaced on the model itself,"):
+            qflash.patch(second)
+        add_hook(second)
+        with pytest.raises(ValueError, match=r"blocks\.1\.attn,"):
+            qflash.patch(model)
+        remove_hook(second)
+        assert second.forward is other
+        del second.forward
+    add_hook(second)
+    around = functools.wraps(second.forward)(lambda *args: own(*args))
+    second.forward = around
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn,"):
+        qflash.patch(model)
+    assert second.forward is around
+    assert not any(isinstance(module, patching._Patched) for module in (first, second))
+    remove_hook(second)
+    qflash.patch(model)
+    second.forward = around = functools.partial(second.forward)
+    for change in (qflash.patch, qflash.unpatch):
+        with pytest.raises(ValueError, match=r"blocks\.1\.attn,"):
+            change(model)
+    assert second.forward is around
+    assert all(isinstance(module, patching._Patched) for module in (first, second))
+    many = build_vit(depth=7)
+    for module in find_attention(many):
+        module.forward = functools.partial(module.forward)
+    with pytest.raises(ValueError, match=r"blocks\.3\.attn and 3 more,"):
+        qflash.patch(many)
+
+
+@torch.no_grad()
+def test_copies_of_compiled_modules_call_themselves() -> None:
+    model, x = build_vit(), torch.randn(1, 3, 32, 32)
+    exact, wanted = model(x), qflash.patch(build_vit())(x)
+    torch._dynamo.reset()
+    for module in find_attention(model):
+        module.compile(backend="eager")
+    model(x)
+    qflash.patch(model)
+    assert torch.equal(model(x), wanted)
+    twin = copy.deepcopy(model)
+    for module in find_attention(model):
+        module.qkv.weight.mul_(2.0)
+    assert torch.equal(twin(x), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(twin))(x), wanted)
+    assert torch.equal(qflash.unpatch(twin)(x), exact)
+
+
+def test_a_class_that_was_changed_after_patching_is_not_lost() -> None:
+    model = qflash.patch(build_swin())
+    found = find_attention(model)
+    nn.utils.parametrize.register_parametrization(found[2], "relative_position_bias_table", nn.Identity())
+    kinds = [type(module) for module in found]
+    with pytest.raises(ValueError, match=r"layers\.1\.blocks\.0\.attn: the class was changed after patching"):
+        qflash.unpatch(model)
+    assert [type(module) for module in found] == kinds
+    nn.utils.parametrize.remove_parametrizations(found[2], "relative_position_bias_table")
+    assert not any(isinstance(module, patching._Patched) for module in qflash.unpatch(model).modules())
 
 
 class Overridden(Attention):

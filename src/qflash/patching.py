@@ -12,8 +12,9 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -101,7 +102,7 @@ def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[...
     return result
 
 
-class _Patched:
+class _Patched(nn.Module):
     """Marks a patched module's class; recipe, back end and attention function are the instance's own."""
 
     _qflash_base: type
@@ -114,7 +115,7 @@ class _Patched:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The subclass is made at run time and cannot be imported by name; its base can. What was kept is worked out again.
-        return _rebuild, (self._qflash_base,), {**self.__dict__, **_nothing_kept()}
+        return _rebuild, (self._qflash_base,), {**self.__getstate__(), **_nothing_kept()}
 
     def extra_repr(self) -> str:
         if self._qflash_attention is not None:
@@ -280,6 +281,8 @@ def _adapter_for(module_class: type) -> Adapter | None:
 @functools.cache
 def _patched_class(base: Any, adapter: Adapter) -> type[nn.Module]:
     """Return the subclass of ``base`` (a module class) that runs ``adapter.forward``; always the same one."""
+    # pickle finds a bound method by its name
+    adapter.forward.__name__ = "forward"
     body = {"__module__": __name__, "__doc__": base.__doc__, "_qflash_base": base, "forward": adapter.forward}
     return type(f"QFlash{base.__name__}", (_Patched, base), body)
 
@@ -291,6 +294,47 @@ def _rebuild(base: Any) -> nn.Module:
         raise TypeError(f"{base.__module__}.{base.__name__} is no attention module that this version of QFlash supports")
     patched = _patched_class(base, adapter)
     return patched.__new__(patched)
+
+
+def _own_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]] | None:
+    """Find where an instance holds its class's ``forward``: names in dictionaries; None if it has another one.
+
+    A hook of accelerate replaces ``forward`` and calls ``_old_forward``; when removed it leaves that as ``forward``.
+    """
+    held = module.__dict__
+    if "forward" not in held:
+        return []
+    own, outer = types.MethodType(type(module).forward, module), held["forward"]
+    if outer == own:
+        return [(held, "forward")]
+    if "_hf_hook" in held and held.get("_old_forward") == own == getattr(outer, "__wrapped__", None):
+        return [(held, "_old_forward"), (outer.__dict__, "__wrapped__")]
+    return None
+
+
+def _change_classes(found: Iterable[tuple[str, nn.Module, type]]) -> None:
+    """Give modules, with their names in the model, other classes, whose ``forward`` takes the place of theirs everywhere.
+
+    Raises:
+        ValueError: a module has a ``forward`` that is not its class's. All are then unchanged.
+    """
+    changes = [(name, module, kind, _own_forwards(module)) for name, module, kind in found]
+    foreign = [name for name, _, _, places in changes if places is None]
+    if foreign:
+        raise ValueError(
+            f"forward was replaced on {_listed(foreign)}, by something other than a hook of accelerate, and would go on "
+            "calling what it calls now: put it back (del module.forward) and wrap it again afterwards"
+        )
+    for _, module, kind, places in changes:
+        module.__class__ = kind
+        for holder, name in places or ():
+            holder[name] = types.MethodType(module.__class__.forward, module)
+
+
+def _listed(names: list[str], most: int = 4) -> str:
+    """Name modules, the first few if there are many."""
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return shown + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def patch(
@@ -326,8 +370,9 @@ def patch(
     Raises:
         TypeError: ``model`` is not a module, ``recipe`` not a recipe, ``attention`` cannot be called, or ``keep_bias``
             is neither True nor False.
-        ValueError: the model holds no supported attention module; no such recipe or back end; or one of them is
-            given with ``attention``. The model is then unchanged.
+        ValueError: the model holds no supported attention module, or one whose ``forward`` was replaced on the instance
+            (but for accelerate's hooks, which stay); no such recipe or back end; or one of them is given with
+            ``attention``. The model is then unchanged.
         ImportError: no library whose models can be patched is installed.
     """
     if not isinstance(model, nn.Module):
@@ -344,13 +389,13 @@ def patch(
             raise ValueError(
                 "attention takes the place of QFlash's own, so that recipe and backend have no meaning; leave them out"
             )
-    found: list[tuple[nn.Module, type]] = []
-    for module in model.modules():
+    found: list[tuple[str, nn.Module, type]] = []
+    for name, module in model.named_modules():
         kind: Any = type(module)
         if issubclass(kind, _Patched):
-            found.append((module, kind))
+            found.append((name, module, kind))
         elif (adapter := _adapter_for(kind)) is not None:
-            found.append((module, _patched_class(kind, adapter)))
+            found.append((name, module, _patched_class(kind, adapter)))
     if not found:
         packages = sorted({adapter.package for adapter in ADAPTERS})
         if all(importlib.util.find_spec(package) is None for package in packages):
@@ -360,8 +405,8 @@ def patch(
             f"{type(model).__name__} holds no attention module that QFlash can replace. Supported: {supported}; "
             "for models of transformers there is qflash.register_attention"
         )
-    for module, patched in found:
-        module.__class__ = patched
+    _change_classes(found)
+    for _, module, _ in found:
         module._qflash_recipe = choices  # type: ignore[assignment]
         module._qflash_backend = backend  # type: ignore[assignment]
         # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
@@ -380,13 +425,20 @@ def unpatch(model: ModelT) -> ModelT:
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: the ``forward`` of a patched module was replaced on the instance, or its class by a subclass. The model
+            is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for module in model.modules():
-        if isinstance(module, _Patched):
-            del module._qflash_recipe, module._qflash_backend
-            for name in ("_qflash_attention", "_qflash_keep_bias", *_nothing_kept()):
-                module.__dict__.pop(name, None)
-            module.__class__ = module._qflash_base
+    patched = [(name, module) for name, module in model.named_modules() if isinstance(module, _Patched)]
+    derived = [name for name, module in patched if "_qflash_base" not in type(module).__dict__]
+    if derived:
+        raise ValueError(
+            f"{_listed(derived)}: the class was changed after patching, as torch.nn.utils.parametrize and fully_shard do; "
+            "undo that first"
+        )
+    _change_classes((name, module, module._qflash_base) for name, module in patched)
+    for _, module in patched:
+        for key in [key for key in module.__dict__ if key.startswith("_qflash_")]:
+            del module.__dict__[key]
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -73,7 +74,8 @@ def test_a_model_attends_with_qflash(name: str) -> None:
     model, given = build(name), inputs(name)
     use(model, "sdpa")
     exact = model(**given).last_hidden_state
-    use(model, "integer")
+    with pytest.warns(UserWarning, match="MultiheadAttention: head.attention") if name == "siglip" else nullcontext():
+        use(model, "integer")
     with mock.patch.object(hugging_face, "attention", wraps=qflash.attention) as called:
         got = model(**given).last_hidden_state
     layers = 4 if name == "swin" else 2
@@ -83,6 +85,73 @@ def test_a_model_attends_with_qflash(name: str) -> None:
     assert not torch.equal(exact, got)
     use(model, "sdpa")
     assert torch.equal(model(**given).last_hidden_state, exact)
+
+
+def make(kind: str, implementation: str | None = "integer", **settings: Any) -> nn.Module:
+    """Build a model of transformers from its own small or usual config, without memory for its weights."""
+    model_class = getattr(transformers, kind, None)
+    if model_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = model_class.config_class(**settings)
+    with torch.device("meta"):
+        return model_class._from_config(config, attn_implementation=implementation)
+
+
+FLOATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Swinv2Model": ("Swinv2SelfAttention: encoder.layers.0.blocks.0.attention.self", {"depths": [2, 2], "num_heads": [2, 4]}),
+    "DonutSwinModel": ("DonutSwinSelfAttention: ", {"depths": [2, 2], "num_heads": [2, 4]}),
+    "PvtV2Model": ("PvtV2SelfAttention: ", {}),
+    "LevitModel": ("LevitAttention: .*; LevitAttentionSubsample: ", {}),
+    "MobileViTModel": ("MobileViTSelfAttention: ", {}),
+    "CvtModel": ("CvtSelfAttention: ", {}),
+    "VitDetModel": (r"VitDetAttention: encoder\.layer\.0\.attention, .* and 9 more$", {}),
+    "TimmWrapperModel": (
+        r"Attention: timm_model\.blocks\.0\.attn, .* and 9 more; qflash.patch\(model\) takes those of timm",
+        {"architecture": "vit_tiny_patch16_224"},
+    ),
+    # a head only; a part with a config of its own
+    "SiglipVisionModel": ("floating point that does not look this name up, MultiheadAttention: ", IMAGES),
+    "MaskFormerModel": ("MaskFormerSwinSelfAttention: .* and 21 more", {}),
+}
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_attention_that_does_not_look_the_name_up_is_named(kind: str) -> None:
+    text, settings = FLOATS[kind]
+    with pytest.warns(UserWarning, match=f"attn_implementation='integer': .*{text}") as told:
+        model = make(kind, **settings)
+    assert len([each for each in told if "attn_implementation=" in str(each.message)]) == 1
+    assert qflash.float_attention(model)
+    model = make(kind, None, **settings)
+    if hasattr(model, "set_attn_implementation"):
+        with pytest.warns(UserWarning, match=text):
+            model.set_attn_implementation("integer")
+    if kind == "TimmWrapperModel":
+        assert not qflash.float_attention(qflash.patch(model))
+
+
+@pytest.mark.parametrize("kind", ["Data2VecVisionModel", "SamVisionModel"])
+def test_classes_for_other_names_only_are_refused(kind: str) -> None:
+    make(kind, "sdpa")
+    with pytest.raises(ValueError, match=rf"must be one of \('eager', 'sdpa'.*\) for {kind}, .* got 'integer'"):
+        make(kind)
+
+
+def test_no_more_is_named_than_was_asked_for(recwarn: pytest.WarningsRecorder) -> None:
+    for name, (kind, _, settings) in BUILDERS.items():
+        # with a head of PyTorch's own attention
+        if name != "siglip":
+            assert not qflash.float_attention(make(kind, **settings)), name
+        assert qflash.float_attention(make(kind, "sdpa", **settings)), name
+    make("Swinv2Model", "eager")
+    parts = {"": "integer", "text_config": "integer", "vision_config": "eager"}
+    settings = {"vision_config": IMAGES, "text_config": {**SMALL, "vocab_size": 50}}
+    assert len(qflash.float_attention(make("SiglipModel", parts, **settings))) == 3  # type: ignore[arg-type]
+    assert not [each for each in recwarn if "attn_implementation=" in str(each.message)]
+    with pytest.warns(UserWarning, match=r"MultiheadAttention: vision_model\.head\.attention$|MultiheadAttention: head"):
+        make("SiglipModel", **settings)
+    with pytest.raises(TypeError, match="model must be"):
+        qflash.float_attention("vit")  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from .api import align_bias, attention, int8_attention, quantize, quantize_bias
 from .hugging_face import register_attention
+from .inspection import float_attention
 from .patching import patch, unpatch
 from .quantization import QuantizedTensor
 from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -15,6 +16,7 @@ __all__ = [
     "Recipe",
     "align_bias",
     "attention",
+    "float_attention",
     "int8_attention",
     "patch",
     "quantize",

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .api import attention, causal_mask
+from .inspection import listed
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend, check_flags
 from .window_bias import window_bias
@@ -278,6 +279,11 @@ def _adapter_for(module_class: type) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS if adapter.takes(module_class)), None)
 
 
+def is_supported(module: nn.Module) -> bool:
+    """Tell whether :func:`patch` takes a module."""
+    return _adapter_for(type(module)) is not None
+
+
 @functools.cache
 def _patched_class(base: Any, adapter: Adapter) -> type[nn.Module]:
     """Return the subclass of ``base`` (a module class) that runs ``adapter.forward``; always the same one."""
@@ -322,19 +328,13 @@ def _change_classes(found: Iterable[tuple[str, nn.Module, type]]) -> None:
     foreign = [name for name, _, _, places in changes if places is None]
     if foreign:
         raise ValueError(
-            f"forward was replaced on {_listed(foreign)}, by something other than a hook of accelerate, and would go on "
+            f"forward was replaced on {listed(foreign)}, by something other than a hook of accelerate, and would go on "
             "calling what it calls now: put it back (del module.forward) and wrap it again afterwards"
         )
     for _, module, kind, places in changes:
         module.__class__ = kind
         for holder, name in places or ():
             holder[name] = types.MethodType(module.__class__.forward, module)
-
-
-def _listed(names: list[str], most: int = 4) -> str:
-    """Name modules, the first few if there are many."""
-    shown = ", ".join(name or "the model itself" for name in names[:most])
-    return shown + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def patch(
@@ -434,7 +434,7 @@ def unpatch(model: ModelT) -> ModelT:
     derived = [name for name, module in patched if "_qflash_base" not in type(module).__dict__]
     if derived:
         raise ValueError(
-            f"{_listed(derived)}: the class was changed after patching, as torch.nn.utils.parametrize and fully_shard do; "
+            f"{listed(derived)}: the class was changed after patching, as torch.nn.utils.parametrize and fully_shard do; "
             "undo that first"
         )
     _change_classes((name, module, module._qflash_base) for name, module in patched)

@@ -574,6 +574,61 @@ def test_a_class_that_was_changed_after_patching_is_not_lost() -> None:
     assert not any(isinstance(module, patching._Patched) for module in qflash.unpatch(model).modules())
 
 
+LEFT = {
+    "vit_base_patch16_siglip_224": ("AttentionPoolLatent: attn_pool$", {"depth": 2, "embed_dim": 64, "num_heads": 2}),
+    "crossvit_tiny_240": (
+        r"CrossAttention: blocks\.0\.fusion\.0\.attn, blocks\.0\.fusion\.1\.attn, blocks\.1\.fusion\.0\.attn and 3 more$",
+        {},
+    ),
+    "csatv2": (r"SpatialTransformerBlock: stages\.0\.0\.attn\.attn, .* and \d+ more$", {}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_attention_that_stays_in_floating_point_is_named(name: str) -> None:
+    text, options = LEFT[name]
+    if not timm.is_model(name):
+        pytest.skip(f"this timm has no {name}")
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    with pytest.warns(UserWarning, match=rf"^{type(model).__name__} keeps attention in floating point .* know, {text}") as told:
+        qflash.patch(model)
+    assert len(told) == 1
+    assert not any(patching.is_supported(module) for module in model.modules() if not isinstance(module, patching._Patched))
+
+
+class Gated(nn.Module):
+    """A model with softmaxes that are no attention: of a gate, by a matrix product, and a classifier's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.gate = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.model(x)
+        gate = nn.functional.softmax(self.gate(logits), dim=-1)
+        return (logits @ gate.mT).softmax(-1)
+
+
+class Pooled(Gated):
+    """Attention without saying so."""
+
+    def pool(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x @ x.mT, x).softmax(-1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_where_all_attention_is_patched(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, _ = case
+    assert set(qflash.float_attention(model).values()) == {type(find_attention(model)[0]).__name__}
+    qflash.patch(Gated(model))
+    assert qflash.float_attention(model) == {}
+    both = nn.ModuleList([Pooled(model), nn.MultiheadAttention(8, 2)])
+    with pytest.raises(UserWarning, match=r"does not know, Pooled: 0; MultiheadAttention: 1$"):
+        qflash.patch(both)
+
+
 class Overridden(Attention):
     """Computes something else than its base."""
 

@@ -1,11 +1,12 @@
 """Which attention of a model computes in floating point, told by what its code names: :func:`float_attention`.
 
-Nothing is run. A module counts as attention if its class calls one of PyTorch's attention functions, or a softmax and says
-in its name what it is; a softmax alone may be a gate, a loss or a classifier's.
+Nothing is run. A module counts as attention if its class calls one of PyTorch's attention functions, or a softmax between
+matrix products, or a softmax and says in its name what it is. A softmax alone may be a gate, a loss or a classifier's.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 
 _WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 _SOFTMAX = {"softmax", "Softmax"}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _BY_NAME = "ALL_ATTENTION_FUNCTIONS"
 """Where modules of transformers look up the function that their config names."""
 
@@ -28,9 +30,20 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _has_products(code: types.CodeType) -> bool:
+    """Tell whether a softmax stands beside two matrix products or more."""
+    used = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
+    # before Python 3.11 the operator has an instruction of its own
+    products = sum(name in _PRODUCTS or text == "@" or kind == "BINARY_MATRIX_MULTIPLY" for kind, name, text in used)
+    return products > 1 and any(name in _SOFTMAX for name in code.co_names)
+
+
 @functools.cache
 def _names_used(module_class: Any) -> frozenset[str]:
-    """Return the names that a class's methods look up, and the functions of the same file that they call."""
+    """Return the names that a class's methods look up, and the functions of the same file that they call.
+
+    Among them is ``@softmax@`` if that is between matrix products.
+    """
     used: set[str] = set()
     for parent in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:
         seen: set[Any] = set()
@@ -43,6 +56,8 @@ def _names_used(module_class: Any) -> frozenset[str]:
             seen.add(function)
             found = set(_names(function.__code__))
             used |= found
+            if _has_products(function.__code__):
+                used.add("@softmax@")
             called = (function.__globals__.get(name) for name in found)
             waiting += [each for each in called if getattr(each, "__module__", None) == function.__module__]
     return frozenset(used)
@@ -51,7 +66,7 @@ def _names_used(module_class: Any) -> frozenset[str]:
 def _attends(module: nn.Module) -> bool:
     kind: Any = type(module)
     used = _names_used(kind)
-    if isinstance(module, nn.MultiheadAttention) or used & _WHOLE:
+    if isinstance(module, nn.MultiheadAttention) or used & {"@softmax@", *_WHOLE}:
         return True
     return bool(used & _SOFTMAX) and any(part in kind.__name__.lower() for part in ("attention", "attn"))
 

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from .api import attention, causal_mask
-from .inspection import listed
+from .inspection import described, float_attention, listed
 from .recipe import Recipe, resolve_recipe
 from .validation import check_backend, check_flags
 from .window_bias import window_bias
@@ -349,6 +350,7 @@ def patch(
 
     Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
     that is said here. The patched model is for inference: attention dropout raises, and backward() is not implemented.
+    Attention of other kinds stays as it is and is named in a warning (:func:`qflash.float_attention`).
 
     Args:
         model: any module that holds timm ``Attention`` or Swin ``WindowAttention``, or is one.
@@ -411,6 +413,11 @@ def patch(
         module._qflash_backend = backend  # type: ignore[assignment]
         # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
         module.__dict__ |= {"_qflash_attention": attention, "_qflash_keep_bias": keep_bias, **_nothing_kept()}
+    if left := float_attention(model):
+        warnings.warn(
+            f"{type(model).__name__} keeps attention in floating point that qflash.patch does not know, {described(left)}",
+            stacklevel=2,
+        )
     return model
 
 

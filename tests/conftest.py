@@ -6,11 +6,19 @@ With ``TRITON_INTERPRET=0`` they are compiled, and tests/test_without_gpu.py run
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 
 import pytest
 import torch
 
+with contextlib.suppress(ModuleNotFoundError):  # the tests of the GPU need none
+    import hypothesis
+
+    # what a busy machine takes for an example says nothing; the rest is hypothesis' own choice, which differs in CI
+    unhurried = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.register_profile("unhurried", unhurried)
+    hypothesis.settings.load_profile("unhurried")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:

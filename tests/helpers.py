@@ -87,7 +87,7 @@ def load_benchmark(name: str) -> ModuleType:
 def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, in which Triton compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
 def print_products(call: Any) -> None:

@@ -226,7 +226,8 @@ def test_two_processes_give_the_same(
         own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own))
     try:
-        (printed, errors), (silence, more_errors) = (process.communicate(timeout=300) for process in processes)
+        # one waits for the other, which may have failed: an hour is a limit for that, not for a busy machine
+        (printed, errors), (silence, more_errors) = (process.communicate(timeout=3600) for process in processes)
     finally:
         for process in processes:
             process.kill()

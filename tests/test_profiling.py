@@ -143,7 +143,7 @@ def fake_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_collect_drops_metrics_that_ncu_does_not_know(fake_ncu: Path) -> None:
     plan: dict[str, Any] = {"problems": []}
-    calls, launches, metrics = profiling.collect(plan, 30.0)
+    calls, launches, metrics = profiling.collect(plan)
     assert calls[0]["sqnr_db"] == 36.0
     assert len(launches) == 3
     assert not any("op_imma" in metric for metric in metrics)
@@ -155,7 +155,7 @@ def test_collect_drops_metrics_that_ncu_does_not_know(fake_ncu: Path) -> None:
 def test_collect_without_permission(fake_ncu: Path) -> None:
     (fake_ncu / "table").write_text("==ERROR== ERR_NVGPUCTRPERM\n")
     with pytest.raises(profiling.ProfileError, match="no permission"):
-        profiling.collect({}, 30.0)
+        profiling.collect({})
 
 
 def test_missing_ncu_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

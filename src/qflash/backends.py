@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import warnings
 
 import torch
 
@@ -66,19 +67,43 @@ def cpu_unavailable(device: torch.device) -> str | None:
     return cpu_missing() if device.type == "cpu" else f"it runs on the CPU, not on {device.type}"
 
 
+def auto_backend(device: torch.device) -> tuple[str, str | None]:
+    """Return what ``"auto"`` is on ``device``, and why it is not the fast one that such devices have, or None."""
+    if device.type == "cpu":
+        reason = cpu_missing()
+        return ("reference" if reason else "cpu"), reason
+    if device.type == "cuda":
+        reason = triton_unavailable(device)
+        return ("reference" if reason else "triton"), reason
+    return "reference", None
+
+
+@functools.cache
+def _warn_of_reference(kind: str, reason: str) -> None:
+    """Warn once a process that ``"auto"`` is slow."""
+    warnings.warn(
+        f"backend='auto' is the reference here ({kind}), which returns the same bits much more slowly: {reason}. "
+        "Change that (`qflash info` shows what is available), or ask for backend='reference', which does not warn",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def resolve_backend(backend: str, device: torch.device) -> str:
     """Turn ``"auto"`` into a back end's name; check that a named one can run on ``device``.
 
     ``"auto"`` is Triton on an NVIDIA GPU it supports, the compiled kernels on a CPU where they can be had, and the
-    reference everywhere else. A named back end is never replaced by another.
+    reference everywhere else, with one warning where a faster one could be had. A named back end is never replaced by
+    another.
 
     Raises:
         ValueError: ``"triton"`` or ``"cpu"`` was asked for and cannot run there; the message says why.
     """
     if backend == "auto":
-        if device.type == "cpu":
-            return "reference" if cpu_missing() else "cpu"
-        return "triton" if device.type == "cuda" and triton_unavailable(device) is None else "reference"
+        chosen, reason = auto_backend(device)
+        if reason:
+            _warn_of_reference(device.type, reason)
+        return chosen
     reason = {"triton": triton_unavailable, "cpu": cpu_unavailable}.get(backend, lambda _: None)(device)
     if reason:
         raise ValueError(f"backend={backend!r} cannot run on {device}: {reason}")

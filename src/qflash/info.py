@@ -92,7 +92,7 @@ def _devices() -> list[dict[str, Any]]:
             entry["name"] = properties.name
             entry["architecture"] = f"sm_{properties.major}{properties.minor}"
             entry["memory_gib"] = round(properties.total_memory / 2**30, 1)
-        entry["auto"] = backends.resolve_backend("auto", device)
+        entry["auto"], _ = backends.auto_backend(device)
         entry["cpu_unavailable"] = backends.cpu_unavailable(device)
         entry["triton_unavailable"] = backends.triton_unavailable(device)
         result.append(entry)

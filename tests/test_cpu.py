@@ -5,8 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
+import multiprocessing
+import os
 import pathlib
 import platform
+import stat
+import tempfile
 from unittest import mock
 
 import pytest
@@ -427,6 +431,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dic
     """A machine that has compiled nothing yet, for this test only."""
     monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
     monkeypatch.setattr(backends, "cpu_missing", backends.cpu_missing.__wrapped__)
+    backends._warn_of_reference.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -434,7 +439,10 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dic
 def test_without_a_compiler_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert backends.resolve_backend("auto", CPU) == "reference"
+    with pytest.warns(RuntimeWarning, match="reference here.*no C compiler was found") as warned:
+        assert [backends.resolve_backend("auto", CPU) for _ in range(2)] == ["reference"] * 2
+    assert len(warned) == 1
+    assert backends.resolve_backend("reference", CPU) == "reference"
     inputs = make_inputs(1, 1, 5)
     assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))
     with pytest.raises(ValueError, match="no C compiler"):
@@ -453,9 +461,154 @@ def test_without_a_working_compiler_its_words_are_passed_on(monkeypatch: pytest.
     assert not list((tmp_path / "cache" / "qflash").iterdir())
 
 
+def libraries(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted((folder / "cache" / "qflash").glob("cpu-*.so"))
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
+    """The folders that something was compiled into, in a few tenths of a second: what it does is tested elsewhere."""
+    into: list[pathlib.Path] = []
+    build = cpu._build
+    monkeypatch.setattr(cpu, "_TRIES", (("-O0",),))
+    monkeypatch.setattr(cpu, "_build", lambda folder, *rest: into.append(folder) or build(folder, *rest))
+    return into
+
+
+def load_in_processes(count: int) -> list[int | None]:
+    """Load the library in new processes, which a bad one may end, all at once; return their exit statuses."""
+    processes = [multiprocessing.get_context("fork").Process(target=cpu.load) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
 @pytest.mark.usefixtures("uncached")
-def test_a_home_that_cannot_be_written_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "another's bytes"])
+def test_a_damaged_library_is_compiled_again(damage: str, tmp_path: pathlib.Path, compilations: list[pathlib.Path]) -> None:
+    cpu.load()
+    cpu.load()
+    assert len(compilations) == 1
+    (path,) = libraries(tmp_path)
+    whole = path.read_bytes()
+    # another file: the process of this test has the library's own in its memory
+    path.unlink()
+    path.write_bytes({"truncated": whole[:8192], "garbage": b"no library", "empty": b""}.get(damage, whole + b"\0"))
+    path.chmod(0o700)
+    assert load_in_processes(1) == [0]
+    assert [one.read_bytes() for one in libraries(tmp_path)] == [whole]
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners and no modes here")
+def test_a_library_that_others_can_have_written_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    for mask in (0o000, 0o002, 0o077):
+        before = os.umask(mask)
+        try:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(mask) / "cache"))
+            cpu.load()
+        finally:
+            os.umask(before)
+        (path,) = libraries(tmp_path / str(mask))
+        assert [stat.S_IMODE(x.stat().st_mode) for x in (path.parent, path)] == [0o700, 0o700]
+    for mode in (0o720, 0o702):
+        compilations.clear()
+        path.chmod(mode)
+        cpu.load()
+        assert len(compilations) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o700
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+        compilations.clear()
+        cpu.load()
+        assert len(compilations) == 1 and path.stat().st_uid == 0
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners and no modes here")
+@pytest.mark.parametrize("fault", ["group", "all", "owner", "a file"])
+def test_a_folder_that_others_can_write_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    folder = tmp_path / "cache" / "qflash"
+    cpu.load()
+    (kept,) = libraries(tmp_path)
+    if fault == "owner":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, -1)
+    elif fault == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    else:
+        folder.chmod(0o770 if fault == "group" else 0o707)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        library = cpu.load()
+    assert library.qflash_attention
+    assert compilations[0] == folder and compilations[1].parent == tmp_path and not compilations[1].exists()
+    assert libraries(tmp_path) == [kept]
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_without_any_folder_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     blocked = tmp_path / "a file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+
+    def no_folder() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    reason = backends.cpu_missing()
+    assert reason is not None and "No usable temporary directory" in reason and "a file" in reason
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_processes_that_start_together_get_the_same_library(tmp_path: pathlib.Path) -> None:
+    assert load_in_processes(3) == [0, 0, 0]
+    assert len(libraries(tmp_path)) == 1
+    assert len(list((tmp_path / "cache" / "qflash").iterdir())) == 1
+
+
+@pytest.mark.usefixtures("uncached")
+def test_every_word_of_cc_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    wrapper = tmp_path / "a wrapper"
+    wrapper.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > "{tmp_path}/said"\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    compiler = cpu._compiler()[0]
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler} -DTWO='a b'")
     assert backends.cpu_missing() is None
+    assert (tmp_path / "said").read_text().startswith(f"{compiler}|-DTWO=a b|-O3|")
+    # another command may make other code
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler}")
+    assert backends.cpu_missing() is None
+    assert len(compilations) == 2
+    # what it says need not be text
+    wrapper.write_text("#!/bin/sh\nprintf 'error: \\377' >&2\nexit 1\n")
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler} -DTHREE")
+    reason = backends.cpu_missing()
+    assert reason is not None and "error: \ufffd" in reason and f"{compiler} -DTHREE" in reason
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_a_cc_that_is_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("CC", "gcc 'and no end")
+    reason = backends.cpu_missing()
+    assert reason is not None and "'and no end" in reason and "CC" in reason
+    monkeypatch.setenv("CC", "nonsense-cc -m64")
+    with pytest.warns(RuntimeWarning, match="'nonsense-cc' was not found.*is used instead"):
+        assert backends.cpu_missing() is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = backends.cpu_missing()
+    assert reason is not None and "'nonsense-cc' was not found" in reason
+    for makes in ("", 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"'):
+        (tmp_path / "fake").write_text(f"#!/bin/sh\n{makes}\n")
+        (tmp_path / "fake").chmod(0o755)
+        monkeypatch.setenv("CC", "fake")
+        reason = backends.cpu_missing()
+        assert reason is not None and ("cannot be kept or loaded" if makes else "no library") in reason

@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import os
 import pathlib
+import stat
 
 
 def cache_folder() -> pathlib.Path:
     """Return the user's cache folder for QFlash (``$XDG_CACHE_HOME/qflash`` or ``~/.cache/qflash``), which may not exist yet.
 
     Raises:
-        RuntimeError: the user has no home.
+        FileNotFoundError: the user has no home.
     """
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "qflash"
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return pathlib.Path(given or pathlib.Path.home() / ".cache") / "qflash"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"there is no folder to keep files in: {error}; set XDG_CACHE_HOME to one") from error
+
+
+def check_private(path: pathlib.Path) -> None:
+    """Make sure that nobody else can have put what is there.
+
+    Raises:
+        OSError: there is no such file or folder, it is another user's, or others can write to it.
+    """
+    found = path.stat()
+    # Windows has neither owners by number nor these bits
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        raise PermissionError(f"{path} is another user's")
+    if hasattr(os, "getuid") and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users can write to {path} (chmod go-w takes that from them)")
+
+
+def make_cache_folder() -> pathlib.Path:
+    """Return :func:`cache_folder`, made for this user alone if it does not exist yet.
+
+    Raises:
+        OSError: it cannot be made, it is another user's, or others can write to it.
+    """
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(folder)
+    return folder

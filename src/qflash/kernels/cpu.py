@@ -1,11 +1,13 @@
 """The CPU back end: ``cpu.c``, compiled on first use and called through ctypes. The same bits as the reference.
 
 The machine's own C compiler makes it for the machine's own CPU, which takes a few seconds once; the library is
-kept in the user's cache folder. Without a compiler the back end is unavailable and says so.
+kept in the user's cache folder, under a name that says what it was compiled from and what its bytes are. Without a
+compiler the back end is unavailable and says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,15 +16,17 @@ import math
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
 
 from .. import fixed_point as fp
-from ..folders import cache_folder
+from ..folders import check_private, make_cache_folder
 from ..layout import empty_output
 from ..quantization import GRANULARITIES, scale_shape
 from ..recipe import Recipe
@@ -45,12 +49,22 @@ class BuildError(RuntimeError):
     """The kernel could not be compiled or loaded; the message says why."""
 
 
-def _compiler() -> str:
-    named = os.environ.get("CC", "").split()
-    for name in (*named[:1], "cc", "gcc", "clang"):
-        if found := shutil.which(name):
-            return found
-    raise BuildError("no C compiler (cc, gcc, clang or $CC) was found to compile it with")
+def _compiler() -> list[str]:
+    """Return the words of a command that begins with an existing program: ``$CC``'s, else the first usual compiler."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"the environment variable CC is no command, it is {named!r}: {error}") from error
+    missing = ""
+    for command in ([words] if words else []) + [["cc"], ["gcc"], ["clang"]]:
+        if found := shutil.which(command[0]):
+            if missing:
+                warnings.warn(f"{missing}: {found} is used instead", RuntimeWarning, stacklevel=3)
+            return [found, *command[1:]]
+        if command is words:
+            missing = f"the environment variable CC is {named!r}, and {words[0]!r} was not found"
+    raise BuildError(f"{missing or 'CC is not set'}, and no C compiler was found (cc, gcc, clang)")
 
 
 def _cpu_identity() -> str:
@@ -63,57 +77,82 @@ def _cpu_identity() -> str:
     return platform.machine() + "".join(sorted(lines) or text[:1000])
 
 
-def _build(target: pathlib.Path, source: str, compiler: str) -> None:
-    """Compile to a neighbouring name first: processes that start together must not load half a file."""
+def _digest(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> pathlib.Path:
+    """Compile into ``folder``; return the library, whose name ends with its digest.
+
+    It is moved there when it is whole, so that processes that start together never see half a file.
+    """
     said = ""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        code, made = pathlib.Path(folder, "cpu.c"), pathlib.Path(folder, target.name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
+        code, made = pathlib.Path(temporary, "cpu.c"), pathlib.Path(temporary, "cpu.so")
         code.write_text(source, encoding="utf-8")
         for extra in _TRIES:
-            command = [compiler, *_FLAGS, *extra, str(code), "-o", str(made), "-lm"]
+            command = [*compiler, *_FLAGS, *extra, str(code), "-o", str(made), "-lm"]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise BuildError(f"{compiler} did not run: {error}") from error
-            if done.returncode == 0:
-                os.replace(made, target)
-                return
+                # no time limit: on a busy machine it takes as long as it takes
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+            except OSError as error:
+                raise BuildError(f"{compiler[0]} did not run: {error}") from error
+            if done.returncode == 0 and made.is_file():
+                made.chmod(0o700)
+                return made.replace(folder / f"{stem}-{_digest(made)}.so")
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:]).strip()
-    raise BuildError(f"{compiler} refused it: {said}")
+    raise BuildError(f"{shlex.join(compiler)} refused it: {said or f'exit status {done.returncode}, no library'}")
+
+
+def _open(path: pathlib.Path) -> ctypes.CDLL:
+    """Load a library of :func:`_build`. Half a file would end the process (SIGBUS), so its digest is looked at first.
+
+    Raises:
+        OSError: others can have written it, it is not what was compiled, or it cannot be loaded.
+    """
+    check_private(path)
+    if path.stem.rpartition("-")[2] != _digest(path):
+        raise OSError(f"{path} is not what was compiled")
+    library = ctypes.CDLL(str(path))
+    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("float_attention", 7)):
+        getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
+    return library
+
+
+def _open_or_build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> ctypes.CDLL:
+    for path in folder.glob(f"{stem}-*.so"):
+        with contextlib.suppress(OSError):
+            return _open(path)
+    return _open(_build(folder, stem, source, compiler))
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """Return the compiled kernels, compiling them if this machine has not done so yet.
 
+    Where the user's cache folder cannot be used they are compiled for this process alone, with a warning.
+
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: no compiler, it failed, or what it made cannot be loaded.
     """
     source = importlib.resources.files(__package__).joinpath("cpu.c").read_text(encoding="utf-8")
     compiler = _compiler()
-    identity = "\0".join((source, compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
-    name = f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    identity = "\0".join((source, *compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
+    stem = f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
     try:
-        cache = cache_folder()
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = os.access(cache, os.W_OK) and getattr(os, "getuid", lambda: 0)() == cache.stat().st_uid
-    except (OSError, RuntimeError):
-        usable = False
-    if not usable:
-        # no home, or another user's: compile for this process alone
-        cache = pathlib.Path(tempfile.mkdtemp(prefix="qflash-"))
-    path = cache / name
-    try:
-        if not path.is_file():
-            _build(path, source, compiler)
-        library = ctypes.CDLL(str(path))
+        return _open_or_build(make_cache_folder(), stem, source, compiler)
     except OSError as error:
-        raise BuildError(f"it was compiled but cannot be loaded: {error}") from error
-    finally:
-        if not usable:
-            shutil.rmtree(cache, ignore_errors=True)
-    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("float_attention", 7)):
-        getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
+        reason = str(error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="qflash-", ignore_cleanup_errors=True) as folder:
+            library = _open_or_build(pathlib.Path(folder), stem, source, compiler)
+    except OSError as error:
+        raise BuildError(f"it cannot be kept or loaded: {reason}; nor from a temporary folder: {error}") from error
+    warnings.warn(
+        f"the CPU kernels were compiled for this process alone, which takes seconds in every process: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return library
 
 

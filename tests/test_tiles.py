@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 import random
+import tempfile
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -26,9 +28,20 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[p
     monkeypatch.setattr(tiles, "_device_name", lambda index: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(tiles, "_processors", lambda index: 132)
-    tiles._table.cache_clear()
+    read_anew()
     yield tiles.table_path()
+    read_anew()
+
+
+def read_anew() -> None:
+    """Know nothing of a table, as a new process does."""
     tiles._table.cache_clear()
+    tiles._warn_of_misfits.cache_clear()
+
+
+def rules_tiles() -> Tiles:
+    """Return the rules' tiles for what :func:`choose` asks for."""
+    return tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0), heads=48)
 
 
 def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
@@ -37,7 +50,7 @@ def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
 
 def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
     assert not table.exists()
-    assert choose() == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+    assert choose() == rules_tiles()
 
 
 def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
@@ -480,19 +493,121 @@ def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
     assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}'])
+KEY = tiles.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+"""What :func:`choose` looks for."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"tiles": []}', '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}',
+        '{"tiles": {"x": [1e999, 2, 3, 4]}}', "[" * 100_000, '{"tiles": ' + "9" * 5000 + "}", "\udcff",
+    ],
+    ids=lambda text: ascii(text[:40]),
+)  # fmt: skip
 def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
     table.parent.mkdir(parents=True)
-    table.write_text(text)
-    with pytest.warns(UserWarning, match="ignored"):
+    table.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
+        got = [choose(), choose()]
+    assert got == [rules_tiles()] * 2
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [256, 128, 4, 1], [100, 128, 4, 1], [64, 128, -1, 1], [64, 128, 4, 1, 168, 99], [64, 128, 4, 1, 0, 0, 9],
+        [64, 128, 4, 1, 168.0, 2], [64, 128, 4, True, 168, 2], [64, 128, 4], [64, 128, 4, 1, 168, 2, 0, 0, 0], "64", None, 64,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_tuning_would_not_write_is_not_taken_from_the_table(table: pathlib.Path, entry: object) -> None:
+    table.parent.mkdir(parents=True)
+    good = tiles.table_key("GPU", True, DEFAULT, 64, 64, 197, 197, 48)
+    table.write_text(json.dumps({"tiles": {KEY: entry, good: [64, 128, 4, 1, 168, 2]}}))
+    with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
+        got = [choose(), choose()]
+    assert got == [rules_tiles()] * 2
+    assert len(warned) == 1
+    assert choose(fused=True) == Tiles(64, 128, 4, 1, 168, 2)
+
+
+numbers = st.integers(-1, 300) | st.sampled_from((16, 32, 64, 128, 4, 1, 0, 168)) | st.floats() | st.booleans()
+json_values = st.recursive(
+    st.none() | st.text(max_size=5) | numbers | st.integers(),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.sampled_from(("tiles", KEY)) | st.text(max_size=5), inner),
+    max_leaves=12,
+)
+entries = st.lists(numbers, min_size=3, max_size=9) | st.sampled_from(
+    [list(x) for x in candidates(rules_tiles(), 64, 197, 197)]
+)
+
+
+@given(
+    st.binary(max_size=50)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | (entries | json_values).map(lambda entry: json.dumps({"tiles": {KEY: entry, "other": [64, 128, 4, 1]}}).encode())
+)
+def test_no_table_breaks_a_call_or_brings_tiles_that_tuning_would_not(content: bytes) -> None:
+    rule = rules_tiles()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True):
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(tiles, "_device_name", lambda index: "GPU")
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(tiles, "_processors", lambda index: 132)
+        tiles.table_path().parent.mkdir()
+        tiles.table_path().write_bytes(content)
+        read_anew()
         got = choose()
-    assert got == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+        read_anew()
+    assert got in set(candidates(rule, 64, 197, 197)) and all(type(number) is int for number in got)
+    if got != rule:
+        entry = json.loads(content)["tiles"][KEY]
+        assert [type(number) for number in entry] == [int] * len(entry) and list(got)[: len(entry)] == entry
 
 
-def test_tiles_the_launcher_refuses_are_not_taken_from_the_table(table: pathlib.Path) -> None:
-    key = tiles.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
-    tiles.save_table({key: Tiles(256, 128, 4, 1)}, {})
-    assert choose() == tiles.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0))
+def test_what_tuning_keeps_is_found_for_every_number_of_heads(table: pathlib.Path) -> None:
+    device = torch.device("cuda:0")
+    for measured in (511, 512, 513, 1023, 1024, 1025, 3000):
+        for fused in (False, True):
+            rule = tiles.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=measured, fused=fused)
+            for best in candidates(rule, 32, 49, 49):
+                tiles.save_table({tiles.table_key("GPU", fused, DEFAULT, 32, 32, 49, 49, measured): best}, {})
+                assert tiles.tiles_for(DEFAULT, 32, 32, 49, 49, measured, fused, device) == best
+
+
+def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Tiles(64, 128, 4, 1, 168, 2)
+    tiles.save_table({KEY: best}, {})
+    # what another process adds meanwhile stays
+    other = json.loads(table.read_text())
+    other["tiles"]["other"] = [64, 128, 4, 1]
+    table.write_text(json.dumps(other))
+    tiles.save_table({"third": best}, {})
+    assert set(json.loads(table.read_text())["tiles"]) == {KEY, "other", "third"}
+    before = table.read_bytes()
+
+    def full(self: pathlib.Path, text: str, **options: object) -> int:
+        self.write_bytes(text.encode()[:20])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        tiles.save_table({"fourth": best}, {})
+    assert table.read_bytes() == before and list(table.parent.iterdir()) == [table]
+
+
+def test_without_a_home_there_is_no_table(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nowhere() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", nowhere)
+    assert choose() == rules_tiles()
+    with pytest.raises(OSError, match="XDG_CACHE_HOME"):
+        tiles.save_table({}, {})
 
 
 @pytest.mark.parametrize(

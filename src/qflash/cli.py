@@ -437,7 +437,7 @@ def tune(
     """
     from . import bench as module
 
-    with _explained("tune", ValueError):
+    with _explained("tune", ValueError, OSError):
         where = module.pick_device(None)
         from .tune import run_tune
 

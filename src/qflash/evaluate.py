@@ -34,7 +34,8 @@ from torch import nn
 from .baselines import METHODS, get_method
 from .classification import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
 from .extras import require_packages
-from .outcomes import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv, write_whole
+from .folders import write_whole
+from .outcomes import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv
 from .patching import patch, unpatch
 from .significance import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
 from .validation import resolve_device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import stat
+import uuid
 
 
 def cache_folder() -> pathlib.Path:
@@ -44,3 +45,13 @@ def make_cache_folder() -> pathlib.Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
     return folder
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a file that is either the old or the new one, never half of it, whoever else is writing it."""
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .folders import write_whole
+
 MOST_GUESSES = 5
 """Predictions kept of an image: Top-5."""
 LOSS_DIGITS = 6
@@ -160,13 +162,6 @@ def to_csv(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either the old or the new one, never half of it."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8", newline="")
-    beside.replace(path)
 
 
 def load_outcomes(path: Path | str) -> list[Outcome]:

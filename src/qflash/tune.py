@@ -7,82 +7,22 @@ Every candidate has to return the rules' bits before it is timed. What wins goes
 from __future__ import annotations
 
 import datetime
-import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import bench
 from .api import quantize
+from .folders import make_cache_folder
 from .kernels.attention import attention_calls, fusable, fused_calls
-from .kernels.tiles import (
-    HOPPER,
-    HOPPER_BLOCKS,
-    SHORT_ROW,
-    WINDOWS,
-    Tiles,
-    choose_tiles,
-    fits_block,
-    is_held,
-    most_queries,
-    processors_of,
-    save_table,
-    table_key,
-)
+from .kernels.tiles import Tiles, candidates, choose_tiles, processors_of, save_table, table_key
 from .quantization import QuantizedTensor
 from .recipe import DEFAULT
 
 WORTH = 0.98
 """A candidate has to take at most this part of the rules' time to displace them."""
-
-
-def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:
-    """Yield the rules' tiles, then others worth a try on a GPU with so many streaming multiprocessors."""
-    yield rule
-    seen = {rule}
-    blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
-    hopper = rule.kernel == HOPPER
-    if keys <= SHORT_ROW or hopper:
-        warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
-        by_hand = (
-            rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
-            for m, warps in HOPPER_BLOCKS
-            # three programs a processor, if they have four warps each
-            for registers in ((0, 168) if warps == 4 else (0,))
-            for splits in range(1, 1 + -(-queries // m))
-            if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
-        )
-        # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
-        going_on = (
-            rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
-            for m, warps in HOPPER_BLOCKS
-            if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
-        )
-        tried: Iterable[Tiles] = (
-            Tiles(m, rule.block_n, w, 1, registers, splits)
-            for m, w in warps
-            if m <= max(blocks_m)
-            for registers in (0, 80, 128, 168)
-            for splits in (1, 2, 4)
-            if splits <= -(-queries // m)
-        )
-        windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
-        tried = itertools.chain(by_hand, going_on, windows, tried if keys <= SHORT_ROW else ())
-    else:
-        tried = (
-            Tiles(m, n, 8 if m == 128 else 4, stages, registers)
-            for m in blocks_m
-            if m >= min(64, rule.block_m)
-            for n in (64, 128)
-            for stages in (3, 4)
-            for registers in (0, 128, 168)
-        )
-    for tiles in tried:
-        if tiles not in seen:
-            seen.add(tiles)
-            yield tiles
 
 
 def _median(call: Callable[[], Any]) -> float:
@@ -173,9 +113,11 @@ def run_tune(problems: Sequence[bench.Problem], device: torch.device) -> list[di
 
     Raises:
         ValueError: ``device`` is not a CUDA device.
+        OSError: what won cannot be kept.
     """
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}: tiles are for the GPU kernels")
+    make_cache_folder()  # before the time is spent
     from rich.progress import Progress
 
     name = torch.cuda.get_device_name(device)

@@ -6,17 +6,20 @@ Tiles change speed, never a bit. Without a table the rules hold, which work ever
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
+import reprlib
 import warnings
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 import triton
 
-from ..folders import cache_folder
-from ..recipe import Recipe
+from ..folders import cache_folder, make_cache_folder, write_whole
+from ..recipe import DEFAULT, Recipe
 
 SHORT_ROW = 256
 """Most keys of a row that is held whole by every kernel for such rows."""
@@ -319,6 +322,53 @@ def choose_tiles(
     return general
 
 
+def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:
+    """Yield the rules' tiles, then others worth a try on a GPU with so many streaming multiprocessors."""
+    yield rule
+    seen = {rule}
+    blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
+    hopper = rule.kernel == HOPPER
+    if keys <= SHORT_ROW or hopper:
+        warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
+        by_hand = (
+            rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
+            for m, warps in HOPPER_BLOCKS
+            # three programs a processor, if they have four warps each
+            for registers in ((0, 168) if warps == 4 else (0,))
+            for splits in range(1, 1 + -(-queries // m))
+            if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
+        )
+        # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
+        going_on = (
+            rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
+            for m, warps in HOPPER_BLOCKS
+            if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
+        )
+        tried: Iterable[Tiles] = (
+            Tiles(m, rule.block_n, w, 1, registers, splits)
+            for m, w in warps
+            if m <= max(blocks_m)
+            for registers in (0, 80, 128, 168)
+            for splits in (1, 2, 4)
+            if splits <= -(-queries // m)
+        )
+        windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
+        tried = itertools.chain(by_hand, going_on, windows, tried if keys <= SHORT_ROW else ())
+    else:
+        tried = (
+            Tiles(m, n, 8 if m == 128 else 4, stages, registers)
+            for m in blocks_m
+            if m >= min(64, rule.block_m)
+            for n in (64, 128)
+            for stages in (3, 4)
+            for registers in (0, 128, 168)
+        )
+    for tiles in tried:
+        if tiles not in seen:
+            seen.add(tiles)
+            yield tiles
+
+
 def table_path() -> pathlib.Path:
     """Return where ``qflash tune`` keeps its table: ``tiles.json`` in the user's cache folder."""
     return cache_folder() / "tiles.json"
@@ -333,17 +383,35 @@ def table_key(
     return f"{device}|{kind}|{recipe.probability_bits} bits|{head_dim}x{value_dim}|{queries}x{keys}|{load}"
 
 
+def _are_tiles(entry: object) -> bool:
+    """Tell whether ``entry`` of a table's JSON spells :class:`Tiles`: 64.0 and true are numbers, and none of it."""
+    return isinstance(entry, list) and 4 <= len(entry) <= len(Tiles._fields) and all(type(number) is int for number in entry)
+
+
+def _ignore(what: str) -> None:
+    warnings.warn(f"{what} (`qflash tune` writes them anew; until then the rules hold)", stacklevel=3)
+
+
 @functools.cache
 def _table() -> dict[str, Tiles]:
-    path = table_path()
     try:
-        entries = json.loads(path.read_text())["tiles"]
-        return {str(key): Tiles(*(int(number) for number in entry)) for key, entry in entries.items()}
+        path = table_path()
+        entries = dict(json.loads(path.read_text(encoding="utf-8"))["tiles"].items())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        warnings.warn(f"{path} is not a table of qflash tune and is ignored: {error}", stacklevel=2)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _ignore(f"{path} is not a table of qflash tune and is ignored: {type(error).__name__}: {error}")
         return {}
+    bad = [key for key, entry in entries.items() if not _are_tiles(entry)]
+    if bad:
+        first = reprlib.repr({bad[0]: entries[bad[0]]})
+        _ignore(f"{len(bad)} of {len(entries)} entries of {path} are not tiles and are ignored, the first is {first}")
+    return {key: Tiles(*entry) for key, entry in entries.items() if _are_tiles(entry)}
+
+
+@functools.cache
+def _warn_of_misfits(path: pathlib.Path) -> None:
+    _ignore(f"{path} has tiles that qflash tune would not measure for the calls they are of, and they are ignored")
 
 
 @functools.cache
@@ -380,6 +448,17 @@ def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
+@functools.lru_cache(1024)
+def _measurable(
+    capability: tuple[int, int], fused: bool, bits: int, sizes: tuple[int, int, int, int], load: int, processors: int
+) -> frozenset[Tiles]:
+    """Return all that ``qflash tune`` measures for the calls that share a key of the table."""
+    recipe = DEFAULT.replace(probability_bits=bits)
+    # heads count by powers of two there, and so do the rules, but for the power itself
+    rules = {choose_tiles(recipe, *sizes, capability, heads=heads, fused=fused) for heads in (load // 2 + 1, load)}
+    return frozenset(tiles for rule in rules for tiles in candidates(rule, *sizes[1:], processors))
+
+
 def tiles_for(
     recipe: Recipe,
     head_dim: int,
@@ -405,18 +484,28 @@ def tiles_for(
         return rule
     table = _table()
     if table and recipe.normalization == "two_pass":
-        name = _device_name(device.index or 0)
-        found = table.get(table_key(name, fused, recipe, head_dim, value_dim, queries, keys, heads))
-        if found is not None and (found.kernel == HOPPER or found.block_m <= most_queries(value_dim)):
-            return found
+        key = table_key(_device_name(device.index or 0), fused, recipe, head_dim, value_dim, queries, keys, heads)
+        found = table.get(key)
+        if found is not None:
+            sizes, load = (head_dim, value_dim, queries, keys), triton.next_power_of_2(max(1, heads))
+            if found in _measurable(capability, fused, recipe.probability_bits, sizes, load, processors_of(device)):
+                return found
+            _warn_of_misfits(table_path())
     return rule
 
 
 def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Path:
-    """Add to the table (entries of other devices stay) and use it from now on; returns its path."""
-    path = table_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Add to the table (entries of other devices stay) and use it from now on; returns its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    make_cache_folder()
+    _table.cache_clear()  # what another process has added
     merged = {**_table(), **tiles}
-    path.write_text(json.dumps({"about": about, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1) + "\n")
+    path = table_path()
+    write_whole(
+        path, json.dumps({"about": about, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1) + "\n"
+    )
     _table.cache_clear()
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -24,11 +25,69 @@ def test_version() -> None:
     assert result.output.strip() == f"qflash {version('qflash')}"
 
 
-def test_module_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "qflash", "--help"], capture_output=True, text=True)
+def run_command(folder: Path, program: str) -> str:
+    """Run what an installed ``qflash`` runs, but for its last line; return what it prints."""
+    script = folder / "qflash"
+    script.write_text(f"import sys\nfrom qflash.cli import app\n{program}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_module_runs_and_help_needs_no_pytorch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "qflash", "--help"], capture_output=True, text=True, errors="replace"
+    )
     assert done.returncode == 0
     for command in ("demo", "verify", "info", "bench", "energy", "profile", "ablate", "report"):
         assert command in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "qflash.cli" in imported and imported.isdisjoint({"torch", "numpy", "triton"})
+
+
+def test_help_of_every_command_needs_no_pytorch(tmp_path: Path) -> None:
+    printed = run_command(
+        tmp_path,
+        """
+import contextlib
+def run(*arguments):
+    with contextlib.suppress(SystemExit):
+        app(arguments)
+names = [command.callback.__name__ for command in app.registered_commands]
+for name in names:
+    run(name, "--help")
+run("--version")
+run("nonsense")
+print(*names, {"torch", "numpy", "triton"} & sys.modules.keys())
+""",
+    )
+    assert printed.count("Usage: qflash") == len(app.registered_commands) > 10
+    assert printed.endswith(" ".join(command.callback.__name__ for command in app.registered_commands) + " set()\n")
+
+
+def test_names_are_there_in_the_command_too(tmp_path: Path) -> None:
+    printed = run_command(
+        tmp_path,
+        """
+import qflash
+assert "torch" not in sys.modules
+assert set(qflash.__all__) <= set(dir(qflash))
+assert not hasattr(qflash, "nonsense") and "torch" not in sys.modules
+from qflash import *
+assert all(globals()[name] is vars(qflash)[name] for name in qflash.__all__)
+import pickle, torch
+x = pickle.loads(pickle.dumps(quantize(torch.ones(2, 3), backend="reference")))
+print(type(x) is QuantizedTensor, pickle.loads(pickle.dumps(attention)) is attention, x.values.flatten().tolist())
+""",
+    )
+    assert printed == "True True [127, 127, 127, 127, 127, 127]\n"
+
+
+def test_importing_the_package_registers_everything() -> None:
+    program = "import torch, qflash; torch.ops.qflash.attention; print(set(qflash.__all__) <= vars(qflash).keys())"
+    done = subprocess.run([sys.executable, "-c", program, "-m", "qflash"], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_info_json() -> None:

@@ -1,11 +1,8 @@
 """QFlash: fused attention whose matrix products and softmax run in integers."""
 
-from .api import align_bias, attention, int8_attention, quantize, quantize_bias
-from .hugging_face import register_attention
-from .inspection import float_attention
-from .patching import patch, unpatch
-from .quantization import QuantizedTensor
-from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
+import os
+import sys
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,3 +21,33 @@ __all__ = [
     "register_attention",
     "unpatch",
 ]
+
+
+def _is_command() -> bool:
+    """Tell whether this process is the command (``qflash``, ``python -m qflash``), whose help needs no PyTorch."""
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module that it is to run
+        return sys.orig_argv[-len(sys.argv)] == __name__
+    return os.path.basename("".join(sys.argv[:1])) in ("qflash", "qflash.exe")
+
+
+if TYPE_CHECKING or not _is_command():
+    from .api import align_bias, attention, int8_attention, quantize, quantize_bias
+    from .hugging_face import register_attention
+    from .inspection import float_attention
+    from .patching import patch, unpatch
+    from .quantization import QuantizedTensor
+    from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import everything, operators included, when a public name is first asked for."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import api, hugging_face, inspection, patching, quantization, recipe
+
+        names = vars(recipe) | vars(quantization) | vars(patching) | vars(inspection) | vars(hugging_face) | vars(api)
+        globals().update({public: names[public] for public in __all__})
+        return names[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -16,12 +16,18 @@ READY := $(VENV)/.ready
 REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" \
 	"ruff==0.17.5" "mypy==2.4.1"
 
-.PHONY: help setup demo test lint format verify verify-triton36 train ladder report clean
+# The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).
+# Triton 3.6's interpreter does not run with NumPy 2.4.
+FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
+FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
+
+.PHONY: help setup demo test test-floor lint format verify verify-triton36 train ladder report clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo             float against integer attention on a small image classifier (report in qflash-report/)"
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
+	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make lint             ruff check, ruff format --check, mypy"
 	@echo "make format           ruff format"
 	@echo "make verify           compile the kernels for every target and look for float instructions; hours, a sample"
@@ -50,6 +56,17 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/test_without_gpu.py)
+
+build/floor: pyproject.toml Makefile
+	rm -rf $@
+	"$(FLOOR_PYTHON)" -m venv $@
+	$@/bin/python -m pip install --quiet --no-compile --editable . $(FLOORS) "numpy<2.4" pytest pytest-xdist hypothesis
+	@touch $@
+
+# What meets PyTorch's and the models' own interfaces, and kernels in the interpreter
+test-floor: build/floor
+	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/test_api.py tests/test_compile.py \
+		tests/test_defaults.py tests/test_hugging_face.py tests/test_patching.py tests/test_cli.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .

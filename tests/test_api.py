@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
+import re
+import sys
 
 import pytest
 import torch
@@ -303,6 +306,51 @@ def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "triton_missing", lambda: "Triton is not installed")
     with pytest.raises(ValueError, match="not installed"):
         qflash.attention(*make_inputs(1, 1, 5), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("version", "gluon", "said"),
+    [
+        ("3.2.0", False, "Triton 3.2.0"), ("3.5.1", True, "Triton 3.5.1"), ("3.6.0", False, "no Gluon"),
+        ("unknown", False, "no Gluon"), (None, False, "not installed"),
+        ("3.6.0", True, None), ("3.10.0+git1", True, None), ("4.0", True, None), ("unknown", True, None),
+    ],
+)  # fmt: skip
+def test_a_triton_that_cannot_compile_the_kernels_is_not_used(
+    version: str | None, gluon: bool, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """What is found is a folder with the files that are looked at; importing it would fail."""
+    from qflash import backends, info
+
+    if version is not None:
+        folder = tmp_path / "triton"
+        (folder / "experimental" / ("gluon" if gluon else "")).mkdir(parents=True)
+        (folder / "__init__.py").write_text(f'raise ImportError\n__version__ = "{version}"\n')
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(backends, "triton_missing", backends.triton_missing.__wrapped__)
+    monkeypatch.setattr(backends, "_capability", lambda index: (9, 0))
+    backends._warn_of_reference.cache_clear()
+    gpu = torch.device("cuda", 0)
+    if said is None:
+        assert backends.triton_missing() is None and backends.resolve_backend("auto", gpu) == "triton"
+        return
+    reason = backends.triton_missing()
+    assert reason is not None and said in reason and "3.6 or newer" in reason
+    with pytest.warns(RuntimeWarning, match=re.escape(reason)) as warned:
+        assert [backends.resolve_backend("auto", gpu) for _ in range(2)] == ["reference"] * 2
+    assert len(warned) == 1
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        backends.resolve_backend("triton", gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert info.collect_info()["triton_missing"] == reason
+
+
+def test_the_oldest_triton_is_the_declared_one() -> None:
+    from qflash.backends import MINIMUM_TRITON
+
+    declared = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'"triton>=([\d.]+);', declared) == [".".join(map(str, MINIMUM_TRITON))]
 
 
 def test_inputs_are_left_alone() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
+import pathlib
+import re
 import warnings
 
 import torch
@@ -13,11 +16,36 @@ MINIMUM_CAPABILITY = (8, 0)
 """NVIDIA Ampere: the first architecture whose int8 tensor-core instructions Triton targets."""
 
 
+MINIMUM_TRITON = (3, 6)
+"""The oldest Triton that compiles the kernels."""
+
+
+def triton_version() -> str | None:
+    """Return the version of the Triton that would be imported, which need not be a distribution of that name."""
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        text = pathlib.Path(spec.origin).read_text(encoding="utf-8")
+        if found := re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE):
+            return found[1]
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def triton_missing() -> str | None:
-    """Return why Triton cannot be imported at all, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    """Return why there is no Triton that compiles the kernels, or None. Nothing is imported: the interpreter has no Gluon."""
+    needed = f"the kernels need Triton {MINIMUM_TRITON[0]}.{MINIMUM_TRITON[1]} or newer"
+    spec = importlib.util.find_spec("triton")
+    if spec is None:
+        return f"Triton is not installed, {needed}"
+    version = triton_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if numbers is not None and tuple(map(int, numbers.groups())) < MINIMUM_TRITON:
+        return f"this is Triton {version}, {needed}"
+    if not any(pathlib.Path(folder, "experimental", "gluon").is_dir() for folder in spec.submodule_search_locations or ()):
+        return f"this Triton ({version or 'of no known version'}) has no Gluon, {needed}"
     return None
 
 

@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import figures, nvml
 from .api import align_bias, attention, causal_mask, int8_attention, quantize, quantize_bias
-from .backends import resolve_backend
+from .backends import resolve_backend, triton_version
 from .baselines import METHODS
 from .baselines import Method as Baseline
 from .baselines.method import FLOAT
@@ -880,14 +880,14 @@ def add_bias_costs(rows: Sequence[dict[str, Any]]) -> None:
 def environment(device: torch.device) -> dict[str, Any]:
     """Return what a reader needs to judge or repeat a measurement: device, versions, clocks, date, command line."""
     from . import __version__
-    from .info import _driver_version, _triton_version
+    from .info import _driver_version
 
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["qflash", *sys.argv[1:]]),
         "qflash": __version__,
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": triton_version(),
         "python": platform.python_version(),
         "device_type": device.type,
     }

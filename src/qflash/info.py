@@ -61,15 +61,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _triton_version() -> str | None:
-    """Return the version of the Triton that would be imported, which need not be a distribution of that name."""
-    spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:
-        return _version("triton")
-    found = re.search(r"^__version__ = ['\"]([^'\"]+)", pathlib.Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else _version("triton")
-
-
 def _driver_version() -> str | None:
     """Return the NVIDIA kernel driver's version; read from /proc, which needs no tool and no GPU context."""
     try:
@@ -126,7 +117,7 @@ def collect_info() -> dict[str, Any]:
             "qflash": _version("qflash"),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _triton_version(),
+            "triton": backends.triton_version(),
             "timm": _version("timm"),
             "transformers": _version("transformers"),
             "cuda_runtime": torch.version.cuda,

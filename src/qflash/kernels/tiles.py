@@ -476,9 +476,9 @@ def tiles_for(
 
     Without ``walk`` the rules' in any case: the table may have what is not to be compiled.
     """
+    capability = capability_of(device)
     rule = choose_tiles(
-        recipe, head_dim, value_dim, queries, keys, capability_of(device),
-        heads=heads, fused=fused, masked=masked, walk=walk,
+        recipe, head_dim, value_dim, queries, keys, capability, heads=heads, fused=fused, masked=masked, walk=walk
     )  # fmt: skip
     if device.type != "cuda" or masked or not walk:
         return rule

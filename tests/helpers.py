@@ -40,7 +40,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 def count_calls(plans: Iterable[Any]) -> int:
     """Return how many of the calls kept in ``launch._plans`` did not begin at an operator."""
-    return sum(not callable(key[0][0]) for key in plans)
+    return sum(not callable(key[1]) for key in plans)
 
 
 def run_by_address(launched: list[str]) -> Callable[[Call], Callable[..., None]]:

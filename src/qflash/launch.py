@@ -22,7 +22,7 @@ Run = Callable[..., torch.Tensor]
 
 MOST_PLANS = 512
 _plans: OrderedDict[Hashable, Run] = OrderedDict()
-_unrepeatable: OrderedDict[Hashable, None] = OrderedDict()
+_unrepeatable: OrderedDict[Hashable, bool] = OrderedDict()
 """Calls that turned out to be none that can be repeated; to find that out takes time, too."""
 _function_modes = torch._C._len_torch_function_stack
 _keys_of, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
@@ -76,13 +76,44 @@ def place_of(tensors: Tensors) -> int | None:
     return place
 
 
-def _signature(tensors: Tensors, options: tuple[Hashable, ...], place: int) -> Hashable:
-    """Everything a launch depends on but the addresses; of those how far they are from a multiple of 16."""
-    # with their types: True, 1 and 1.0 are equal, and not all of them allowed
-    about: list[Hashable] = [options, *map(type, options), place, torch.get_num_threads() if place == CPU else 0]
+def _signature(tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
+    """Everything that tells a call from another but the addresses; of those how far they are from a multiple of 16.
+
+    No call that :func:`place_of` refuses has the signature of one that was kept. What it asks a tensor's dispatch keys shows
+    here, and sooner, by the class, the device, a negative view's bit and an address: a tensor that is no strided memory has
+    none, or raises.
+    """
+    gradients = torch.is_grad_enabled()
+    device = None
+    # options with their types: True, 1 and 1.0 are equal, and not all of them allowed
+    about: list[Hashable] = [_keys_of_thread().raw_repr(), *options, *map(type, options)]
     for x in tensors:
-        about.append(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15))
+        if x is None:
+            about.append(None)
+            continue
+        if type(x) is not torch.Tensor:
+            return None
+        device, address = x.device, x.data_ptr()
+        about.append(
+            (
+                device, x.dtype, x.shape, x.stride(), address & 15 if address else None, x.is_neg(),
+                gradients and x.requires_grad,
+            )
+        )  # fmt: skip
+    # which GPU is the current one, or how many threads a CPU has
+    about.append(torch.cuda.current_device() if device is not None and device.type == "cuda" else torch.get_num_threads())
     return tuple(about)
+
+
+def _look_up(calls: OrderedDict[Hashable, Any], tensors: Tensors, options: tuple[Hashable, ...]) -> Any:
+    """Return what is kept of a call, or None."""
+    # the first: torch.compile is not to look at what is kept and guard it
+    if torch.compiler.is_compiling() or not calls or _function_modes() or forward_ad._current_level >= 0:
+        return None
+    try:
+        return calls.get(_signature(tensors, options))
+    except (TypeError, AttributeError, RuntimeError):  # what the whole way says what is wrong with
+        return None
 
 
 def find(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
@@ -92,19 +123,13 @@ def find(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
         tensors: of the call, as given, in an order of the caller's; not yet checked.
         options: all its other arguments, as given.
     """
-    place = place_of(tensors)  # first: torch.compile is not to look at the plans and guard them
-    if place is None or not _plans:
-        return None
-    try:
-        return _plans.get(_signature(tensors, options, place))
-    except TypeError:  # an option that cannot be hashed: the whole way says what is wrong with it
-        return None
+    run: Run | None = _look_up(_plans, tensors, options)
+    return run
 
 
 def is_unrepeatable(tensors: Tensors, options: tuple[Hashable, ...]) -> bool:
     """Tell whether a call with the same signature has turned out to be none that can be kept."""
-    place = place_of(tensors)
-    return place is not None and _signature(tensors, options, place) in _unrepeatable
+    return _look_up(_unrepeatable, tensors, options) is not None
 
 
 def remember(
@@ -129,9 +154,9 @@ def remember(
         if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
             return
     run = prepare()
-    signature = _signature(tensors, options, place)
+    signature = _signature(tensors, options)
     if run is None:
-        _keep(_unrepeatable, signature, None)
+        _keep(_unrepeatable, signature, True)
     else:
         _keep(_plans, signature, run)
 

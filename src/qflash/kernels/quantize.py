@@ -22,11 +22,18 @@ BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
 BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
 MOST_BIAS_MAXIMUM = tl.constexpr(fp.MOST_BIAS_MAXIMUM)
 LEAST_EVEN_MAXIMUM = tl.constexpr(fp.LEAST_EVEN_MAXIMUM)
+BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
+BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
+BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 # minima and maxima of two 16-bit floats at a time; a NaN wins
 MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 MIN_BF16 = tl.constexpr("min.NaN.bf16x2 $0, $1, $2;")
 MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
+# the same of magnitudes: of a 16-bit abs on halves of words that were packed, ptxas 12.8 makes a wrong one now and then
+SIGNS_OFF = "{.reg .b32 a, b; and.b32 a, $1, 0x7fff7fff; and.b32 b, $2, 0x7fff7fff; "
+MAX_ABS_F16 = tl.constexpr(SIGNS_OFF + "max.NaN.f16x2 $0, a, b;}")
+MAX_ABS_BF16 = tl.constexpr(SIGNS_OFF + "max.NaN.bf16x2 $0, a, b;}")
 # a Newton step on the device's estimate: correctly rounded as long as neither side is subnormal (tests/gpu: every scale)
 RECIPROCAL = tl.constexpr(
     "{.reg .f32 e; rcp.approx.ftz.f32 $0, $1; neg.f32 e, $1; fma.rn.f32 e, e, $0, 0f3F800000; fma.rn.f32 $0, e, $0, $0;}"
@@ -70,6 +77,20 @@ def higher(a, b, GUARD: tl.constexpr):
         result = tl.inline_asm_elementwise(MAX_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
     else:
         result = nan_max(a, b)
+    return result
+
+
+@triton.jit
+def higher_magnitude(a, b, GUARD: tl.constexpr):
+    """:func:`nan_max` of the magnitudes of two tiles as they were loaded."""
+    if GUARD:
+        result = nan_max(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)))
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(MAX_ABS_F16, "=r,r,r", [a, b], tl.float16, True, 2)
+    elif a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(MAX_ABS_BF16, "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        result = nan_max(tl.abs(a), tl.abs(b))
     return result
 
 

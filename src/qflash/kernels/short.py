@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from .integer import split_scale, usable_scale
-from .quantize import amplitude_to_scale, higher, highest, inverse_scale, lower, lowest, nan_max, nan_min, round_to_int8
+from .quantize import (
+    amplitude_to_scale,
+    higher,
+    higher_magnitude,
+    highest,
+    inverse_scale,
+    lower,
+    lowest,
+    nan_max,
+    nan_min,
+    round_to_int8,
+)
 from .tile import (
     accumulate,
     bias_bases,
@@ -74,10 +85,8 @@ def _highest_of_four(a, b, c, d, GUARD: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x, GUARD: tl.constexpr):
-    if GUARD:
-        return tl.abs(x.to(tl.float32))
-    return tl.abs(x)
+def _largest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    return higher(higher_magnitude(a, b, GUARD), higher_magnitude(c, d, GUARD), GUARD)
 
 
 @triton.jit
@@ -150,19 +159,11 @@ def short_kernel(
             ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True)
             ve, vf, vg, vh = _load_quads(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False)
         low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
-        most = _highest_of_four(
-            _magnitude(va, GUARD), _magnitude(vb, GUARD), _magnitude(vc, GUARD), _magnitude(vd, GUARD), GUARD
-        )
+        most = _largest_of_four(va, vb, vc, vd, GUARD)
         if TILES == 2:
             low = lower(low, _lowest_of_four(ke, kf, kg, kh, GUARD), GUARD)
             high = higher(high, _highest_of_four(ke, kf, kg, kh, GUARD), GUARD)
-            most = higher(
-                most,
-                _highest_of_four(
-                    _magnitude(ve, GUARD), _magnitude(vf, GUARD), _magnitude(vg, GUARD), _magnitude(vh, GUARD), GUARD
-                ),
-                GUARD,
-            )
+            most = higher(most, _largest_of_four(ve, vf, vg, vh, GUARD), GUARD)
         if BLOCK_D == BLOCK_DV and not GUARD:
             low, high, most = tl.reduce((low.to(tl.float32), high.to(tl.float32), most.to(tl.float32)), 0, _combine_ranges)
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, LAYOUTS, lay_out, make_inputs, same_bits
+from helpers import DEVICE, LAYOUTS, lay_out, make_inputs, move_far, same_bits
 from qflash import ops, quantization
 
 GRANULARITIES = ("tensor", "head", "token", "channel")
@@ -224,7 +224,8 @@ def test_rotation_is_sylvesters_matrix_of_the_next_power_of_two() -> None:
         matrix = torch.ones(1, 1)
         while len(matrix) < size:
             matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-        assert torch.equal(quantization.hadamard_transform(torch.eye(channels)[None, None])[0, 0], matrix[:channels])
+        rotated = quantization.hadamard_transform(torch.eye(channels)[None, None])[0, 0]
+        assert torch.equal(rotated * size, matrix[:channels])
 
 
 @pytest.mark.parametrize(
@@ -242,11 +243,12 @@ def test_granularity_is_read_off_the_scale(granularity: str) -> None:
     assert quantized.device.type == "cpu"
 
 
-def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite() -> None:
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite(backend: str) -> None:
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     near = [0.0, 1.0, -1.0, 1e-6, 1000.0, -2838.0, -1e30, least]
     bias = torch.tensor([near, [x + 5000.0 for x in near[:6]] + [-1e30, least], [x - 1e6 for x in near[:6]] + [-1e30, least]])
-    fixed = qflash.quantize_bias(bias)
+    fixed = ops.quantize_bias(bias.to(DEVICE), backend).cpu()
     assert fixed.dtype == torch.int32
     far = torch.tensor([0.0, 6000.0, -999000.0])[:, None]
     exact = ((bias.double() - far) * math.log2(math.e) * 65536).clamp(-(2**28), 2**28)
@@ -254,7 +256,18 @@ def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite() -> None:
     masked, even, poison = -(2**30), 2**30 - 1, 2**30
     rows = [[-math.inf, math.inf, math.nan, 0.0], [-math.inf] * 4, [least, least, -math.inf, least], [1e30, most, most, 0.0]]
     marks = [[masked, poison, poison, 0], [masked] * 4, [even, even, masked, even], [masked, even, even, masked]]
-    assert qflash.quantize_bias(torch.tensor(rows)).tolist() == marks
+    assert ops.quantize_bias(torch.tensor(rows, device=DEVICE), backend).tolist() == marks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5,), (3, 40), (2, 3, 7, 1), (1, 2, 3, 1100), (2, 2, 3, 5, 30), (2, 0, 3), (3, 0)])
+def test_the_kernel_makes_the_reference_s_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bias = move_far(torch.randn(shape, generator=generator), generator).to(dtype) if 0 not in shape else torch.ones(shape)
+    bias = torch.where(torch.rand(shape, generator=generator) < 0.01, math.nan, bias)
+    for x in (bias, bias.transpose(0, -1).contiguous().transpose(0, -1), bias[..., :1].expand(shape)):
+        expected = ops.quantize_bias(x, "reference")
+        assert same_bits(ops.quantize_bias(x.to(DEVICE), "triton").cpu(), expected) and expected.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float16, torch.bfloat16, torch.float32])

@@ -8,13 +8,11 @@ makes here and not by way of :mod:`qflash.api`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import fixed_point as fp
 from . import launch, quantization, reference
 from .backends import resolve_backend
 from .layout import empty_output
@@ -71,20 +69,14 @@ def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> t
     return quantization.quantize_values(x, scale)
 
 
-def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Turn an additive float mask into fixed point; see :func:`qflash.quantize_bias`."""
-    wide = bias.to(torch.float32)
-    if wide.numel() == 0:
-        return wide.to(torch.int32)
-    row_max = wide.amax(dim=-1, keepdim=True)
-    far = (row_max.abs() > fp.MOST_BIAS_MAXIMUM) & row_max.isfinite()
-    relative = wide - torch.where(far, row_max, 0.0)
-    scaled = (relative * (math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)).clamp(-fp.BIAS_LIMIT, fp.BIAS_LIMIT)
-    fixed = scaled.nan_to_num(0.0).round().to(torch.int32)
-    even = far & (row_max.abs() >= fp.LEAST_EVEN_MAXIMUM)
-    fixed = torch.where(even & (wide == row_max), fp.BIAS_EVEN, fixed)
-    fixed = torch.where((even & (wide < row_max)) | (wide == -math.inf), fp.BIAS_MASKED, fixed)
-    return torch.where(wide < math.inf, fixed, fp.BIAS_POISON)
+def quantize_bias(bias: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
+    if resolve_backend(backend, bias.device) == "triton":
+        from .kernels.quantize import launch_quantize_bias
+
+        four = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias.flatten(0, -4)
+        return launch_quantize_bias(four).reshape(bias.shape)
+    return quantization.bias_to_fixed(bias)
 
 
 def kept(
@@ -185,7 +177,7 @@ def _int8_attention(
 ) -> torch.Tensor:
     """Go the whole way. ``like`` is the query whose order the output has, if that is not the int8 one."""
     if mask is not None and mask.dtype.is_floating_point:
-        mask = quantize_bias(mask)
+        mask = quantize_bias(mask, backend)
     arguments = (
         query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
         Recipe.from_key(recipe),
@@ -242,7 +234,7 @@ def _attention(
         if fusable(query, key, value, mask, is_causal, choices):
             return launch_fused(query, key, value, mask, is_causal, scale, choices)
         if quantizes_long(choices, query.shape[0]) and not is_short(choices, query.shape[3], value.shape[3], key.shape[2]):
-            fixed = quantize_bias(mask) if mask is not None and mask.is_floating_point() else mask
+            fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask
             return launch_long(query, key, value, fixed, is_causal, scale, choices)
     center = choices.smooth_key
     if choices.balance or choices.rotate:
@@ -272,7 +264,7 @@ def _fake_quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str
 
 
 def _fake_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(bias, dtype=torch.int32)
+    return bias.new_empty(bias.shape, dtype=torch.int32)
 
 
 def _fake_int8_attention(query: torch.Tensor, *arguments: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import fixed_point as fp
 from .fixed_point import times_power_of_two
 
 GRANULARITIES = ("tensor", "head", "token", "channel")
@@ -65,8 +66,10 @@ class QuantizedTensor:
         Of a number a tensor is made when somebody asks for it, which saves a kernel launch where nobody does.
         """
         made = object.__new__(cls)
-        object.__setattr__(made, "values", values)
-        object.__setattr__(made, "scale" if isinstance(scale, torch.Tensor) else "_scale", scale)
+        # not by attributes, which are frozen
+        own = made.__dict__
+        own["values"] = values
+        own["scale" if isinstance(scale, torch.Tensor) else "_scale"] = scale
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -195,17 +198,17 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     """Multiply the last dimension by the Hadamard matrix over its size, padding it to a power of two first.
 
-    A butterfly in a fixed order in float32, hence the same bits everywhere. Halved in every step, no number grows: the norm
+    A butterfly in a fixed order in float32, hence the same bits everywhere. Divided first, no number grows: the norm
     falls by ``sqrt(size)``, and the caller multiplies the softmax scale by ``size``.
     """
-    x = x.to(torch.float32)
     size = rotated_head_dim(x.shape[-1])
+    x = x.to(torch.float32) * (1.0 / size)
     x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     shape = x.shape
     step = 1
     while step < size:
         pairs = x.reshape(*shape[:-1], size // (2 * step), 2, step)
-        even, odd = pairs[..., 0, :] * 0.5, pairs[..., 1, :] * 0.5
+        even, odd = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((even + odd, even - odd), dim=-2)
         step *= 2
     return x.reshape(shape)
@@ -214,3 +217,19 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
 def rotated_head_dim(head_dim: int) -> int:
     """Return the head dimension after rotation: the next power of two."""
     return 1 << max(head_dim - 1, 0).bit_length()
+
+
+def bias_to_fixed(bias: torch.Tensor) -> torch.Tensor:
+    """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
+    wide = bias.to(torch.float32).contiguous()
+    if wide.numel() == 0:
+        return wide.to(torch.int32)
+    row_max = wide.amax(dim=-1, keepdim=True)
+    far = (row_max.abs() > fp.MOST_BIAS_MAXIMUM) & row_max.isfinite()
+    base = torch.where(far, row_max, 0.0)
+    scaled = ((wide - base) * (math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)).clamp(-fp.BIAS_LIMIT, fp.BIAS_LIMIT)
+    fixed = scaled.nan_to_num_(0.0).round_().to(torch.int32)
+    even = base.abs() >= fp.LEAST_EVEN_MAXIMUM
+    fixed = torch.where(even & (wide == base), fp.BIAS_EVEN, fixed)
+    fixed = torch.where((even & (wide < base)) | (wide == -math.inf), fp.BIAS_MASKED, fixed)
+    return torch.where(wide < math.inf, fixed, fp.BIAS_POISON)

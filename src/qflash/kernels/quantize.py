@@ -176,6 +176,33 @@ def bias_to_fixed(bias, GUARD: tl.constexpr):
 
 
 @triton.jit
+def bias_kernel(
+    bias_ptr, fixed_ptr, stride_z, stride_h, stride_m, stride_n, rows, heads, queries, keys,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """:func:`qflash.quantize_bias` of a block of rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = row // queries
+    begin = bias_ptr + head // heads * stride_z + head % heads * stride_h + row % queries * stride_m
+    n = tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None]
+    high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for start in range(0, keys, BLOCK_N):
+        at = start + n[None, :]
+        bias = tl.load(begin[:, None] + at * stride_n, mask=inside & (at < keys), other=float("-inf")).to(tl.float32)
+        # a NaN leaves its row as it is
+        high = tl.maximum(high, tl.max(tl.where(bias == bias, bias, float("inf")), 1))
+    base, even = bias_base(high[:, None])
+    for start in range(0, keys, BLOCK_N):
+        at = start + n[None, :]
+        bias = tl.load(begin[:, None] + at * stride_n, mask=inside & (at < keys), other=0.0).to(tl.float32)
+        fixed = tl.where(even, tl.where(bias == base, BIAS_EVEN, BIAS_MASKED), bias_to_fixed(bias - base, GUARD))
+        fixed = tl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+        fixed = tl.where(bias < float("inf"), fixed, BIAS_POISON)
+        tl.store(fixed_ptr + row[:, None] * keys + at, fixed, mask=inside & (at < keys))
+
+
+@triton.jit
 def magnitude(x):
     """|x|, with NaN as infinity so that a maximum cannot lose it."""
     return tl.where(x == x, tl.abs(x), float("inf"))
@@ -333,6 +360,21 @@ def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.T
             enable_fp_fusion=False,
         )  # fmt: skip
     return values
+
+
+def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Turn a float bias (batch, heads, queries, keys) into fixed point: :func:`qflash.quantize_bias`."""
+    _, heads, queries, keys = bias.shape
+    fixed = torch.empty(bias.shape, dtype=torch.int32, device=bias.device)
+    if fixed.numel() == 0:
+        return fixed
+    rows, block_n = fixed.numel() // keys, min(1024, triton.next_power_of_2(keys))
+    block_m = 2048 // block_n
+    launch_kernel(
+        bias_kernel, (triton.cdiv(rows, block_m), 1, 1), bias, fixed, *bias.stride(), rows, heads, queries, keys,
+        BLOCK_M=block_m, BLOCK_N=block_n, GUARD=bias.device.type == "cpu", enable_fp_fusion=False,
+    )  # fmt: skip
+    return fixed
 
 
 def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

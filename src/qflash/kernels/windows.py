@@ -36,7 +36,16 @@ from .by_hand import (
     unpack,
 )
 from .integer import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
-from .quantize import BIAS_UNIT, MOST_BIAS_MAXIMUM, amplitude_to_scale, bias_base, bias_to_fixed, higher, inverse_scale, nan_max
+from .quantize import (
+    BIAS_UNIT,
+    MOST_BIAS_MAXIMUM,
+    amplitude_to_scale,
+    bias_base,
+    bias_to_fixed,
+    higher,
+    inverse_scale,
+    nan_max,
+)
 from .rows import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
 from .tile import (
     BIAS_EVEN,
@@ -353,7 +362,7 @@ def _all_fixed(bias):
             high = gl.maximum(high, _highest(bias[i]))
         fixed = ()
         for i in gl.static_range(len(bias)):
-            fixed = fixed + (_fixed_with_marks(bias[i], beside_rows(high, bias[i].type.layout)),)
+            fixed = fixed + (_fixed_with_marks(bias[i], high),)
         bias = fixed
     return bias
 
@@ -368,6 +377,8 @@ def _highest(bias):
 
 @gluon.jit
 def _fixed_with_marks(bias, row_max):
+    L: gl.constexpr = bias.type.layout
+    row_max = beside_rows(row_max, L)
     base, even = bias_base(row_max)
     fixed = bias_to_fixed(bias - base, False)
     fixed = gl.where(even, gl.where(bias == row_max, BIAS_EVEN, BIAS_MASKED), fixed)
@@ -720,9 +731,8 @@ def windows_kernel(
                 part = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
                 bias = bias + (_beside_scores(part),)
             staged_flags |= _eight_rows(_beyond(bias))
-            bias = _all_fixed(bias)
             for i in gl.static_range(len(WIDTHS)):
-                staged[i].index(tile).store(_stage(bias[i]))
+                staged[i].index(tile).store(_stage(_fixed(bias[i])))
         barrier()
 
     first, step = place + group * periods, groups * periods
@@ -811,7 +821,7 @@ def windows_kernel(
                 )  # fmt: skip
         if MASK == "bias":
             if _any(flags, flags_smem):
-                # what was stored is stored again
+                # what was stored is stored again, of the bias as it lies in memory
                 for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
                     words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
                     q, query_bits = _queries(
@@ -819,5 +829,5 @@ def windows_kernel(
                     )
                     _attend(
                         q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, True, OFFSET, MOST, MOST_BITS, POLICY,
+                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, False, True, OFFSET, MOST, MOST_BITS, POLICY,
                     )  # fmt: skip

@@ -1,6 +1,9 @@
 """What a caller sees: :func:`attention`, :func:`quantize` and :func:`int8_attention`.
 
 This module checks arguments and brings them to the four-dimensional form the operators take. No arithmetic.
+
+As in ``torch.nn.functional``, what has ``__torch_function__`` is asked first: a proxy of ``torch.fx`` notes the call as one
+node, a function mode sees it, and a subclass of tensors may have a way of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import launch, ops
 from .layout import empty_bias, has_aligned_rows
@@ -118,6 +122,11 @@ def attention(
         NotImplementedError: from ``backward()``; integer attention has no gradient.
     """
     tensors = query, key, value, attn_mask
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe,
+            backend=backend,
+        )  # fmt: skip
     options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
     run = launch.find(tensors, options)
     if run is not None:
@@ -165,6 +174,8 @@ def quantize(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
+    if has_torch_function((x, scale)):
+        return handle_torch_function(quantize, (x, scale), x, granularity, scale, backend=backend)
     check_tensor("x", x, FLOAT_DTYPES, 1)
     check_backend(backend)
     if granularity not in GRANULARITIES:
@@ -237,6 +248,12 @@ def int8_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
+    given_tensors = query, key, value, attn_mask, output_scale
+    if has_torch_function(given_tensors):
+        return handle_torch_function(
+            int8_attention, given_tensors, query, key, value, attn_mask, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, output_scale=output_scale, out_dtype=out_dtype, recipe=recipe, backend=backend,
+        )  # fmt: skip
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, QuantizedTensor):
@@ -339,6 +356,8 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: ``bias`` is not a float tensor.
     """
+    if has_torch_function((bias,)):
+        return handle_torch_function(quantize_bias, (bias,), bias)
     check_tensor("bias", bias, FLOAT_DTYPES, 0)
     return torch.ops.qflash.quantize_bias(bias)
 
@@ -359,6 +378,8 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
         TypeError: ``bias`` is not a tensor of one of these types.
         ValueError: ``bias`` has fewer than two dimensions.
     """
+    if has_torch_function((bias,)):
+        return handle_torch_function(align_bias, (bias,), bias)
     check_tensor("bias", bias, (torch.int32, *FLOAT_DTYPES), 2)
     if has_aligned_rows(bias.stride(), 8):
         return bias

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import has_torch_function
 
+from . import launch
 from .api import attention, causal_mask
 from .inspection import described, float_attention, listed
 from .recipe import Recipe, resolve_recipe
@@ -94,6 +96,9 @@ def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[...
     if kept is not None and kept.holds(sources):
         return kept.result
     result = function(*sources)
+    if launch.place_of([source.detach() for source in sources]) is None:
+        # something else than a kernel was on the way, such as a trace or a fake tensor, to which the result belongs
+        return result
     if result.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             # not there before the graph has run, and then the graph's own
@@ -174,6 +179,11 @@ def _attend_with(
     Such a function knows neither ``is_causal`` nor a mask that repeats over the batch: both become a mask it can
     broadcast, which costs the copy that :func:`qflash.attention` avoids.
     """
+    if isinstance(query, torch.fx.Proxy):
+        raise TypeError(
+            "torch.fx cannot trace a model patched with attention=, because a graph holds no function of the caller's: trace "
+            "it patched without, or unpatched"
+        )
     if is_causal:
         if mask is not None:
             raise ValueError("attn_mask and is_causal=True exclude each other; put the causal part into attn_mask")
@@ -228,7 +238,7 @@ def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
     With ``patch(..., keep_bias=True)`` it is worked out once, unless the mask is another tensor in every call.
     """
     table, index = module.relative_position_bias_table, module.relative_position_index
-    keep = module._qflash_keep_bias and not torch.compiler.is_compiling()
+    keep = module._qflash_keep_bias and not torch.compiler.is_compiling() and not has_torch_function((table, index, mask))
     if keep and mask is not None and module._qflash_mask() is not mask:
         module.__dict__["_qflash_mask"] = weakref.ref(mask)
         keep = False

@@ -89,8 +89,15 @@ class Recipe:
         if self.output == "value_scale" and self.probability_bits == 15:
             raise ValueError("Recipe.output='value_scale' needs probability_bits 7 or 8, got 15")
 
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        object.__setattr__(self, "key", json.dumps(fields, sort_keys=True))
+        object.__setattr__(self, "key", json.dumps(self._arguments(), sort_keys=True))
+
+    def _arguments(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        # by itself torch.fx would make the recipe again from all fields, also from those that are no arguments
+        preset = next((name for name, recipe in PRESETS.items() if recipe == self), None)
+        return preset or tracer.create_node("call_function", Recipe, (), self._arguments())
 
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with the named fields changed, validated again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import launch
 from .backends import triton_unavailable
@@ -30,6 +31,8 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
     Raises:
         IndexError: a number in ``index`` that the table has not, on a CPU; on a GPU NaN stands there.
     """
+    if has_torch_function((table, index, mask)):
+        return handle_torch_function(window_bias, (table, index, mask), table, index, mask)
     gradient = torch.is_grad_enabled() and (table.requires_grad or (mask is not None and mask.requires_grad))
     if gradient or torch.compiler.is_compiling():
         bias = table.t().index_select(1, index.flatten()).unflatten(1, index.shape).unsqueeze(0)

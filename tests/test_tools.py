@@ -1,0 +1,128 @@
+"""What people look at, trace and transform models with, on patched ones: it works, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qflash
+from helpers import make_inputs, same_bits
+from qflash.window_bias import window_bias
+
+pytest.importorskip("timm")
+from timm.models._features_fx import create_feature_extractor as timm_extractor
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+MODELS = ("vit", "swin")
+STAGE = {"vit": "blocks.1", "swin": "layers.1"}
+
+
+def build(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "vit":
+        model = VisionTransformer(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    else:
+        model = SwinTransformer(
+            img_size=16, patch_size=2, embed_dim=16, depths=(2, 2), num_heads=(2, 2), window_size=4, num_classes=5
+        )
+    return qflash.patch(model.eval(), **options)
+
+
+def images(count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_feature_extractors(kind: str, library: str) -> None:
+    model, x = build(kind), images()
+    if library == "timm":
+        extractor = timm_extractor(model, {STAGE[kind]: "stage", "head": "head"})
+    else:
+        extraction = pytest.importorskip("torchvision.models.feature_extraction")
+        extractor = extraction.create_feature_extractor(model, {STAGE[kind]: "stage", "head": "head"}).eval()
+    seen = []
+    model.get_submodule(STAGE[kind]).register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    logits = model(x)
+    found = extractor(x)
+    assert same_bits(found["head"], logits)
+    assert same_bits(found["stage"], seen[0])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("recipe", ["paper", qflash.DEFAULT.replace(smooth_key=False)], ids=["preset", "own recipe"])
+@pytest.mark.parametrize("keep_bias", [False, True])
+def test_a_graph_of_fx_attends_as_the_model_does(kind: str, recipe: Any, keep_bias: bool) -> None:
+    model = build(kind, recipe=recipe, keep_bias=keep_bias)
+    graph = torch.fx.symbolic_trace(model)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count(qflash.attention) == (2 if kind == "vit" else 4)
+    assert called.count(window_bias) == (0 if kind == "vit" else 4)
+    assert not any(getattr(module, "_qflash_kept", None) for module in model.modules())
+    for count in (1, 3):
+        logits = model(images(count))
+        for same in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+            assert same_bits(same(images(count)), logits)
+
+
+def test_fx_says_that_it_cannot_hold_a_function_of_the_caller() -> None:
+    model = build("vit", attention=torch.nn.functional.scaled_dot_product_attention)
+    with pytest.raises(TypeError, match=r"torch\.fx cannot trace a model patched with attention="):
+        torch.fx.symbolic_trace(model)
+
+
+def integer_path(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    tensors = qflash.quantize(query, "token"), qflash.quantize(key), qflash.quantize(value, "channel")
+    out = qflash.int8_attention(*tensors, qflash.quantize_bias(qflash.align_bias(bias)), out_dtype=torch.float32)
+    assert not isinstance(out, qflash.QuantizedTensor)
+    return out
+
+
+def test_fx_traces_every_function() -> None:
+    inputs = *make_inputs(1, 2, 5, 7, 16), torch.randn(5, 7)
+    graph = torch.fx.symbolic_trace(integer_path)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [
+        qflash.quantize, qflash.quantize, qflash.quantize, qflash.align_bias, qflash.quantize_bias, qflash.int8_attention,
+    ]  # fmt: skip
+    assert same_bits(graph(*inputs), integer_path(*inputs))
+
+
+class Noting(torch.Tensor):
+    """Notes which functions it is given to."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noting, "seen", [])
+    query, key, value = make_inputs(1, 2, 5, 7, 16)
+    out = qflash.attention(query, key, value.as_subclass(Noting))
+    assert Noting.seen == [qflash.attention]
+    assert type(out) is Noting
+    assert same_bits(out.as_subclass(torch.Tensor), qflash.attention(query, key, value))
+
+
+def test_a_bias_of_a_fake_tensor_is_not_kept() -> None:
+    model, plain = build("swin", keep_bias=True), build("swin")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.empty(2, 3, 16, 16))
+    assert same_bits(model(images()), plain(images()))

@@ -34,15 +34,17 @@ def window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | N
     if has_torch_function((table, index, mask)):
         return handle_torch_function(window_bias, (table, index, mask), table, index, mask)
     gradient = torch.is_grad_enabled() and (table.requires_grad or (mask is not None and mask.requires_grad))
-    if gradient or torch.compiler.is_compiling():
+    # a parameter as a plain tensor
+    tensors = table.detach(), index, mask
+    place = None if gradient else launch.place_of(tensors)
+    if place is None:
+        # a compiler, a trace or a transform takes operators of PyTorch that write to no given output
         bias = table.t().index_select(1, index.flatten()).unflatten(1, index.shape).unsqueeze(0)
         if mask is not None:
             bias = bias + mask.unsqueeze(1)
         # which a compiler does in passing
         return bias if gradient else _pad(bias)
-    if table.is_cuda:
-        # a parameter as a plain tensor
-        tensors = table.detach(), index, mask
+    if place != launch.CPU:
         run = launch.find(tensors, _OPTIONS)
         if run is not None:
             return run(*tensors)[..., : index.shape[1]]
@@ -69,8 +71,7 @@ def _pad(bias: torch.Tensor) -> torch.Tensor:
 def _has_kernel(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Tell whether these tensors of a GPU are what the kernel takes, and it runs there."""
     return (
-        launch.place_of((table, index, mask)) is not None
-        and triton_unavailable(table.device) is None
+        triton_unavailable(table.device) is None
         and table.dtype in FLOAT_DTYPES
         and index.dtype == torch.int64
         and max(table.shape[1], 0 if mask is None else len(mask)) <= _MOST_BLOCKS

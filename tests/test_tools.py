@@ -126,3 +126,59 @@ def test_a_bias_of_a_fake_tensor_is_not_kept() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         model(torch.empty(2, 3, 16, 16))
     assert same_bits(model(images()), plain(images()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_vmap(kind: str) -> None:
+    model, x = build(kind), images()
+    assert torch.allclose(torch.vmap(lambda image: model(image[None])[0])(x), model(x), atol=1e-5)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(1.5)
+    parameters, buffers = torch.func.stack_module_state([model, other])  # type: ignore[arg-type]
+    together = torch.vmap(lambda p, b: torch.func.functional_call(model, (p, b), (x,)))(parameters, buffers)
+    assert torch.allclose(together, torch.stack([model(x), other(x)]), atol=1e-5)
+
+
+def forward_mode(function: Any, x: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+DERIVATIVES = {
+    "grad": lambda function, x: torch.func.grad(lambda y: function(y).sum())(x),
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "jacfwd": lambda function, x: torch.func.jacfwd(function)(x),
+    "jacrev": lambda function, x: torch.func.jacrev(function)(x),
+    "forward mode": forward_mode,
+}
+
+
+@pytest.mark.parametrize("how", DERIVATIVES)
+@pytest.mark.parametrize("what", ["attention", "mask", "quantize", "model"])
+def test_derivatives_are_refused(how: str, what: str) -> None:
+    query, key, value = make_inputs(1, 2, 5, 7, 16)
+    functions: dict[str, tuple[Any, torch.Tensor]] = {
+        "attention": (lambda x: qflash.attention(query, x, value), key),
+        "mask": (lambda x: qflash.attention(query, key, value, x), torch.randn(5, 7)),
+        "quantize": (lambda x: qflash.quantize(x).scale, key),
+        "model": (build("swin"), images(1)),
+    }
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="integer attention has no gradient"):
+        DERIVATIVES[how](*functions[what])
+
+
+def test_a_head_behind_the_attention_has_derivatives() -> None:
+    model, x = build("vit"), images()
+    head = model.get_submodule("head")
+    features = model.forward_features(x)  # type: ignore[operator]
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {"head.weight": weight}, (x,)).sum()
+
+    weight = head.weight
+    assert isinstance(weight, torch.Tensor)
+    wanted = model.fc_norm(features[:, 0]).sum(0).expand_as(weight)  # type: ignore[operator]
+    with torch.enable_grad():
+        model.requires_grad_(False)
+        assert torch.allclose(torch.func.grad(loss)(weight.detach()), wanted, atol=1e-4)

@@ -24,6 +24,7 @@ from .validation import (
     check_dropout,
     check_flags,
     check_mask,
+    check_no_derivative,
     check_tensor,
     resolve_softmax_scale,
 )
@@ -119,7 +120,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
-        NotImplementedError: from ``backward()``; integer attention has no gradient.
+        NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative; integer
+            attention has none.
     """
     tensors = query, key, value, attn_mask
     if has_torch_function(tensors):
@@ -139,6 +141,7 @@ def attention(
     check_dropout(dropout_p)
     check_attention_shapes(query, key, value, enable_gqa)
     check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
+    check_no_derivative(query, key, value, attn_mask)
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
     views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
@@ -177,6 +180,7 @@ def quantize(
     if has_torch_function((x, scale)):
         return handle_torch_function(quantize, (x, scale), x, granularity, scale, backend=backend)
     check_tensor("x", x, FLOAT_DTYPES, 1)
+    check_no_derivative(x)
     check_backend(backend)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 
@@ -31,6 +32,29 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_ra
         raise ValueError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
     if x.dim() < least_rank:
         raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {tuple(x.shape)}")
+
+
+def check_no_derivative(*tensors: torch.Tensor | None) -> None:
+    """Refuse derivatives that PyTorch would not ask our operators for: forward mode, and those of torch.func.
+
+    Of the first it would make zeros, of the others an error of its own. ``backward()`` says what there is to say by itself.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent, or torch.func takes a gradient of it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    if not transformed and forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is None:
+            continue
+        wanted = transformed and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
+        if wanted or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+            raise NotImplementedError(
+                "QFlash is for inference: integer attention has no gradient, as torch.func.grad, jvp and the like want one"
+            )
 
 
 def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:

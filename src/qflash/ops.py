@@ -8,10 +8,11 @@ makes here and not by way of :mod:`qflash.api`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from . import launch, quantization, reference
 from .backends import resolve_backend
@@ -291,3 +292,20 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
 for _name in ("quantize", "quantize_with_scale", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
+
+
+def _count(query: Sequence[int], keys: int, value_dim: int) -> int:
+    """Count multiplications and additions of both matrix products, as PyTorch does for its own attention."""
+    return 2 * math.prod(query[:3]) * keys * (query[3] + value_dim)
+
+
+@register_flop_formula(torch.ops.qflash.attention)
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    return _count(query, key[2], value[3])
+
+
+@register_flop_formula(torch.ops.qflash.int8_attention)
+def _int8_attention_flops(
+    query: Sequence[int], query_scale: Any, key: Sequence[int], key_scale: Any, value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    return _count(query, key[2], value[3])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import qflash
 from helpers import make_inputs, same_bits
@@ -182,3 +184,70 @@ def test_a_head_behind_the_attention_has_derivatives() -> None:
     with torch.enable_grad():
         model.requires_grad_(False)
         assert torch.allclose(torch.func.grad(loss)(weight.detach()), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_script_says_what_to_use_instead(kind: str) -> None:
+    with pytest.raises(TypeError, match=r"use torch\.jit\.trace, torch\.export or torch\.compile"):
+        torch.jit.script(build(kind))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hooks_that_will_not_be_called_are_named(kind: str) -> None:
+    model = qflash.unpatch(build(kind))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.get_submodule(STAGE[kind]).register_forward_hook(lambda *_: None)
+        qflash.patch(model)
+    attention = next(module for module in model.modules() if hasattr(module, "attn_drop"))
+    name = next(name for name, module in model.named_modules() if module is attention)
+    attention.get_submodule("attn_drop").register_forward_hook(lambda *_: None)
+    for again in (model, qflash.unpatch(model)):
+        with pytest.warns(UserWarning, match=f"hooks will not be called on {name}.attn_drop: "):
+            qflash.patch(again)
+    with pytest.warns(UserWarning, match="hooks will not be called on attn_drop: "):
+        qflash.patch(attention)
+    if kind == "swin":
+        attention.get_submodule("softmax").register_forward_pre_hook(lambda *_: None)
+        with pytest.warns(UserWarning, match=f"hooks will not be called on {name}.attn_drop, {name}.softmax: "):
+            qflash.patch(model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_other_hook_is_called(kind: str) -> None:
+    model = build(kind)
+    called: set[nn.Module] = set()
+    for module in model.modules():
+        module.register_forward_hook(lambda module, _inputs, _output: called.add(module))
+    model(images())
+    idle = {name.rpartition(".")[2] for name, module in model.named_modules() if module not in called}
+    assert idle == ({"attn_drop"} if kind == "vit" else {"attn_drop", "softmax"})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_operations_are_counted_like_those_of_the_products(kind: str) -> None:
+    model, x = build(kind), images()
+    counts = []
+    for each in (model, qflash.patch(copy.deepcopy(model), attention=by_products)):
+        for _ in range(2):
+            with FlopCounterMode(display=False) as counter:
+                each(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any, scale: float) -> torch.Tensor:
+    scores = query @ key.mT * scale
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
+
+
+def test_operations_of_grouped_queries_and_of_int8() -> None:
+    query, key, value = make_inputs(2, 4, 5, 7, 16, 24, key_heads=2)
+    tensors = qflash.quantize(query), qflash.quantize(key), qflash.quantize(value)
+    for call in (
+        lambda: qflash.attention(query, key, value, enable_gqa=True),
+        lambda: qflash.int8_attention(*tensors, enable_gqa=True),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == 2 * 2 * 4 * 5 * 7 * (16 + 24)

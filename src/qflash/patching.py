@@ -15,7 +15,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -44,12 +44,14 @@ class Adapter:
         classes: ``"module:Class"`` paths; several where the class has moved between releases.
         forward: the replacement for ``forward``; its first argument is the module, whose recipe and back end
             it passes on by calling :func:`_attend`.
+        unused: submodules that ``forward`` does not call.
     """
 
     name: str
     package: str
     classes: tuple[str, ...]
     forward: Callable[..., torch.Tensor]
+    unused: tuple[str, ...] = ("attn_drop", "softmax")
 
     def takes(self, module_class: type) -> bool:
         """Tell whether ``forward`` may stand in for ``module_class``'s own.
@@ -123,6 +125,12 @@ class _Patched(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The subclass is made at run time and cannot be imported by name; its base can. What was kept is worked out again.
         return _rebuild, (self._qflash_base,), {**self.__getstate__(), **_nothing_kept()}
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise TypeError(
+            "torch.jit.script compiles Python's source, and that of QFlash is none it knows: use torch.jit.trace, torch.export "
+            "or torch.compile, or qflash.unpatch(model) first"
+        )
 
     def extra_repr(self) -> str:
         if self._qflash_attention is not None:
@@ -295,6 +303,16 @@ def is_supported(module: nn.Module) -> bool:
     return _adapter_for(type(module)) is not None
 
 
+def _idle_hooks(module: nn.Module, adapter: Adapter) -> Iterator[str]:
+    """Return which submodules have hooks that a patched module does not get to."""
+    for name in adapter.unused:
+        held = getattr(module, name, None)
+        if isinstance(held, nn.Module) and any(
+            (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
+        ):
+            yield name
+
+
 @functools.cache
 def _patched_class(base: Any, adapter: Adapter) -> type[nn.Module]:
     """Return the subclass of ``base`` (a module class) that runs ``adapter.forward``; always the same one."""
@@ -360,7 +378,8 @@ def patch(
 
     Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
     that is said here. The patched model is for inference: attention dropout raises, and backward() is not implemented.
-    Attention of other kinds stays as it is and is named in a warning (:func:`qflash.float_attention`).
+    Attention of other kinds stays as it is and is named in a warning (:func:`qflash.float_attention`); so are hooks on the
+    attention's dropout and softmax, which are not called any more.
 
     Args:
         model: any module that holds timm ``Attention`` or Swin ``WindowAttention``, or is one.
@@ -423,6 +442,17 @@ def patch(
         module._qflash_backend = backend  # type: ignore[assignment]
         # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
         module.__dict__ |= {"_qflash_attention": attention, "_qflash_keep_bias": keep_bias, **_nothing_kept()}
+    idle = [
+        f"{name}.{child}" if name else child
+        for name, module, kind in found
+        if (adapter := _adapter_for(kind._qflash_base)) is not None  # type: ignore[attr-defined]
+        for child in _idle_hooks(module, adapter)
+    ]
+    if idle:
+        warnings.warn(
+            f"hooks will not be called on {listed(idle)}: there are no probabilities in floating point that would pass there",
+            stacklevel=2,
+        )
     if left := float_attention(model):
         warnings.warn(
             f"{type(model).__name__} keeps attention in floating point that qflash.patch does not know, {described(left)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 from typing import Any
@@ -251,3 +252,40 @@ def test_operations_of_grouped_queries_and_of_int8() -> None:
         with FlopCounterMode(display=False) as counter:
             call()
         assert counter.get_total_flops() == 2 * 2 * 4 * 5 * 7 * (16 + 24)
+
+
+def traced(model: nn.Module, x: torch.Tensor) -> Any:
+    written = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), written)  # type: ignore[no-untyped-call]
+    written.seek(0)
+    return torch.jit.load(written)  # type: ignore[no-untyped-call]
+
+
+def exported(model: nn.Module, x: torch.Tensor) -> Any:
+    written = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)), written)
+    written.seek(0)
+    return torch.export.load(written).module()
+
+
+def with_own_parameters(model: nn.Module, x: torch.Tensor) -> Any:
+    return lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
+
+def checkpointed(model: nn.Module, x: torch.Tensor) -> Any:
+    model.set_grad_checkpointing(True)  # type: ignore[operator]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return model(x).detach()
+
+    return run
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("keep_bias", [False, True])
+@pytest.mark.parametrize("tool", [traced, exported, with_own_parameters, checkpointed])
+def test_tools_give_what_the_model_gives(tool: Any, keep_bias: bool, kind: str) -> None:
+    run = tool(build(kind, keep_bias=keep_bias), images())
+    for count in (2, 3):
+        assert same_bits(run(images(count)), build(kind)(images(count)))

@@ -8,6 +8,7 @@ makes here and not by way of :mod:`qflash.api`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -360,7 +360,7 @@ class _DoublingOperators(TorchDispatchMode):
 class _DoublingFunctions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        return 2 * out if function in (torch.ops.qflash.attention, torch.ops.qflash.int8_attention) else out
+        return 2 * out if function in (qflash.attention, qflash.int8_attention) else out
 
 
 @pytest.mark.parametrize("mode", [_DoublingOperators, _DoublingFunctions])

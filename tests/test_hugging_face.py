@@ -41,11 +41,16 @@ def registered() -> str:
     return qflash.register_attention()
 
 
+def looks_up(model: object) -> bool:
+    """Tell whether this version's model looks its attention up; Swin does not before transformers 5."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
 def build(name: str, **options: Any) -> nn.Module:
     kind, config, settings = BUILDERS[name]
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**settings, **options)).eval()
-    if not getattr(model, "_supports_sdpa", False):
+    if not looks_up(model):
         pytest.skip(f"{kind} of transformers {transformers.__version__} does not look its attention up")
     return model
 
@@ -74,7 +79,8 @@ def test_a_model_attends_with_qflash(name: str) -> None:
     model, given = build(name), inputs(name)
     use(model, "sdpa")
     exact = model(**given).last_hidden_state
-    with pytest.warns(UserWarning, match="MultiheadAttention: head.attention") if name == "siglip" else nullcontext():
+    warns = name == "siglip" and hasattr(model, "set_attn_implementation")
+    with pytest.warns(UserWarning, match="MultiheadAttention: head.attention") if warns else nullcontext():
         use(model, "integer")
     with mock.patch.object(hugging_face, "attention", wraps=qflash.attention) as called:
         got = model(**given).last_hidden_state
@@ -93,7 +99,8 @@ def make(kind: str, implementation: str | None = "integer", **settings: Any) -> 
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     config = model_class.config_class(**settings)
-    with torch.device("meta"):
+    # timm's models could not always be built without memory
+    with nullcontext() if kind == "TimmWrapperModel" else torch.device("meta"):
         return model_class._from_config(config, attn_implementation=implementation)
 
 
@@ -139,6 +146,8 @@ def test_classes_for_other_names_only_are_refused(kind: str) -> None:
 
 def test_no_more_is_named_than_was_asked_for(recwarn: pytest.WarningsRecorder) -> None:
     for name, (kind, _, settings) in BUILDERS.items():
+        if not looks_up(getattr(transformers, kind)):
+            continue
         # with a head of PyTorch's own attention
         if name != "siglip":
             assert not qflash.float_attention(make(kind, **settings)), name

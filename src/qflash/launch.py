@@ -107,8 +107,7 @@ def _signature(tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
 
 def _look_up(calls: OrderedDict[Hashable, Any], tensors: Tensors, options: tuple[Hashable, ...]) -> Any:
     """Return what is kept of a call, or None."""
-    # the first: torch.compile is not to look at what is kept and guard it
-    if torch.compiler.is_compiling() or not calls or _function_modes() or forward_ad._current_level >= 0:
+    if not calls or _function_modes() or forward_ad._current_level >= 0:
         return None
     try:
         return calls.get(_signature(tensors, options))
@@ -123,6 +122,8 @@ def find(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
         tensors: of the call, as given, in an order of the caller's; not yet checked.
         options: all its other arguments, as given.
     """
+    if torch.compiler.is_compiling():  # first, or the compiler guards how many plans there are
+        return None
     run: Run | None = _look_up(_plans, tensors, options)
     return run
 

@@ -55,7 +55,7 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/test_without_gpu.py)
+	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/kernels/test_gluon_on_ptx.py)
 
 build/floor: pyproject.toml Makefile
 	rm -rf $@
@@ -65,8 +65,8 @@ build/floor: pyproject.toml Makefile
 
 # What meets PyTorch's and the models' own interfaces, and kernels in the interpreter
 test-floor: build/floor
-	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/test_api.py tests/test_compile.py \
-		tests/test_defaults.py tests/test_hugging_face.py tests/test_patching.py tests/test_cli.py)
+	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/core/test_api.py tests/core/test_compile.py \
+		tests/core/test_defaults.py tests/integrations/test_transformers.py tests/integrations/test_timm.py tests/core/test_cli.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from qflash.accuracy import INPUTS, make_cases, run_accuracy
+from qflash.bench.accuracy import INPUTS, make_cases, run_accuracy
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "baselines.md"

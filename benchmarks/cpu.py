@@ -23,9 +23,9 @@ import torch
 
 import qflash
 from qflash import backends
-from qflash.kernels.cpu import _compiler
-from qflash.metrics import sqnr
-from qflash.workloads import get_workload
+from qflash.bench.metrics import sqnr
+from qflash.bench.workloads import get_workload
+from qflash.kernels.cpu.launch import _compiler
 
 SHAPES = {
     **{f"A{n} b{batch}": get_workload(f"A{n}").shape(batch) for batch in (1, 8) for n in (1, 2, 3, 4, 5, 6, 7)},

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from qflash.evaluate import run_evaluate
+from qflash.evaluation.top1 import run_evaluate
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "evaluation.md"

@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from qflash.bench import LONG
-from qflash.workloads import WORKLOADS
+from qflash.bench.problems import LONG
+from qflash.bench.workloads import WORKLOADS
 
 SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")

@@ -21,7 +21,7 @@ import torch
 import triton
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = ("tests/gpu", "tests/test_long_quantize.py")
+TESTS = ("tests/gpu", "tests/kernels/test_quantize_streaming.py")
 
 
 def outcome_of(case: ElementTree.Element) -> str:

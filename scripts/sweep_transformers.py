@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto
 
 import qflash
-from qflash import hugging_face
+from qflash.integrations import transformers as hugging_face
 
 NO_ATTENTION = {
     "EfficientLoFTRForKeypointMatching": "confidences of pairs of points",

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import nn
 
-from qflash.digits import MODELS, build_model, load_digits_split, predict_logits
+from qflash.evaluation.digits import MODELS, build_model, load_digits_split, predict_logits
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "src" / "qflash" / "weights"
 FULL_TOKEN_EPOCHS = 10

@@ -1,6 +1,7 @@
 """Without a CUDA device the kernels run in Triton's interpreter, which has to be chosen before Triton is imported.
 
-With ``TRITON_INTERPRET=0`` they are compiled, and tests/test_without_gpu.py runs what comes out (``make test`` does both).
+With ``TRITON_INTERPRET=0`` they are compiled, and tests/kernels/test_gluon_on_ptx.py runs what comes out (``make test`` does
+both).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> collections.OrderedDict[object, object]:
     """No call has been made yet; returns those that are kept from now on."""
-    from qflash import launch
+    from qflash import plan_cache
 
     kept: collections.OrderedDict[object, object] = collections.OrderedDict()
-    monkeypatch.setattr(launch, "_plans", kept)
-    monkeypatch.setattr(launch, "_unrepeatable", collections.OrderedDict())
+    monkeypatch.setattr(plan_cache, "_plans", kept)
+    monkeypatch.setattr(plan_cache, "_unrepeatable", collections.OrderedDict())
     return kept

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import qflash
-from qflash.kernels.calls import Call
+from qflash.kernels.launch_recorder import Call
 from qflash.kernels.tiles import most_queries
 from qflash.recipe import PRESETS, Recipe
 
@@ -87,14 +87,15 @@ def load_benchmark(name: str) -> ModuleType:
 def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, in which Triton compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
 def print_products(call: Any) -> None:
     """Compile a launch for compute capability 9.0; print how many tensor-core instructions it has and waits for them."""
-    from qflash import sass, verify
+    from qflash.verify import compile, sass
 
-    text, _ = sass.disassemble(verify.compile_call(call, "sm_90").asm["cubin"])
+    text, _ = sass.disassemble(compile.compile_call(call, "sm_90").asm["cubin"])
     instructions = sass.parse_sass(text)
     print(sum(map(sass.is_tensor_core, instructions)), sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in instructions))
 

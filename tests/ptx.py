@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qflash.verify import compile_call
+from qflash.verify.compile import compile_call
 
 LANES = 32
 SHARED = 0x1000
@@ -358,7 +358,7 @@ def launch(
     """Compile a launch on tensors of the CPU and run it.
 
     Args:
-        call: the launch (:class:`qflash.kernels.attention.Call`).
+        call: the launch (:class:`qflash.kernels.dispatch.Call`).
         late: whether asynchronous work is done as late as may be, instead of at once.
         backwards: whether the last warp takes its turn first.
         target: what it is compiled for.

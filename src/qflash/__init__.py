@@ -31,10 +31,12 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING or not _is_command():
+    # models pickled earlier ask for their classes by this name
+    from . import patching as patching
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias
-    from .hugging_face import register_attention
-    from .inspection import float_attention
-    from .patching import patch, unpatch
+    from .integrations.inspection import float_attention
+    from .integrations.timm import patch, unpatch
+    from .integrations.transformers import register_attention
     from .quantization import QuantizedTensor
     from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
 else:
@@ -43,7 +45,10 @@ else:
         """Import everything, operators included, when a public name is first asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import api, hugging_face, inspection, patching, quantization, recipe
+        from . import api, quantization, recipe
+        from .integrations import inspection
+        from .integrations import timm as patching
+        from .integrations import transformers as hugging_face
 
         names = vars(recipe) | vars(quantization) | vars(patching) | vars(inspection) | vars(hugging_face) | vars(api)
         globals().update({public: names[public] for public in __all__})

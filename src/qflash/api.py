@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import launch, ops
-from .layout import empty_bias, has_aligned_rows
+from . import execution, ops, plan_cache  # noqa: F401 - ops registers torch.ops.qflash
+from .memory_format import empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import (
@@ -130,7 +130,7 @@ def attention(
             backend=backend,
         )  # fmt: skip
     options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
-    run = launch.find(tensors, options)
+    run = plan_cache.find(tensors, options)
     if run is not None:
         return run(*tensors)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -148,7 +148,9 @@ def attention(
     given = is_causal, factor, choices.key, backend
     out = torch.ops.qflash.attention(*views, *given)
     shape = (*query.shape[:-1], value.shape[-1])
-    launch.remember(tensors, options, views, shape, lambda: _shaped(ops.kept(ops.attention, views, given), shape))
+    plan_cache.remember(
+        tensors, options, views, shape, lambda: _shaped(execution.kept(execution.attention, views, given), shape)
+    )
     return out.view(shape)
 
 
@@ -266,7 +268,7 @@ def int8_attention(
     number = None if scale_tensor is not None else output_scale
     options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
     tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
-    run = launch.find(tensors, options)
+    run = plan_cache.find(tensors, options)
     if run is not None:
         out = run(*tensors)
         if out_dtype is not None:
@@ -322,7 +324,7 @@ def int8_attention(
             # whose values every call looks at
             return None
         found = q, query_scale, k, key_scale, v, value_scale, mask, out_scale
-        run = _shaped(ops.kept(ops.int8_attention, found, (is_causal, factor, stored, choices.key, backend)), shape)
+        run = _shaped(execution.kept(execution.int8_attention, found, (is_causal, factor, stored, choices.key, backend)), shape)
         if run is None or scale_tensor is not None or given is None:
             return run
         inner = run
@@ -331,7 +333,7 @@ def int8_attention(
         return lambda *tensors: inner(*tensors[:7], tensors[5])
 
     views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
-    launch.remember(tensors, options, views, shape, prepare)
+    plan_cache.remember(tensors, options, views, shape, prepare)
     out = out.view(shape)
     if given is None:
         return out

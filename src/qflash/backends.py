@@ -81,7 +81,7 @@ def triton_unavailable(device: torch.device) -> str | None:
 @functools.cache
 def cpu_missing() -> str | None:
     """Return why the compiled CPU kernels cannot be had here, or None. The first look compiles them (seconds, once)."""
-    from .kernels import cpu
+    from .kernels.cpu import launch as cpu
 
     try:
         cpu.load()

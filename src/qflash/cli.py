@@ -67,7 +67,7 @@ def demo(
 ) -> None:
     """Run a small vision transformer with integer attention and compare it with float attention."""
     with _explained("demo", ImportError, status=1):
-        from .demo import run_demo
+        from .report.demo import run_demo
 
         run_demo(output, limit)
 
@@ -106,8 +106,8 @@ def verify(
 
     Exit status: 0 no float instruction; 1 some, or a kernel with an error; 2 it cannot be verified here.
     """
-    from .verify import VerificationError, render
-    from .verify import verify as run_verify
+    from .verify.proof import VerificationError, render
+    from .verify.proof import verify as run_verify
 
     with _explained("verify", VerificationError):
         reports = run_verify(case or (), target or (), dump=dump, workers=jobs, progress=True, sample=sample, seed=seed)
@@ -115,7 +115,7 @@ def verify(
     if output_format is Format.JSON:
         typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
     else:
-        from .bench import table_console
+        from .bench.console import table_console
 
         table_console().print(render(reports))
         for report in failed:
@@ -179,17 +179,19 @@ def bench(
     Modes: kernel (int8 to int8 on tensors quantised beforehand) and end-to-end (float to float, quantisation
     included) on CUDA graphs; eager, calls without a graph. Without a GPU the CPU back ends are timed.
     """
-    from . import bench as module
+    from .bench import console, latency
+    from .bench import methods as bench_methods
+    from .bench import problems as bench_problems
 
     with _explained("bench", ValueError):
-        where = module.pick_device(device)
-        batches = batch or (module.GPU_BATCHES if where.type == "cuda" else module.CPU_BATCHES)
-        module.run_bench(
-            module.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias),
-            module.make_methods(where, recipe or ("default",), peer or (), method or ()),
+        where = console.pick_device(device)
+        batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
+        latency.run_bench(
+            bench_problems.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias),
+            bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ()),
             modes=mode or ("kernel", "end-to-end"),
             kind=inputs,
-            dtype=module.pick_dtype(dtype, where),
+            dtype=console.pick_dtype(dtype, where),
             device=where,
             rounds=rounds or 15,
             output=output,
@@ -212,16 +214,16 @@ def models(
     output: OutputOption = None,
 ) -> None:
     """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits."""
-    from . import bench as module
-    from . import models as own
+    from .bench import console
+    from .bench import models as own
 
     with _explained("models", ValueError, ImportError, OSError):
-        where = module.pick_device(device)
+        where = console.pick_device(device)
         own.run_models(
             model or own.MODELS,
-            batch or (module.GPU_BATCHES if where.type == "cuda" else module.CPU_BATCHES),
+            batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES),
             own.make_methods(where, recipe or ("default",), peer or (), method or ()),
-            dtype=module.pick_dtype(dtype, where),
+            dtype=console.pick_dtype(dtype, where),
             device=where,
             rounds=rounds,
             pretrained=pretrained,
@@ -245,18 +247,20 @@ def energy(
     output: OutputOption = None,
 ) -> None:
     """Measure the energy of a call by the GPU's counter (NVML); by default on A2 with 8 images (the paper's Table 3)."""
-    from . import bench as module
-    from .energy import run_energy
-    from .nvml import NvmlError
+    from .bench import console
+    from .bench import methods as bench_methods
+    from .bench import problems as bench_problems
+    from .bench.energy import run_energy
+    from .bench.nvml import NvmlError
 
     with _explained("energy", ValueError, NvmlError):
-        where = module.pick_device(device)
-        methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
+        where = console.pick_device(device)
+        methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
         run_energy(
-            module.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,)),
-            module.select(methods, method or ()),
+            bench_problems.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,)),
+            bench_methods.select(methods, method or ()),
             kind=inputs,
-            dtype=module.pick_dtype(dtype, where),
+            dtype=console.pick_dtype(dtype, where),
             device=where,
             seconds=seconds,
             rounds=rounds,
@@ -278,19 +282,21 @@ def profile(
     output: OutputOption = None,
 ) -> None:
     """Tensor-core utilisation by Nsight Compute (ncu); by default on A2 and A7 with 8 images (the paper's Table 2)."""
-    from . import bench as module
-    from .profiling import ProfileError, run_profile
+    from .bench import console
+    from .bench import methods as bench_methods
+    from .bench import problems as bench_problems
+    from .bench.profile import ProfileError, run_profile
 
     with _explained("profile", ValueError, ProfileError):
-        where = module.pick_device(device)
-        methods = module.make_methods(where, recipe or ("default",), peer or (), method or ())
+        where = console.pick_device(device)
+        methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
         run_profile(
-            module.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,)),
-            module.select(methods, method or ()),
+            bench_problems.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,)),
+            bench_methods.select(methods, method or ()),
             recipes=recipe or ("default",),
             peers=peer or (),
             kind=inputs,
-            dtype=module.pick_dtype(dtype, where),
+            dtype=console.pick_dtype(dtype, where),
             device=where,
             output=output,
         )
@@ -336,7 +342,7 @@ def evaluate(
     Exit status: 0 done; 1 something is missing or an argument is not allowed.
     """
     with _explained("evaluate", ImportError, ValueError, OSError, status=1):
-        from .evaluate import run_evaluate
+        from .evaluation.top1 import run_evaluate
 
         run_evaluate(
             model,
@@ -374,11 +380,11 @@ def accuracy(
     the digits models.
     """
     with _explained("accuracy", ImportError, ValueError):
-        from . import accuracy as module
-        from .bench import pick_device
+        from .bench import accuracy
+        from .bench.console import pick_device
 
-        module.run_accuracy(
-            module.make_cases(inputs or ("paper",), workload or (), shape or (), batch),
+        accuracy.run_accuracy(
+            accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch),
             method or (),
             seeds=seeds,
             device=pick_device(device),
@@ -397,11 +403,11 @@ def ablate(
     output: OutputOption = None,
 ) -> None:
     """What each step is worth: the paper's appendix (V0 to V4, scales, division, granularity) and QFlash's own steps."""
-    from . import ablate as module
-    from .bench import pick_device
+    from .bench import ablation
+    from .bench.console import pick_device
 
     with _explained("ablate", ValueError):
-        module.run_ablate(parts=part or module.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
+        ablation.run_ablate(parts=part or ablation.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
 
 
 @app.command()
@@ -418,7 +424,7 @@ def report(
 ) -> None:
     """One page with every table and figure of the paper beside what was measured; runs the CPU parts (minutes)."""
     with _explained("report", ImportError, ValueError, status=1):
-        from .report import run_report
+        from .report.reproduction import run_report
 
         run_report(output, results=results, gpu_results=gpu_results)
 
@@ -435,16 +441,17 @@ def tune(
     Without options: the paper's workloads at batches 1, 8 and 64. Later processes read the table, which changes
     speed and never a result.
     """
-    from . import bench as module
+    from .bench import console
+    from .bench import problems as bench_problems
 
     with _explained("tune", ValueError, OSError):
-        where = module.pick_device(None)
-        from .tune import run_tune
+        where = console.pick_device(None)
+        from .bench.tune import run_tune
 
         shapes = workload or (() if shape else ("all",))
-        problems = module.make_problems(shapes, shape or (), batch or module.GPU_BATCHES, causal=False, bias=False)
+        problems = bench_problems.make_problems(shapes, shape or (), batch or console.GPU_BATCHES, causal=False, bias=False)
         rows = run_tune(problems, where)
-    from .kernels.tiles import table_path
+    from .kernels.tuning_table import table_path
 
     if output_format is Format.JSON:
         typer.echo(json.dumps(rows, indent=1))

@@ -3,7 +3,7 @@
 Everything here is integer arithmetic on the *bits* of float32 scales, so that the same function can run
 inside a kernel that holds no float instruction, on a host, or in an accelerator that is handed
 (mantissa, exponent) pairs. The functions work on PyTorch integer tensors of any device and never
-synchronise. :mod:`qflash.kernels.integer` is the same arithmetic in Triton; the tests hold the two equal.
+synchronise. :mod:`qflash.kernels.common.fixed_point` is the same arithmetic in Triton; the tests hold the two equal.
 
 Notation: ``s = s_Q * s_K * scale * log2(e)`` is the paper's scale of a score in the log2 domain
 (Equation 5); a score S stands for the weight ``2**(s * (S - m))`` with ``m`` the row maximum.

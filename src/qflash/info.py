@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import pathlib
 import platform
-import re
 from typing import Any
 
 import torch
 
 from . import backends
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
-from .patching import ADAPTERS
+from .integrations.timm import ADAPTERS
 from .validation import FLOAT_DTYPES
-from .verify import TARGETS
+from .verify.compile import TARGETS
+from .versions import driver_version, package_version
 
 _BACKENDS = ("reference", "cpu", "interpreter", "triton")
+
 _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
 
 # Feature -> (reference, cpu, interpreter, triton). The kernels are one source for all architectures, so that what
@@ -51,24 +51,9 @@ _ARCHITECTURES: dict[str, tuple[str, str]] = {
     "sm_100": ("B200", "IMMA or UTCIMMA, by Triton's version"),
     "sm_120": ("RTX 50", "IMMA"),
 }
+
+
 assert tuple(_ARCHITECTURES) == TARGETS
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver_version() -> str | None:
-    """Return the NVIDIA kernel driver's version; read from /proc, which needs no tool and no GPU context."""
-    try:
-        text = pathlib.Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -114,14 +99,14 @@ def collect_info() -> dict[str, Any]:
     """Return what ``qflash info`` shows, as JSON-serialisable values."""
     return {
         "versions": {
-            "qflash": _version("qflash"),
+            "qflash": package_version("qflash"),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "triton": backends.triton_version(),
-            "timm": _version("timm"),
-            "transformers": _version("transformers"),
+            "timm": package_version("timm"),
+            "transformers": package_version("transformers"),
             "cuda_runtime": torch.version.cuda,
-            "nvidia_driver": _driver_version(),
+            "nvidia_driver": driver_version(),
         },
         "devices": _devices(),
         "triton_missing": backends.triton_missing(),

@@ -2,258 +2,40 @@
 
 Operators take canonical arguments, which :mod:`qflash.api` prepares: four dimensions ``(batch, heads, tokens,
 channels)``, masks of shape ``(period, heads | 1, queries | 1, keys | 1)`` that repeat over the batch, a recipe
-as its key, a resolved back end. What a call found out is kept for the next one (:mod:`qflash.launch`), which a compiled model
-makes here and not by way of :mod:`qflash.api`.
+as its key, a resolved back end. What a call found out is kept for the next one (:mod:`qflash.plan_cache`), which a compiled
+model makes here and not by way of :mod:`qflash.api`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import launch, quantization, reference
-from .backends import resolve_backend
-from .layout import empty_output
-from .recipe import Recipe
+from . import quantization
+from .execution import attention, int8_attention, quantize, quantize_bias, quantize_with_scale
+from .memory_format import empty_output
 
 _LIBRARY = torch.library.Library("qflash", "DEF")
+
 _LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")
+
 _LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend) -> Tensor")
+
 _LIBRARY.define("quantize_bias(Tensor bias) -> Tensor")
+
 _LIBRARY.define(
     "int8_attention(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
     "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend) -> Tensor"
 )
+
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, "
     "str backend) -> Tensor"
 )
-
-
-def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a tensor of any rank, finding its scales. Returns ``(values, scale)``."""
-    return _quantize(x, granularity, False, backend)
-
-
-def _quantize(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    resolved = resolve_backend(backend, x.device)
-    if resolved != "reference":
-        if resolved == "cpu":
-            from .kernels.cpu import launch_quantize
-        else:
-            from .kernels.quantize import launch_quantize
-
-        shape = x.shape
-        four = x.reshape((1,) * (4 - x.dim()) + tuple(shape)) if x.dim() < 4 else x.flatten(0, -4)
-        values, scale = launch_quantize(four, granularity, center)
-        return values.reshape(shape), scale.reshape(quantization.scale_shape(shape, granularity))
-    if center:
-        x = quantization.center_channels(x)
-    scale = quantization.scale_from_amplitude(quantization.amplitude(x, granularity))
-    return quantization.quantize_values(x, scale), scale
-
-
-def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
-    """Quantise a tensor of any rank with given scales."""
-    if resolve_backend(backend, x.device) == "triton":
-        from .kernels.quantize import launch_quantize_values
-
-        shape = x.shape
-        spread = scale.expand(shape)
-        if x.dim() < 4:
-            lead = (1,) * (4 - x.dim())
-            return launch_quantize_values(x.reshape(lead + tuple(shape)), spread.reshape(lead + tuple(shape))).reshape(shape)
-        return launch_quantize_values(x.flatten(0, -4), spread.flatten(0, -4)).reshape(shape)
-    return quantization.quantize_values(x, scale)
-
-
-def quantize_bias(bias: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
-    if resolve_backend(backend, bias.device) == "triton":
-        from .kernels.quantize import launch_quantize_bias
-
-        four = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias.flatten(0, -4)
-        return launch_quantize_bias(four).reshape(bias.shape)
-    return quantization.bias_to_fixed(bias)
-
-
-def kept(
-    operator: Callable[..., torch.Tensor], tensors: launch.Tensors, choices: tuple[Any, ...]
-) -> Callable[..., torch.Tensor] | None:
-    """Return what an earlier ``operator(*tensors, *choices)`` left for tensors like these, which it takes, of any rank.
-
-    Args:
-        operator: :func:`attention` or :func:`int8_attention`.
-    """
-    return launch.find(tensors, (operator, *choices))
-
-
-def _repeatable(
-    operator: Callable[..., torch.Tensor],
-    whole_way: Callable[..., torch.Tensor],
-    tensors: launch.Tensors,
-    choices: tuple[Any, ...],
-    prepare_on_cpu: Callable[[torch.Tensor], Callable[..., torch.Tensor] | None],
-) -> torch.Tensor:
-    """Return ``whole_way(*tensors, *choices)``, found again if there was such a call before.
-
-    Args:
-        choices: of which the last is the back end.
-        prepare_on_cpu: returns what repeats the call with the back end for CPUs, from its output.
-    """
-    run = kept(operator, tensors, choices)
-    if run is not None:
-        return run(*tensors)
-
-    def go(*tensors: torch.Tensor | None) -> torch.Tensor:
-        return whole_way(*tensors, *choices)
-
-    place = launch.place_of(tensors)
-    if place is None or launch.is_unrepeatable(tensors, (operator, *choices)):
-        return go(*tensors)
-    query = tensors[0]
-    assert query is not None
-    resolved = resolve_backend(choices[-1], query.device)
-    if resolved == "triton" and place != launch.CPU:
-        from .kernels.calls import record
-
-        out, prepare = record(go, tensors)
-    else:
-        out = go(*tensors)
-
-        def prepare() -> Callable[..., torch.Tensor] | None:
-            return prepare_on_cpu(out) if resolved == "cpu" else None
-
-    launch.remember(tensors, (operator, *choices), tensors, out.shape, prepare)
-    return out
-
-
-def int8_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    output_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    recipe: str,
-    backend: str,
-) -> torch.Tensor:
-    """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
-    tensors = query, query_scale, key, key_scale, value, value_scale, mask, output_scale
-
-    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        from .kernels.cpu import prepare_int8_attention
-
-        return prepare_int8_attention(
-            query, query_scale, key, key_scale, value, value_scale, mask, output_scale, is_causal, scale, out,
-            Recipe.from_key(recipe),
-        )  # fmt: skip
-
-    return _repeatable(int8_attention, _int8_attention, tensors, (is_causal, scale, out_dtype, recipe, backend), prepare_on_cpu)
-
-
-def _int8_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    out_dtype: torch.dtype,
-    recipe: str,
-    backend: str,
-    like: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Go the whole way. ``like`` is the query whose order the output has, if that is not the int8 one."""
-    if mask is not None and mask.dtype.is_floating_point:
-        mask = quantize_bias(mask, backend)
-    arguments = (
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
-        Recipe.from_key(recipe),
-    )  # fmt: skip
-    resolved = resolve_backend(backend, query.device)
-    if resolved != "reference":
-        if resolved == "cpu":
-            from .kernels.cpu import launch_attention
-        else:
-            from .kernels.attention import launch_attention
-
-        return launch_attention(*arguments, like=like)
-    return reference.int8_attention(*arguments, like=like)
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> torch.Tensor:
-    """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
-
-    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        from .kernels.cpu import prepare_attention
-
-        return prepare_attention(query, key, value, mask, is_causal, scale, out, Recipe.from_key(recipe))
-
-    return _repeatable(attention, _attention, (query, key, value, mask), (is_causal, scale, recipe, backend), prepare_on_cpu)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> torch.Tensor:
-    """Go the whole way."""
-    choices = Recipe.from_key(recipe)
-    dtype, like = query.dtype, query
-    if resolve_backend(backend, query.device) == "triton":
-        from .kernels.attention import fusable, launch_fused, launch_long
-        from .kernels.long_quantize import quantizes_long
-        from .kernels.tiles import is_short
-
-        if fusable(query, key, value, mask, is_causal, choices):
-            return launch_fused(query, key, value, mask, is_causal, scale, choices)
-        if quantizes_long(choices, query.shape[0]) and not is_short(choices, query.shape[3], value.shape[3], key.shape[2]):
-            fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask
-            return launch_long(query, key, value, fixed, is_causal, scale, choices)
-    center = choices.smooth_key
-    if choices.balance or choices.rotate:
-        if center:
-            key, center = quantization.center_channels(key), False
-        if choices.balance:
-            query, key = quantization.balance_channels(query, key)
-        if choices.rotate:
-            query, key = quantization.hadamard_transform(query), quantization.hadamard_transform(key)
-            scale = scale * query.shape[-1]
-    query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
-    key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
-    value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
-    return _int8_attention(
-        query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, None, is_causal, scale, dtype,
-        recipe, backend, like,
-    )  # fmt: skip
 
 
 def _fake_quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,6 +73,8 @@ for _name, _implementation, _fake in (
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
+
+
 for _name in ("quantize", "quantize_with_scale", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
 

@@ -16,7 +16,7 @@ import torch
 
 from . import fixed_point as fp
 from .fixed_point import Checker
-from .layout import empty_output
+from .memory_format import empty_output
 from .recipe import Recipe
 
 DEFAULT_TILE = 1024
@@ -145,7 +145,7 @@ def int8_attention(
         output_scale: float32 scale of an int8 output; read only when ``out_dtype`` is int8.
         out_dtype: int8, float16, bfloat16 or float32.
         recipe: the numerical choices that concern int8 tensors (exponential, P, normalisation, output).
-        like: a tensor whose order in memory the output takes (:func:`qflash.layout.empty_output`); ``query`` if None.
+        like: a tensor whose order in memory the output takes (:func:`qflash.memory_format.empty_output`); ``query`` if None.
         tile: keys per step. It changes memory, never a bit, except that ``normalization="online"`` ignores
             it for the recipe's ``key_block``.
         checked: compute in int64 and require every declared bound.

@@ -29,8 +29,8 @@ from helpers import (
     quantize_all,
     same_bits,
 )
-from qflash import ops, reference
-from qflash.kernels.calls import record
+from qflash import execution, reference
+from qflash.kernels.launch_recorder import record
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def inputs_on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16
 
 @pytest.mark.parametrize("geometry", range(GEOMETRIES))
 def test_kernel_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.attention import launch_attention
+    from qflash.kernels.dispatch import launch_attention
 
     case = draw_case(10_000 + geometry, GPU)
     for draw in range(DRAWS):
@@ -63,7 +63,7 @@ def test_kernel_has_the_reference_bits(geometry: int) -> None:
 
 @pytest.mark.parametrize("geometry", range(FUSED_GEOMETRIES))
 def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.attention import launch_fused
+    from qflash.kernels.dispatch import launch_fused
 
     case = draw_fused_case(20_000 + geometry, small=False)
     for draw in range(DRAWS):
@@ -71,17 +71,17 @@ def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
         varied = dataclasses.replace(case, data=1000 * geometry + draw, amplitude=amplitude)
         query, key, value, mask, is_causal, scale, recipe = varied.arguments(CUDA)
         got = launch_fused(query, key, value, mask, is_causal, scale, recipe, tiles=case.tiles)
-        expected = ops.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
+        expected = execution.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
         assert same_bits(got, expected), varied
 
 
 def test_a_repeated_call_has_the_same_bits() -> None:
-    from qflash import launch
+    from qflash import plan_cache
 
-    launch._plans.clear()
+    plan_cache._plans.clear()
     for shape in ((2, 3, 197), (4, 2, 49)):
         for dtype in (torch.float16, torch.bfloat16):
-            kept = count_calls(launch._plans)
+            kept = count_calls(plan_cache._plans)
             for seed in range(4):
                 query, key, value = inputs_on_gpu(*shape, head_dim=64, seed=seed, dtype=dtype)
                 bias = torch.randn(1, shape[1], shape[2], shape[2], device=CUDA, dtype=dtype)
@@ -89,7 +89,7 @@ def test_a_repeated_call_has_the_same_bits() -> None:
                     got = qflash.attention(query, key, value, mask)
                     expected = qflash.attention(query, key, value, mask, backend="reference")
                     assert same_bits(got, expected), (shape, dtype, seed)
-            assert count_calls(launch._plans) == kept + 2
+            assert count_calls(plan_cache._plans) == kept + 2
     # other strides, alignment, windows: each its own plan or none, never another's
     query, key, value = inputs_on_gpu(4, 2, 49, head_dim=64)
     shifted = torch.cat([query.flatten(), query.new_zeros(1)])[1:].view(query.shape)
@@ -110,9 +110,9 @@ def test_a_repeated_call_has_the_same_bits() -> None:
 
 
 def test_a_repeated_int8_call_has_the_same_bits() -> None:
-    from qflash import launch
+    from qflash import plan_cache
 
-    launch._plans.clear()
+    plan_cache._plans.clear()
     fitted = torch.rand(4, 6, 1, 64, device=CUDA) * 0.01 + 0.01
     bias = qflash.quantize_bias(torch.randn(1, 6, 197, 197, device=CUDA))
     ways: tuple[dict[str, Any], ...] = (
@@ -137,9 +137,9 @@ def test_a_repeated_int8_call_has_the_same_bits() -> None:
                 else:
                     assert same_bits(got.values, expected.values), (seed, granularities, way)
                     assert same_bits(got.scale, expected.scale)
-        assert count_calls(launch._plans) == 2 * len(ways)
+        assert count_calls(plan_cache._plans) == 2 * len(ways)
     # a float mask, which a kernel of its own converts
-    with mock.patch("qflash.kernels.calls.record", wraps=record) as recorded:
+    with mock.patch("qflash.kernels.launch_recorder.record", wraps=record) as recorded:
         for seed in range(2):
             floating = torch.randn(197, 197, device=CUDA)
             got, expected = (qflash.int8_attention(*int8, floating, backend=backend) for backend in ("auto", "reference"))
@@ -158,9 +158,9 @@ def test_a_repeated_int8_call_has_the_same_bits() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_of_several_launches_is_repeated(tokens: int, head_dim: int, recipe: str, causal: bool) -> None:
     """Rows that one program does not hold: temporary tensors and descriptions for the copy engine are made anew."""
-    from qflash import launch
+    from qflash import plan_cache
 
-    launch._plans.clear()
+    plan_cache._plans.clear()
     options: dict[str, Any] = {"is_causal": causal, "recipe": recipe}
     for seed in range(3):
         inputs = inputs_on_gpu(2, 3, tokens, head_dim=head_dim, seed=seed)
@@ -182,7 +182,7 @@ def test_a_call_of_several_launches_is_repeated(tokens: int, head_dim: int, reci
         assert same_bits(captured, qflash.attention(*inputs, **options, backend="reference")), seed
         assert same_bits(also.values, expected.values), seed
     # PyTorch puts the paper's one scale of a whole tensor together
-    assert count_calls(launch._plans) == (1 if recipe == "paper" else 2)
+    assert count_calls(plan_cache._plans) == (1 if recipe == "paper" else 2)
 
 
 @pytest.mark.parametrize("geometry", range(200, 212))
@@ -198,8 +198,8 @@ def test_quantisation_has_the_reference_bits(dtype: torch.dtype, granularity: st
     for seed, layout in enumerate(LAYOUTS):
         x = lay_out(make_inputs(2, 3, 300 + seed, head_dim=64, seed=seed, dtype=dtype)[1] * 3 + 1, layout)
         for center in (False, True):
-            got = ops._quantize(x.to(CUDA), granularity, center, "triton")
-            expected = ops._quantize(x, granularity, center, "reference")
+            got = execution._quantize(x.to(CUDA), granularity, center, "triton")
+            expected = execution._quantize(x, granularity, center, "reference")
             assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True)), (layout, center)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qflash import ablate
+from qflash.bench import ablation
 
 pytestmark = pytest.mark.gpu
 
 
 def test_steps_and_operations_are_timed(tmp_path: Path) -> None:
-    ablate.run_ablate(parts=("kernel", "throughput"), device=torch.device("cuda", 0), batch=32, rounds=3, output=tmp_path)
+    ablation.run_ablate(parts=("kernel", "throughput"), device=torch.device("cuda", 0), batch=32, rounds=3, output=tmp_path)
     rows = json.loads((tmp_path / "ablate.json").read_text())["rows"]
     assert not [row for row in rows if row.get("error")]
     formula = {row["label"]: row["sqnr_db"]["mean"] for row in rows if row["group"] == "formula"}
@@ -33,10 +33,10 @@ def test_formulas_give_the_same_on_the_gpu() -> None:
     generator = torch.Generator().manual_seed(3)
     inputs = [(torch.rand(shape, generator=generator) * 8 - 4).half() for _ in range(3)]
     for step in range(5):
-        here = ablate.step_formula(step, *inputs)
-        there = ablate.step_formula(step, *(x.cuda() for x in inputs)).cpu()
+        here = ablation.step_formula(step, *inputs)
+        there = ablation.step_formula(step, *(x.cuda() for x in inputs)).cpu()
         torch.testing.assert_close(here, there, atol=2e-2, rtol=0)
-    for kind in ablate.ACCUMULATIONS:
-        here = ablate.accumulation(kind, *inputs)
-        there = ablate.accumulation(kind, *(x.cuda() for x in inputs)).cpu()
+    for kind in ablation.ACCUMULATIONS:
+        here = ablation.accumulation(kind, *inputs)
+        there = ablation.accumulation(kind, *(x.cuda() for x in inputs)).cpu()
         torch.testing.assert_close(here, there, atol=2e-2, rtol=0)

@@ -8,8 +8,8 @@ import torch
 from helpers import exact_attention
 from qflash import QuantizedTensor
 from qflash.baselines import METHODS
-from qflash.metrics import sqnr
-from qflash.workloads import get_workload, paper_inputs
+from qflash.bench.metrics import sqnr
+from qflash.bench.workloads import get_workload, paper_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from rich.console import Console
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
-from qflash import evaluate
-from qflash.outcomes import load_outcomes
+from qflash.evaluation import top1
+from qflash.evaluation.outcome_store import load_outcomes
 
 pytestmark = pytest.mark.gpu
 IMAGES = 40
@@ -22,9 +22,7 @@ IMAGES = 40
 
 def run(output: Path, **options: Any) -> dict[str, Any]:
     console = Console(file=io.StringIO())
-    return evaluate.run_evaluate(
-        ["digits-vit", "digits-swin"], subset=IMAGES, batch=16, output=output, console=console, **options
-    )
+    return top1.run_evaluate(["digits-vit", "digits-swin"], subset=IMAGES, batch=16, output=output, console=console, **options)
 
 
 def test_all_methods_agree_with_the_cpu(tmp_path: Path) -> None:
@@ -32,7 +30,7 @@ def test_all_methods_agree_with_the_cpu(tmp_path: Path) -> None:
     run(tmp_path / "cpu", device="cpu")
     assert on_gpu["conditions"]["device"] == torch.cuda.get_device_name(0)
     for result in on_gpu["models"]:
-        assert result["methods"][0]["method"] == evaluate.REFERENCE
+        assert result["methods"][0]["method"] == top1.REFERENCE
         for summary in result["methods"]:
             assert summary["not_finite"] == 0
             place = f"{result['model']}/{summary['method']}.csv"

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_inputs
-from qflash import bench
 from qflash.baselines import get_method, int_flash, qattn
 from qflash.baselines.online import BLOCK
-from qflash.metrics import sqnr
-from qflash.workloads import WORKLOADS, get_workload, paper_inputs
+from qflash.bench import latency, problems
+from qflash.bench import methods as bench_methods
+from qflash.bench.metrics import sqnr
+from qflash.bench.workloads import WORKLOADS, get_workload, paper_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -107,14 +108,14 @@ def test_prepared_call_is_captured_and_does_not_wait(name: str) -> None:
 
 
 def test_bench_times_them_and_refuses_masks() -> None:
-    methods = bench.make_methods(CUDA)
+    methods = bench_methods.make_methods(CUDA)
     baselines = [method.name for method in methods if method.is_baseline]
     options = {"kind": "uniform", "dtype": torch.float16, "device": CUDA, "rounds": 3}
-    problem = bench.make_problems(("A7",), (), (1,))[0]
-    rows = bench.measure(problem, methods, ("kernel", "end-to-end"), **options)  # type: ignore[arg-type]
+    problem = problems.make_problems(("A7",), (), (1,))[0]
+    rows = latency.measure(problem, methods, ("kernel", "end-to-end"), **options)  # type: ignore[arg-type]
     found = {row["method"]: row for row in rows}
     assert all(found[name]["error"] is None and found[name]["sqnr_db"] > 20 for name in baselines), found
     assert all(found[f"{name} kernel"]["mode"] == "kernel" for name in NAMES)
-    biased = bench.make_problems(("A7",), (), (1,), bias=True)[1]
-    for row in bench.measure(biased, methods, ("kernel", "end-to-end"), **options):  # type: ignore[arg-type]
+    biased = problems.make_problems(("A7",), (), (1,), bias=True)[1]
+    for row in latency.measure(biased, methods, ("kernel", "end-to-end"), **options):  # type: ignore[arg-type]
         assert row["method"] not in baselines or "take no mask" in row["error"]

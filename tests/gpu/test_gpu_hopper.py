@@ -1,4 +1,4 @@
-"""The kernel for Hopper (:mod:`qflash.kernels.hopper`) has the reference's bits: shapes, scales, types, layouts at random."""
+"""The kernel for Hopper (:mod:`qflash.kernels.gluon.sm90.attention_resident`) has the reference's bits, at random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import triton.language as tl
 
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, same_bits
-from qflash import ops, reference
-from qflash.kernels.quantize import inverse_scale
+from qflash import execution, reference
+from qflash.kernels.common.quantize_ops import inverse_scale
 from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, fits_block, fits_hopper, is_held
 from qflash.recipe import DEFAULT, Recipe
 
@@ -93,7 +93,7 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     chance = random.Random(geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 16, 40, 72, 80, 96))
@@ -153,7 +153,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 @pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head, or programs that go from head to head: up to 16 queries past whole blocks go a way of their own."""
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     # more heads than processors: of fewer a program takes blocks alone
@@ -183,7 +183,7 @@ def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, h
 @pytest.mark.parametrize("keys", [100, 197, 257, 288, 300, 401, 577, 768])
 @pytest.mark.parametrize("queries", [65, 137, 208])
 def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_dim: int) -> None:
-    from qflash.kernels.attention import fused_calls
+    from qflash.kernels.dispatch import fused_calls
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     sizes = Shape(2, 2, 1, queries, keys, head_dim).sizes()
@@ -200,7 +200,10 @@ def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_
         assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
         assert call.arguments["SPREAD"] == (keys <= 256 and queries > 128)
         call.run()
-        assert same_bits(out, ops.attention(q, k, v, None, False, head_dim**-0.5, recipe.key, "reference")), (recipe, dtype)
+        assert same_bits(out, execution.attention(q, k, v, None, False, head_dim**-0.5, recipe.key, "reference")), (
+            recipe,
+            dtype,
+        )
 
 
 RECIPES = [
@@ -211,7 +214,7 @@ RECIPES = [
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.attention import fused_calls
+    from qflash.kernels.dispatch import fused_calls
 
     chance = random.Random(1000 + geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 24, 40, 72, 80, 96))
@@ -230,7 +233,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         either_way(chance, call)
         call.arguments["POLICY"] = eviction_policy(geometry)
         call.run()
-        expected = ops.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
+        expected = execution.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)
 
 
@@ -249,13 +252,13 @@ def test_the_rules_take_it_at_every_load(heads: int, tokens: int, head_dim: int)
 
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_lengths_that_are_not_compiled_for_go_elsewhere(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qflash.kernels import attention
+    from qflash.kernels import dispatch, heuristics
 
-    monkeypatch.setattr(attention, "_lengths", set())
-    monkeypatch.setattr(attention, "_MOST_LENGTHS", 1)
+    monkeypatch.setattr(heuristics, "_lengths", set())
+    monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 1)
     for tokens, taken in ((401, True), (402, False), (401, True)):
         q, k, v = (torch.randn(1, 2, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))
-        assert attention.fusable(q, k, v, None, False, DEFAULT) == taken
+        assert dispatch.fusable(q, k, v, None, False, DEFAULT) == taken
         assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
 
 
@@ -276,7 +279,7 @@ def test_reciprocals_of_scales_are_correctly_rounded() -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.attention import attention_calls, fused_calls
+    from qflash.kernels.dispatch import attention_calls, fused_calls
     from qflash.kernels.tiles import Tiles
 
     chosen = Tiles(**HAND)

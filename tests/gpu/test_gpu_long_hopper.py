@@ -1,4 +1,4 @@
-"""The kernel for long rows on Hopper (:mod:`qflash.kernels.long_hopper`) has the reference's bits, at random."""
+"""Long rows on Hopper (:mod:`qflash.kernels.gluon.sm90.attention_streaming`) has the reference's bits, at random."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 import qflash
 from helpers import draw_scale, lay_out, same_bits
-from qflash import launch, ops, reference
-from qflash.kernels.long_quantize import launch_quantize_long
+from qflash import execution, plan_cache, reference
 from qflash.kernels.tiles import LONG_HOPPER, Tiles
+from qflash.kernels.triton.quantize_streaming import launch_quantize_long
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -43,7 +43,7 @@ def sizes(chance: random.Random, others: tuple[int, ...]) -> tuple[tuple[int, in
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     chance = random.Random(geometry)
     shapes = sizes(chance, (48, 80))
@@ -85,23 +85,23 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
             floats[geometry % 3].view(-1)[5] = (torch.nan, torch.inf)[geometry % 2]
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
         # one that was made before would be repeated
-        launch._plans.clear()
+        plan_cache._plans.clear()
         with (
-            mock.patch("qflash.kernels.attention.launch_quantize_long", wraps=launch_quantize_long) as quantize,
-            mock.patch("qflash.kernels.attention.fusable", return_value=False),
+            mock.patch("qflash.kernels.dispatch.launch_quantize_long", wraps=launch_quantize_long) as quantize,
+            mock.patch("qflash.kernels.dispatch.fusable", return_value=False),
         ):
             got = qflash.attention(q, k, v, enable_gqa=True)
         # two-byte queries are quantised by the attention kernel itself
         (arguments, _) = quantize.call_args
         assert (arguments[0] is None) == (dtype != torch.float32), dtype
-        expected = ops.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
+        expected = execution.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
         assert same_bits(got, expected), (shapes, dtype, draw)
-        assert len(launch._plans) == 2
+        assert len(plan_cache._plans) == 2
         assert same_bits(qflash.attention(q, k, v, enable_gqa=True), expected), (shapes, dtype, draw)
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from test_swin_bias import SIZES, formula, make_bias
 
 import qflash
-from qflash import launch
-from qflash.window_bias import window_bias
-from test_window_bias import SIZES, formula, make_bias
+from qflash import plan_cache
+from qflash.integrations.swin_bias import window_bias
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -28,7 +28,7 @@ def test_kernel_has_pytorchs_bits(sizes: tuple[int, int, int], dtypes: tuple[tor
             assert torch.equal(got, wanted)
             assert all(step % 8 == 0 for step in got.stride()[:-1])
             # from what the first call left
-            assert launch.find((table.detach(), index, mask), ("window bias",)) is not None
+            assert plan_cache.find((table.detach(), index, mask), ("window bias",)) is not None
             assert torch.equal(window_bias(2.0 * table, index, mask), formula(2.0 * table, index, mask))
 
 
@@ -43,7 +43,7 @@ def test_a_distance_that_the_table_has_not_is_nan() -> None:
 
 
 def test_without_triton_it_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qflash.window_bias.triton_unavailable", lambda device: "no")
+    monkeypatch.setattr("qflash.integrations.swin_bias.triton_unavailable", lambda device: "no")
     arguments = make_bias(3, 33, 2, device="cuda")
     assert torch.equal(window_bias(*arguments), formula(*arguments))
 

@@ -1,4 +1,4 @@
-"""The kernel for windows (:mod:`qflash.kernels.windows`) has the reference's bits, for shapes, scales, biases at random."""
+"""The kernel for windows (:mod:`qflash.kernels.gluon.windows.attention`) has the reference's bits, at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, move_far, same_bits
-from qflash import ops, reference
+from qflash import execution, reference
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.recipe import DEFAULT, Recipe
 
@@ -89,16 +89,16 @@ def tiles(chance: random.Random) -> Tiles:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let programs with a bias take several windows although there are few, as on one to three processors."""
-    from qflash.kernels import tiles
+    from qflash.kernels import device
 
     processors = 1 + request.node.callspec.params["case"] % 3
-    monkeypatch.setattr(tiles, "_processors", lambda index: processors)
+    monkeypatch.setattr(device, "_processors", lambda index: processors)
 
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_int8_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     chance = random.Random(case)
     geometry = draw_geometry(chance)
@@ -154,7 +154,7 @@ RECIPES = [
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_fused_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.attention import fused_calls
+    from qflash.kernels.dispatch import fused_calls
 
     chance = random.Random(1000 + case)
     geometry, recipe = draw_geometry(chance), chance.choice(RECIPES)
@@ -176,7 +176,7 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
         assert call.kernel.__name__ == "windows_kernel"
         call.arguments["POLICY"] = eviction_policy(case)
         call.run()
-        expected = ops.attention(q, k, v, mask, False, 32**-0.5, recipe.key, "reference")
+        expected = execution.attention(q, k, v, mask, False, 32**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (geometry, batch, chosen, recipe, dtype, draw, None if bias is None else bias.shape)
 
 
@@ -193,7 +193,7 @@ def test_the_rules_take_it_at_every_load(windows: int, biased: bool) -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.attention import attention_calls
+    from qflash.kernels.dispatch import attention_calls
 
     chosen = Tiles(64, 64, 4, 1, kernel=WINDOWS)
     one = torch.ones(1, 1, 1, 1, device=CUDA)

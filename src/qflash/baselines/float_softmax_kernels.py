@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.calls import Call
+from ..kernels.launch_recorder import Call
 from .online import BLOCK
 
 # added to a number below 2**22 this rounds it to nearest, ties to even, in its lowest bits

@@ -29,7 +29,7 @@ from .method import FLOAT, Bits, Method
 from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
-    from ..kernels.calls import Call
+    from ..kernels.launch_recorder import Call
 
 
 class Operands(NamedTuple):

@@ -12,7 +12,7 @@ from ..backends import triton_unavailable
 from ..validation import FLOAT_DTYPES, check_attention_shapes, check_tensor
 
 if TYPE_CHECKING:
-    from ..kernels.calls import Call
+    from ..kernels.launch_recorder import Call
 
 LOG2_E = math.log2(math.e)
 

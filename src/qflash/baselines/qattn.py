@@ -29,7 +29,7 @@ from .method import Method
 from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
-    from ..kernels.calls import Call
+    from ..kernels.launch_recorder import Call
 
 Operands = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
 """Query, key and value, int8 with one scale each."""

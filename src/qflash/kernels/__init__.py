@@ -1,1 +1,1 @@
-"""Triton kernels: the implementation of :mod:`qflash.reference` on NVIDIA GPUs and in Triton's interpreter."""
+"""Kernels: :mod:`qflash.reference` on NVIDIA GPUs, in Triton's interpreter and on CPUs; the same bits."""

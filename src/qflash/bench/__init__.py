@@ -1,0 +1,1 @@
+"""Measuring: latency, energy, accuracy, whole models, ablations."""

@@ -1,0 +1,348 @@
+"""``qflash accuracy``: SQNR and MSE of every attention method on the same inputs (the paper's Table 4).
+
+The reference is float64 softmax attention of the inputs before quantisation. Inputs are drawn as in the paper, from
+other distributions, or captured in the attention of a trained model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..baselines import METHODS, Method, get_method
+from ..baselines.method import FLOAT
+from . import console as bench_console
+from . import figures, records
+from . import problems as bench_problems
+from .metrics import exact_attention, mse, sqnr
+from .paper_results import TABLE4
+from .workloads import WORKLOADS, add_outliers
+
+INPUTS = ("paper", "normal", "outlier", "long", "captured")
+
+"""``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
+long rows; ``captured``: the attention of this package's digits models on held-out digits."""
+
+LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
+
+"""(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
+
+FIELDS = (
+    "input", "workload", "batch", "shape", "dtype", "method", "title", "integer_only", "sqnr_db", "sqnr_min_db", "sqnr_max_db",
+    "mse", "seeds", "paper_sqnr_db", "paper_mse", "error",
+)  # fmt: skip
+
+"""Columns of ``accuracy.csv``; ``accuracy.json``'s rows also hold ``sqnr_each_db`` and ``mse_each``, one value a seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The arguments of one attention call: query, key, value ``(batch, heads, tokens, channels)``, mask and scale."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    scale: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one column of the table is measured on.
+
+    Attributes:
+        kind: one of :data:`INPUTS`.
+        label: the workload, the shape or the layer.
+        batch: images; None for a plain shape.
+        draw: makes the sample of a seed, on the CPU.
+    """
+
+    kind: str
+    label: str
+    batch: int | None
+    draw: Callable[[int], Sample]
+
+
+def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> Sample:
+    uniform = "uniform" if kind == "paper" else "normal"
+    inputs = bench_problems.make_inputs(problem, uniform, torch.float32, torch.device("cpu"), seed)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if kind == "outlier":
+        if query.shape[-1] < 8:
+            raise ValueError(f"input outlier needs a head_dim of at least 8, got {query.shape[-1]}")
+        add_outliers(query, key, value)
+    return Sample(query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], batch: int, dtype: torch.dtype) -> Iterator[Case]:
+    problems = bench_problems.make_problems(workloads, shapes, (batch,))
+    if kind == "long":
+        given = shapes or [",".join(map(str, shape)) for shape in LONG_SHAPES]
+        problems = bench_problems.make_problems((), given, (batch,))
+    for problem in problems:
+
+        def draw(seed: int, problem: bench_problems.Problem = problem) -> Sample:
+            return _draw(problem, kind, dtype, seed)
+
+        yield Case(kind, problem.workload, problem.batch, draw)
+
+
+def capture(model_name: str, images: torch.Tensor) -> list[Sample]:
+    """Run a digits model in float32 and return the arguments of every attention call, in the order of its layers.
+
+    Args:
+        model_name: ``"vit"`` or ``"swin"``.
+        images: (batch, 1, 8, 8) in [0, 1].
+
+    Raises:
+        ImportError: timm is not installed.
+    """
+    from ..evaluation.digits import load_model
+    from ..integrations.timm import patch
+
+    found: list[Sample] = []
+
+    def record(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        found.append(Sample(query, key, value, attn_mask, scale))
+        return get_method("fp32").attention(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    with torch.no_grad():
+        patch(load_model(model_name), attention=record)(images)
+    return found
+
+
+def _captured_cases(batch: int) -> Iterator[Case]:
+    from ..evaluation.digits import MODELS, load_digits_split
+
+    images = load_digits_split()[2]
+    for name in MODELS:
+        samples: dict[int, list[Sample]] = {}
+
+        def draw(seed: int, layer: int, name: str = name, samples: dict[int, list[Sample]] = samples) -> Sample:
+            if seed not in samples:
+                start = seed * batch % len(images)
+                samples[seed] = capture(name, torch.cat((images[start:], images[:start]))[:batch])
+            return samples[seed][layer]
+
+        for layer in range(len(capture(name, images[:1]))):
+            yield Case("captured", f"digits-{name} layer {layer}", batch, lambda seed, f=draw, n=layer: f(seed, n))  # type: ignore[misc]
+
+
+def make_cases(
+    inputs: Sequence[str] = ("paper",),
+    workloads: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    batch: int = 1,
+    dtype: torch.dtype = torch.float16,
+) -> list[Case]:
+    """Return what to measure on.
+
+    Args:
+        inputs: of :data:`INPUTS`. ``long`` has its own shapes unless ``shapes`` are given, ``captured`` those of the models.
+        workloads: names of Table 1 or ``"all"``; all if neither these nor ``shapes`` are given.
+        shapes: ``"Z,H,N,D"`` or ``"Z,H,N,D,Nk"``.
+        batch: images, for workloads and captured inputs.
+        dtype: of drawn inputs; captured ones are float32.
+
+    Raises:
+        ValueError: an unknown input or workload, a bad shape, or a batch below 1.
+        ImportError: ``captured`` without timm or scikit-learn.
+    """
+    known = {"all", *(workload.name for workload in WORKLOADS)}
+    for name in workloads:
+        if name not in known:
+            raise ValueError(f"workload must be A1 to A7 or all (long rows are --input long, or any --shape), got {name!r}")
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    found: list[Case] = []
+    for kind in dict.fromkeys(inputs):
+        if kind not in INPUTS:
+            raise ValueError(f"input must be one of {', '.join(INPUTS)}, got {kind!r}")
+        found += _captured_cases(batch) if kind == "captured" else _drawn_cases(kind, workloads, shapes, batch, dtype)
+    return found
+
+
+def measure(
+    cases: Sequence[Case], methods: Sequence[Method], seeds: int, device: torch.device, tick: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return one row a case and method, keys :data:`FIELDS` and the values of the single seeds."""
+    rows = []
+    for case in cases:
+        values: dict[str, list[tuple[float, float]]] = {method.name: [] for method in methods}
+        errors: dict[str, str] = {}
+        for seed in range(seeds):
+            sample = case.draw(seed)
+            sample = Sample(
+                sample.query.to(device),
+                sample.key.to(device),
+                sample.value.to(device),
+                None if sample.attn_mask is None else sample.attn_mask.to(device),
+                sample.scale,
+            )
+            wanted = exact_attention(sample.query, sample.key, sample.value, sample.attn_mask, sample.scale)
+            for method in methods:
+                try:
+                    out = method.attention(
+                        sample.query, sample.key, sample.value, attn_mask=sample.attn_mask, scale=sample.scale
+                    )
+                    values[method.name].append((sqnr(wanted, out), mse(wanted, out)))
+                except Exception as error:  # one method's failure is a row, not the end of the run
+                    errors[method.name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                tick(f"{case.label} {method.name}")
+        for method in methods:
+            got = [] if method.name in errors else values[method.name]
+            paper = TABLE4.get((case.label, method.name)) if case.kind == "paper" else None
+            ratios = [ratio for ratio, _ in got]
+            rows.append(
+                {
+                    "input": case.kind,
+                    "workload": case.label,
+                    "batch": case.batch,
+                    "shape": "x".join(map(str, sample.query.shape)),
+                    "dtype": str(sample.query.dtype).removeprefix("torch."),
+                    "method": method.name,
+                    "title": method.title,
+                    "integer_only": method.integer_only,
+                    "sqnr_db": round(statistics.fmean(ratios), 3) if got else None,
+                    "sqnr_min_db": round(min(ratios), 3) if got else None,
+                    "sqnr_max_db": round(max(ratios), 3) if got else None,
+                    "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
+                    "seeds": seeds,
+                    "paper_sqnr_db": None if paper is None else paper[0],
+                    "paper_mse": None if paper is None else paper[1],
+                    "error": errors.get(method.name),
+                    "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
+                    "mse_each": [float(f"{error:.4g}") for _, error in got],
+                }
+            )
+    return rows
+
+
+def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Yield a table of SQNR and one of MSE for every kind of input: a row a method, a column a workload."""
+    for kind in dict.fromkeys(row["input"] for row in rows):
+        here = [row for row in rows if row["input"] == kind]
+        labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in here))
+        for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
+            paper = f"paper_{field}"
+            title = f"{heading}; {kind} inputs, mean of {here[0]['seeds']} seeds"
+            if any(row[paper] is not None for row in here):
+                title += "; in brackets the paper's figure (batch 8)"
+            table = Table(title=title, title_justify="left")
+            table.add_column("method", no_wrap=True)
+            for label, batch in labels:
+                table.add_column(label if batch is None else f"{label} b{batch}", justify="right", no_wrap=True)
+            for name in dict.fromkeys(row["method"] for row in here):
+                cells = []
+                for row in (row for row in here if row["method"] == name):
+                    cell = "failed" if row[field] is None else _number(row[field], field)
+                    cells.append(cell if row[paper] is None else f"{cell} ({_number(row[paper], field)})")
+                table.add_row(name, *cells)
+            yield table
+
+
+def _number(x: float, field: str) -> str:
+    return f"{x:.2f}" if field == "sqnr_db" else f"{x:.2e}"
+
+
+def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
+    """Draw the SQNR of every method, one panel a kind of input: mean and range over the seeds, the paper's as crosses.
+
+    Methods that quantise nothing lie far above the others and are left out, unless there are only such.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no row has a finite SQNR.
+    """
+    shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"])]
+    shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
+    if not shown:
+        raise ValueError("no method has a finite SQNR, there is nothing to draw")
+    figure, found = figures.panels(shown, "input", lambda row: row["workload"], width=11, height=3.2)
+    for axes, kind, series in found:
+        for name, mine, spots, _, colour in series:
+            middle = [row["sqnr_db"] for row in mine]
+            spread = [
+                [row["sqnr_db"] - row["sqnr_min_db"] for row in mine], [row["sqnr_max_db"] - row["sqnr_db"] for row in mine],
+            ]  # fmt: skip
+            marker = "o" if METHODS[name].integer_only else "s"
+            axes.errorbar(spots, middle, spread, fmt=marker, color=colour, label=METHODS[name].title, markersize=5)
+            papers = [(spot, row["paper_sqnr_db"]) for spot, row in zip(spots, mine, strict=True) if row["paper_sqnr_db"]]
+            if papers:
+                axes.plot(*zip(*papers, strict=True), "x", color="black", markersize=6)
+        axes.set_xlim(-0.5, len(axes.get_xticks()) - 0.5)
+        axes.set_ylabel("SQNR, dB")
+        axes.set_title(
+            f"{kind} inputs" + (" (x: the paper's figure)" if kind == "paper" else ""), loc="left", fontsize="medium"
+        )
+    figures.add_legend(figure)
+    return figure
+
+
+@torch.inference_mode()
+def run_accuracy(
+    cases: Sequence[Case],
+    methods: Sequence[str] = (),
+    *,
+    seeds: int = 3,
+    device: torch.device | None = None,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Measure, print the tables and write ``accuracy.json``, ``accuracy.csv`` and ``accuracy.png`` into ``output``.
+
+    Args:
+        cases: see :func:`make_cases`.
+        methods: names of :data:`qflash.baselines.METHODS`; all if empty.
+        seeds: draws (or batches of digits) a case, seeds 0, 1, ...
+        device: where the methods run; the CPU if None.
+        output: folder, or None to write nothing.
+
+    Returns:
+        what ``accuracy.json`` holds: environment and rows.
+
+    Raises:
+        ValueError: an unknown method, or fewer than one seed.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    chosen = [get_method(name) for name in dict.fromkeys(methods or METHODS)]
+    where = device or torch.device("cpu")
+    console = bench_console.table_console()
+    with bench_console.progress_bar(len(cases) * len(chosen) * seeds) as tick:
+        rows = measure(cases, chosen, seeds, where, tick)
+    record = {
+        "what": "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",
+        "sqnr": "20 log10(|ref| / |out - ref|), mean over seeds",
+        "environment": records.environment(where),
+        "rows": rows,
+    }
+    for table in render(rows):
+        console.print(table)
+    for row in rows:
+        if row["error"]:
+            console.print(f"failed: {row['workload']}, {row['method']}: {row['error']}", markup=False, soft_wrap=True)
+    if output is not None:
+        records.write_json(output / "accuracy.json", record)
+        records.write_csv(output / "accuracy.csv", rows, FIELDS)
+        try:
+            draw_figure(rows).savefig(output / "accuracy.png", dpi=150)
+            console.print(f"Written to {output}: accuracy.json, accuracy.csv, accuracy.png")
+        except (ImportError, ValueError) as error:
+            console.print(f"Written to {output}: accuracy.json, accuracy.csv; no plot: {error}")
+    return record

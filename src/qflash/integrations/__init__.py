@@ -1,0 +1,1 @@
+"""Models of other libraries that attend with QFlash: timm, transformers, Swin's bias."""

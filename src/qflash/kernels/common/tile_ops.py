@@ -1,0 +1,443 @@
+"""What every attention kernel does with one tile: load it, score it, exponentiate it, accumulate it, finish a row.
+
+Everything here is inlined into the kernels of :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ... import fixed_point as fp
+from .fixed_point import (
+    MAX_FRACTION_BITS,
+    column_multiplier,
+    combine_scales,
+    exponent_offset,
+    half_of,
+    multiply_high,
+    narrow_multiplier,
+    output_multiplier,
+    probability_word,
+    requantize,
+    row_inverse,
+    row_weight,
+    shift_left,
+    shift_right,
+    split_scale,
+    usable_scale,
+    wide_multiplier,
+)
+from .quantize_ops import bias_base, bias_to_fixed
+
+MASKED = tl.constexpr(fp.SCORE_MASKED)
+POISON = tl.constexpr(fp.SCORE_POISON)
+BIAS_LIMIT = tl.constexpr(fp.BIAS_LIMIT)
+BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
+BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
+BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
+
+# Two words, each a probability in its top bytes -> two packed bytes: byte 3 of each, or byte 2 less 128.
+PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
+PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
+# Byte 3 of a left-aligned fraction with a 1 put above it. The 1 comes from a register that the assembler cannot
+# see through: as an immediate it would cost a move a score.
+MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
+OPAQUE_ONE = tl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 1;}")
+
+
+@triton.jit
+def _negative(x, GUARD: tl.constexpr):
+    """-x, formed once a row: the compiler would rather negate every score."""
+    if GUARD:
+        return -x
+    return tl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
+def _high_bytes(word, GUARD: tl.constexpr):
+    """Byte 3 of every probability word, as int8."""
+    if GUARD:
+        return (word >> 24).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_HIGH, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def _low_bytes(word, GUARD: tl.constexpr):
+    """Byte 2 of every probability word less 128, as int8."""
+    if GUARD:
+        return (((word >> 16) & 255) - 128).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_LOW, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def key_order(columns):
+    """Which key of its sixteen stands in which column of the scores.
+
+    A thread of the tensor core holds two neighbouring columns of a product but must hand over four neighbouring
+    bytes of an operand. With the keys dealt like this what it holds is what it must hand over: no shuffle.
+    """
+    return (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
+
+
+@triton.jit
+def held_order(n):
+    """Which key of its sixteen stands at place ``n`` of a product with V if scores stand in the keys' own order."""
+    return (n & -16) | ((n & 2) << 2) | ((n & 12) >> 1) | (n & 1)
+
+
+@triton.jit
+def dealt_channel(channel, CHANNELS: tl.constexpr):
+    """The row of V's channel where channels are dealt to rows so that a thread ends up with neighbouring outputs."""
+    return channel % (CHANNELS // 8) * 8 + channel // (CHANNELS // 8)
+
+
+@triton.jit
+def channel_of_row(row, CHANNELS: tl.constexpr):
+    """The channel in such a row: undoes :func:`dealt_channel`."""
+    return (row & 7) * (CHANNELS // 8) + (row >> 3)
+
+
+@triton.jit
+def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Put the columns of P back into the order of the keys (undoes :func:`key_order`)."""
+    dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def _deal(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Put columns in the order of the keys into that of :func:`key_order`."""
+    natural = tl.reshape(x, (BLOCK_M, BLOCK_N // 16, 4, 2, 2))
+    return tl.reshape(tl.permute(natural, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def interleave(a, b, c, d, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr):
+    """One (BLOCK_N, CHANNELS) tile of rows 4 i + 0, 1, 2, 3: four neighbouring keys of a channel end up in one register."""
+    quads = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.permute(quads, (0, 2, 3, 1)), (BLOCK_N, CHANNELS))
+
+
+@triton.jit
+def load_value(
+    v_base, v_stride_n, v_stride_d, start, keys, dv,
+    VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
+    HELD: tl.constexpr = False,
+):  # fmt: skip
+    """A (keys, channels) tile of V, zero beyond the edges; with HELD (and VALUE_ROWS) its keys by :func:`held_order`.
+
+    The tensor core wants the keys of a channel side by side. Where they are not (VALUE_ROWS) four rows are
+    interleaved in registers, so that they reach shared memory four bytes at a time instead of one.
+    """
+    if not VALUE_ROWS:
+        n = start + tl.arange(0, BLOCK_N)
+        ptrs = v_base + n[:, None] * v_stride_n + dv[None, :] * v_stride_d
+        if CHECK:
+            return tl.load(ptrs, mask=(n[:, None] < keys) & (dv[None, :] < VALUE_DIM), other=0)
+        if BLOCK_DV != VALUE_DIM:
+            return tl.load(ptrs, mask=dv[None, :] < VALUE_DIM, other=0)
+        return tl.load(ptrs)
+    n = start + 4 * tl.arange(0, BLOCK_N // 4)[:, None]
+    FAR: tl.constexpr = 8 if HELD else 2
+    if HELD:
+        n = held_order(n)
+    ptrs = v_base + n * v_stride_n + dv[None, :] * v_stride_d
+    inside = dv[None, :] < VALUE_DIM
+    v0 = tl.load(ptrs, mask=inside & (n < keys), other=0)
+    v1 = tl.load(ptrs + v_stride_n, mask=inside & (n + 1 < keys), other=0)
+    v2 = tl.load(ptrs + FAR * v_stride_n, mask=inside & (n + FAR < keys), other=0)
+    v3 = tl.load(ptrs + (FAR + 1) * v_stride_n, mask=inside & (n + FAR + 1 < keys), other=0)
+    return interleave(v0, v1, v2, v3, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def load_key(
+    k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr
+):  # fmt: skip
+    """Keys ``n`` as a (channels, keys) tile. Past the end the last key stands in, which leaves row maxima true."""
+    if not INSIDE:
+        n = tl.minimum(n, keys - 1)
+    ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
+    if BLOCK_D == HEAD_DIM:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=d[:, None] < HEAD_DIM, other=0)
+
+
+@triton.jit
+def to_rows(q, row_bits, BLOCK_D: tl.constexpr):
+    """Bring one integer a row to where the tensor core keeps its rows.
+
+    The compiler then works out there what a row needs, instead of moving each derived quantity through shared memory.
+    It follows the layout of a product, so the integer rides on one.
+    """
+    carrier = tl.dot(q, tl.full((BLOCK_D, 16), 1, tl.int8), out_dtype=tl.int32)
+    return tl.max(tl.where(carrier == 2147483647, carrier, row_bits), 1)[:, None]
+
+
+@triton.jit
+def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
+    """Where the mask of a head starts; with a PERIOD it repeats over the batch."""
+    if PERIOD > 0:
+        return mask_ptr + (z % PERIOD) * stride_z + h * stride_h
+    return mask_ptr + z * stride_z + h * stride_h
+
+
+@triton.jit
+def column_scales(ks_base, ks_stride_n, keys, BLOCK_N: tl.constexpr, KEY_TOKEN: tl.constexpr):
+    """(usable, mantissa, exponent) of the key scale common to a head, and per token the largest exponent."""
+    if KEY_TOKEN:
+        largest_bits = tl.full((BLOCK_N,), 0, tl.int32)
+        smallest_bits = tl.full((BLOCK_N,), 0x3F800000, tl.int32)
+        for start in range(0, keys, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            bits = tl.load(ks_base + columns * ks_stride_n, mask=columns < keys, other=0x00800000)
+            largest_bits = tl.maximum(largest_bits, tl.where(usable_scale(bits), bits, 0x7F800000))
+            smallest_bits = tl.minimum(smallest_bits, bits)
+        most = tl.max(largest_bits, 0)
+        usable = (most < 0x7F800000) & (tl.min(smallest_bits, 0) > 0)
+        largest = ((most >> 23) & 0xFF) - 150
+        mantissa = largest * 0 + (1 << 23)
+        exponent = largest + 1
+    else:
+        bits = tl.load(ks_base)
+        usable = usable_scale(bits)
+        mantissa, exponent = split_scale(bits)
+        largest = 0
+    return usable, mantissa, exponent, largest
+
+
+@triton.jit
+def row_multiplier(
+    query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK: tl.constexpr, KEY_TOKEN: tl.constexpr,
+    COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """(multiplier, fraction bits, bits to drop of a product with a bias beside it) of the rows' scores."""
+    mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
+    drop = 0
+    if KEY_TOKEN:
+        multiplier, fraction_bits = wide_multiplier(
+            mantissa, exponent, COLUMN_BITS, 16 if MASK == "bias" else MAX_FRACTION_BITS
+        )
+    else:
+        multiplier, fraction_bits = narrow_multiplier(mantissa, exponent, MOST, MOST_BITS, GUARD)
+        if MASK == "bias":
+            drop = tl.maximum(fraction_bits - 16, 0)
+            fraction_bits = tl.minimum(fraction_bits, 16)
+    return multiplier, fraction_bits, drop
+
+
+@triton.jit
+def _mask_tile(
+    base, stride_m, stride_n, rows, start, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A tile of the mask, keys in the order of :func:`_deal`; beyond the edges the last row and key stand in."""
+    # loaded in the keys' own order and put into that one afterwards, which moves registers instead of computing addresses
+    row = tl.minimum(rows, queries - 1)[:, None]
+    column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
+    return _deal(tl.load(base + row * stride_m + column * stride_n), BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def bias_bases(
+    base, stride_m, stride_n, rows, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """:func:`.common.quantize_ops.bias_base` of rows whose biases are floats, from all their keys."""
+    high = tl.max(_mask_tile(base, stride_m, stride_n, rows, 0, queries, keys, BLOCK_M, BLOCK_N).to(tl.float32), 1)
+    for i in tl.static_range(1, TILES):
+        more = _mask_tile(base, stride_m, stride_n, rows, i * BLOCK_N, queries, keys, BLOCK_M, BLOCK_N)
+        high = tl.maximum(high, tl.max(more.to(tl.float32), 1))
+    return bias_base(high[:, None])
+
+
+@triton.jit
+def scores(
+    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n,
+    rows, start, queries, keys, multiplier, fraction_bits, drop, largest, base, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
+    GUARD: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of queries against BLOCK_N keys from ``start``, dealt, in a unit common to the row.
+
+    ``base`` is what a row's float bias is taken relative to (:func:`.common.quantize_ops.bias_base`).
+    With CHECK whoever takes no part is set to the minimum, which no honest score reaches.
+    """
+    s = tl.dot(q, k, out_dtype=tl.int32)
+    n = start + key_order(tl.arange(0, BLOCK_N))
+    if KEY_TOKEN:
+        bits = tl.load(ks_base + tl.minimum(n, keys - 1) * ks_stride_n)
+        s = s * column_multiplier(bits, largest, COLUMN_BITS)[None, :]
+    valid = n[None, :] < keys
+    if CAUSAL:
+        valid = valid & (n[None, :] <= rows[:, None])
+    if MASK != "none":
+        part = _mask_tile(mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, BLOCK_M, BLOCK_N)
+        if MASK == "bool":
+            valid = valid & (part != 0)
+        else:
+            if part.dtype.is_int():
+                fixed = part
+                valid = valid & (part != BIAS_MASKED)
+                marked = part > BIAS_LIMIT
+                mark = part
+            else:
+                bias = part.to(tl.float32)
+                fixed = bias_to_fixed(bias - base, GUARD)
+                valid = valid & (bias != float("-inf"))
+                marked = (bias != bias) | (bias == float("inf"))
+                mark = POISON
+            if KEY_TOKEN:
+                s = multiply_high(s, multiplier, GUARD)
+            else:
+                s = (s * multiplier) >> drop
+            s += fixed >> (16 - fraction_bits)
+            s = tl.where(marked, mark, s)
+    if CHECK:
+        s = tl.where(valid, s, MASKED)
+    return s
+
+
+@triton.jit
+def probability_words(
+    s, row_max, multiplier, fraction_bits,
+    MASK: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr, CHECK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised probabilities of a block of scores, as words (see :func:`.common.fixed_point.probability_word`)."""
+    base = row_max
+    if CHECK:
+        base = tl.where(row_max == MASKED, 0, row_max)
+    begin = exponent_offset(OFFSET, fraction_bits)
+    up = 32 - fraction_bits
+    if MASK == "bias" or KEY_TOKEN:
+        t = base - s
+        if MASK != "bias":
+            t = multiply_high(t, multiplier, GUARD)
+        t += begin
+        flipped = ~shift_left(t, up, GUARD)
+    else:
+        # two multiply-adds a score: the exponent, and the complement of its fraction alone, left-aligned
+        begin += base * multiplier
+        t = s * _negative(multiplier, GUARD) + begin
+        flipped = s * shift_left(multiplier, up, GUARD) + ~shift_left(begin, up, GUARD)
+    octaves = shift_right(t, fraction_bits, GUARD)
+    if GUARD:
+        mantissa = ((flipped >> 24) & 255) | 256
+    else:
+        one = tl.inline_asm_elementwise(OPAQUE_ONE, "=r,r", [fraction_bits], tl.int32, True, 1)
+        mantissa = tl.inline_asm_elementwise(MANTISSA, "=r,r,r", [flipped, one], tl.int32, True, 1)
+    word = probability_word(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
+    if CHECK:
+        word = tl.where(s != MASKED, word, 2147483647 if BITS == 8 else 0)
+    return word
+
+
+@triton.jit
+def accumulate(
+    word, v, weight, offsets, accumulator, high, total, high_total,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, ADD_OFFSET: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to the products with V and with ones (the row sums).
+
+    8-bit probabilities are stored as 127 - P: with ADD_OFFSET the tensor core takes 127 V off again, and the
+    accumulator is the numerator's negative. Of 15-bit ones the low byte is 128 too small: two products with 64s.
+    """
+    p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    if BITS == 15:
+        high = tl.dot(p, v, high, out_dtype=tl.int32)
+        high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
+        p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    total = tl.dot(p, weight, total, out_dtype=tl.int32)
+    accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
+    if ADD_OFFSET:
+        accumulator = tl.dot(offsets, v, accumulator, out_dtype=tl.int32)
+        if BITS == 15:
+            accumulator = tl.dot(offsets, v, accumulator, out_dtype=tl.int32)
+    return accumulator, high, total, high_total
+
+
+@triton.jit
+def _latter(a, b, c, d, e, f):
+    return d, e, f
+
+
+@triton.jit
+def output_factors(
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """What takes a normalised output to the stored one, for each channel or for all.
+
+    For an int8 output (multiplier, shift, rounding) of value scale / output scale, else (value scale, 0, 0).
+    """
+    INTEGER: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
+    SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD
+    channel = tl.arange(0, BLOCK_DV)[None, :]
+    if SPREAD:
+        # So many rows, all alike, that the compiler gives a thread one channel or two instead of many; one row is kept.
+        channel += tl.zeros((256 // BLOCK_DV, 1), tl.int32)
+    inside = channel < VALUE_DIM
+    if VALUE_CHANNEL:
+        value_scale = tl.load(vs_base + channel * vs_stride_d, mask=inside, other=1.0)
+    else:
+        value_scale = tl.load(vs_base)
+    if INTEGER:
+        if OUTPUT_CHANNEL:
+            output_scale = tl.load(os_base + channel * os_stride_d, mask=inside, other=1.0)
+        else:
+            output_scale = tl.load(os_base)
+        value_bits, output_bits = value_scale.to(tl.int32, bitcast=True), output_scale.to(tl.int32, bitcast=True)
+        factor, shift = output_multiplier(value_bits, output_bits, GUARD)
+        half = half_of(shift)
+        if SPREAD:
+            factor, shift, half = tl.reduce((factor, shift, half), 0, _latter)
+            factor, shift, half = factor[None, :], shift[None, :], half[None, :]
+    else:
+        factor, shift, half = value_scale, 0, 0
+    return factor, shift, half
+
+
+@triton.jit
+def finish(
+    accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs, stored,
+    BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Normalise by the row sums and store; ``count`` columns went into the sums, the factors are :func:`output_factors`'."""
+    total = tl.max(total, 1)[:, None]
+    if BITS == 15:
+        total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
+    elif BITS == 8:
+        total = 127 * count - total
+    bits, inverse = row_inverse(total, GUARD)
+    SIGN: tl.constexpr = -1 if BITS == 8 else 1
+    if BITS == 15:
+        numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
+        scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
+    else:
+        numerator = accumulator * SIGN
+        scaled = accumulator * (SIGN << (24 - bits))
+    if FLOOR_OUTPUT:
+        floor = multiply_high(scaled, inverse, GUARD) >> 21
+        remainder = numerator - floor * total
+        floor += tl.where(total > 0, tl.where(remainder >= total, 1, 0) - tl.where(remainder < 0, 1, 0), 0)
+
+    if o_ptrs.dtype.element_ty == tl.int8:
+        if FLOOR_OUTPUT:
+            result = requantize(floor, factor >> 2, 1, shift, half, 1, GUARD)
+        else:
+            row_factor = multiply_high(inverse, factor, GUARD)
+            if BITS == 15:
+                result = requantize(scaled, row_factor, 24, shift, half, 1, GUARD)
+            else:
+                result = requantize(accumulator, row_factor, bits, shift, half, SIGN, GUARD)
+        tl.store(o_ptrs, result, mask=stored)
+    else:
+        factor = tl.where(usable_scale(factor.to(tl.int32, bitcast=True)), factor, float("nan"))
+        if MASK == "bias":
+            usable = usable & (row_max < POISON)
+        # NaN in a factor a row is cheaper than a choice an element
+        if FLOOR_OUTPUT:
+            result = floor.to(tl.float32) * tl.where(usable, 1.0, float("nan"))
+        else:
+            result = numerator.to(tl.float32) * tl.where(usable, row_weight(inverse, bits), float("nan"))
+        tl.store(o_ptrs, (result * factor).to(o_ptrs.dtype.element_ty), mask=stored)

@@ -1,0 +1,361 @@
+"""The CPU back end: ``attention.c``, compiled on first use and called through ctypes. The same bits as the reference.
+
+The machine's own C compiler makes it for the machine's own CPU, which takes a few seconds once; the library is
+kept in the user's cache folder, under a name that says what it was compiled from and what its bytes are. Without a
+compiler the back end is unavailable and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.resources
+import math
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ... import fixed_point as fp
+from ...memory_format import empty_output
+from ...paths import check_private, make_cache_folder
+from ...quantization import GRANULARITIES, scale_shape
+from ...recipe import Recipe
+
+# no contraction: a product that is rounded in the reference is rounded
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+# Best first. -fopenmp shares PyTorch's own threads (one libgomp in the process); Apple's clang has none.
+_TRIES = (
+    ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    (),
+)
+_SERIAL_WORK = 1 << 19
+"""Multiply-adds below which waking other threads costs more than they bring."""
+
+
+class BuildError(RuntimeError):
+    """The kernel could not be compiled or loaded; the message says why."""
+
+
+def _compiler() -> list[str]:
+    """Return the words of a command that begins with an existing program: ``$CC``'s, else the first usual compiler."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"the environment variable CC is no command, it is {named!r}: {error}") from error
+    missing = ""
+    for command in ([words] if words else []) + [["cc"], ["gcc"], ["clang"]]:
+        if found := shutil.which(command[0]):
+            if missing:
+                warnings.warn(f"{missing}: {found} is used instead", RuntimeWarning, stacklevel=3)
+            return [found, *command[1:]]
+        if command is words:
+            missing = f"the environment variable CC is {named!r}, and {words[0]!r} was not found"
+    raise BuildError(f"{missing or 'CC is not set'}, and no C compiler was found (cc, gcc, clang)")
+
+
+def _cpu_identity() -> str:
+    """Return what tells apart CPUs whose machine code differs, for home folders that several machines share."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = platform.processor()
+    lines = {line for line in text.splitlines() if line.startswith(("flags", "Features", "model name", "CPU part"))}
+    return platform.machine() + "".join(sorted(lines) or text[:1000])
+
+
+def _digest(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> pathlib.Path:
+    """Compile into ``folder``; return the library, whose name ends with its digest.
+
+    It is moved there when it is whole, so that processes that start together never see half a file.
+    """
+    said = ""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
+        code, made = pathlib.Path(temporary, "attention.c"), pathlib.Path(temporary, "cpu.so")
+        code.write_text(source, encoding="utf-8")
+        for extra in _TRIES:
+            command = [*compiler, *_FLAGS, *extra, str(code), "-o", str(made), "-lm"]
+            try:
+                # no time limit: on a busy machine it takes as long as it takes
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+            except OSError as error:
+                raise BuildError(f"{compiler[0]} did not run: {error}") from error
+            if done.returncode == 0 and made.is_file():
+                made.chmod(0o700)
+                return made.replace(folder / f"{stem}-{_digest(made)}.so")
+            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:]).strip()
+    raise BuildError(f"{shlex.join(compiler)} refused it: {said or f'exit status {done.returncode}, no library'}")
+
+
+def _open(path: pathlib.Path) -> ctypes.CDLL:
+    """Load a library of :func:`_build`. Half a file would end the process (SIGBUS), so its digest is looked at first.
+
+    Raises:
+        OSError: others can have written it, it is not what was compiled, or it cannot be loaded.
+    """
+    check_private(path)
+    if path.stem.rpartition("-")[2] != _digest(path):
+        raise OSError(f"{path} is not what was compiled")
+    library = ctypes.CDLL(str(path))
+    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("float_attention", 7)):
+        getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
+    return library
+
+
+def _open_or_build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> ctypes.CDLL:
+    for path in folder.glob(f"{stem}-*.so"):
+        with contextlib.suppress(OSError):
+            return _open(path)
+    return _open(_build(folder, stem, source, compiler))
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Return the compiled kernels, compiling them if this machine has not done so yet.
+
+    Where the user's cache folder cannot be used they are compiled for this process alone, with a warning.
+
+    Raises:
+        BuildError: no compiler, it failed, or what it made cannot be loaded.
+    """
+    source = importlib.resources.files(__package__).joinpath("attention.c").read_text(encoding="utf-8")
+    compiler = _compiler()
+    identity = "\0".join((source, *compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
+    stem = f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+    try:
+        return _open_or_build(make_cache_folder(), stem, source, compiler)
+    except OSError as error:
+        reason = str(error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="qflash-", ignore_cleanup_errors=True) as folder:
+            library = _open_or_build(pathlib.Path(folder), stem, source, compiler)
+    except OSError as error:
+        raise BuildError(f"it cannot be kept or loaded: {reason}; nor from a temporary folder: {error}") from error
+    warnings.warn(
+        f"the CPU kernels were compiled for this process alone, which takes seconds in every process: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return library
+
+
+def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
+    fields = [*((name, ctypes.c_void_p) for name in pointers), ("integers", ctypes.c_int64 * integers)]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+_POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out")
+_Attention = _fields(_POINTERS, 56)
+_Quantize = _fields(("x", "values", "scale"), 11)
+_PACKED = "for the packed keys and values of a head"
+
+
+def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
+    shape, stride = x.shape, x.stride()
+    return [0 if shape[dim] == 1 else stride[dim] for dim in dims]
+
+
+def _threads(work: int) -> int:
+    return 1 if work < _SERIAL_WORK else torch.get_num_threads()
+
+
+def _quantization(
+    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, granularity: str, center: bool
+) -> ctypes.Structure:
+    return _Quantize(
+        x.data_ptr(), values.data_ptr(), scale.data_ptr(),
+        (*x.shape, *x.stride(), GRANULARITIES.index(granularity), center, _threads(8 * x.numel())),
+    )  # fmt: skip
+
+
+def _check_memory(failed: int, purpose: str) -> None:
+    if failed:
+        raise MemoryError(f"not enough memory {purpose}")
+
+
+def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` (batch, heads, tokens, channels), finding its scales: ``(values, scale)``.
+
+    Args:
+        x: float16, bfloat16 or float32, on the CPU.
+        granularity: see :func:`qflash.quantize`.
+        center: subtract every channel's midrange first (:func:`qflash.quantization.center_channels`).
+    """
+    shape = scale_shape(x.shape, granularity)
+    values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
+    if x.numel() == 0:
+        return values, torch.ones(shape, dtype=torch.float32, device="cpu")
+    x = x.to(torch.float32)
+    scale = torch.empty(shape, dtype=torch.float32, device="cpu")
+    arguments = _quantization(x, values, scale, granularity, center)
+    _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
+    return values, scale
+
+
+def _attention(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    output_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    recipe: Recipe,
+) -> ctypes.Structure:
+    """Spell out a call of C; ``out`` is int8 or float32, its channels neighbours."""
+    batch, heads, queries, head_dim = query.shape
+    key_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    given = value_scale if output_scale is None else output_scale
+    pointers = (
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(), key_scale.data_ptr(),
+        value_scale.data_ptr(), given.data_ptr(), 0 if mask is None else mask.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    offset, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    integers = (
+        batch, heads, key_heads, queries, keys, head_dim, value_dim,
+        *query.stride(), *key.stride(), *value.stride(),
+        *_strides(query_scale, (0, 1, 2)), *_strides(key_scale, (0, 1, 2)),
+        *_strides(value_scale, (0, 1, 3)), *_strides(given, (0, 1, 3)), *out.stride()[:3],
+        *((0, 0, 0, 0) if mask is None else _strides(mask, (0, 1, 2, 3))), 1 if mask is None else mask.shape[0],
+        0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+        is_causal, key_scale.shape[2] > 1, 1 if given.shape[1] == heads else heads // key_heads, out.dtype == torch.int8,
+        *fp.split_float(softmax_scale * math.log2(math.e)),
+        recipe.exponential == "quadratic", recipe.probability_bits, recipe.probability_rounding == "nearest",
+        offset, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
+        _threads(batch * heads * queries * keys * (head_dim + value_dim)),
+    )  # fmt: skip
+    return _Attention(*pointers, integers)
+
+
+def launch_attention(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    output_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+    *,
+    like: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run :func:`qflash.reference.int8_attention` as one function of C: same arguments, same bits."""
+    stored = torch.int8 if out_dtype == torch.int8 else torch.float32
+    out = empty_output(query if like is None else like, value.shape[3], stored)
+    if out.numel() == 0 or key.shape[2] == 0:
+        return out.zero_().to(out_dtype)
+    arguments = _attention(
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
+    )
+    _check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
+    return out.to(out_dtype)
+
+
+def prepare_int8_attention(
+    query: torch.Tensor,
+    query_scale: torch.Tensor,
+    key: torch.Tensor,
+    key_scale: torch.Tensor,
+    value: torch.Tensor,
+    value_scale: torch.Tensor,
+    mask: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    out: torch.Tensor,
+    recipe: Recipe,
+) -> Callable[..., torch.Tensor] | None:
+    """Return what repeats :func:`launch_attention` on other tensors of the same shapes and strides.
+
+    That takes the tensors in this order, of any rank. None where a step in PyTorch precedes: a float mask. ``out`` is an
+    output of that call; new ones are like it.
+    """
+    if key.shape[2] == 0 or (mask is not None and mask.dtype.is_floating_point):
+        return None
+    stored = torch.empty_like(out, dtype=torch.int8 if out.dtype == torch.int8 else torch.float32, device="meta")
+    template = _attention(
+        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, stored, recipe
+    )
+    like, attend = ctypes.byref(template), load().qflash_attention_at
+    shape, strides, stored_dtype, dtype = stored.shape, stored.stride(), stored.dtype, out.dtype
+    # which of the tensors each of the pointers is
+    places = {"q": 0, "k": 2, "v": 4, "qs": 1, "ks": 3, "vs": 5, "os": 5 if output_scale is None else 7, "mask": 6}
+    order = [places[name] for name in _POINTERS[:-1]]
+
+    def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty_strided(shape, strides, dtype=stored_dtype, device="cpu")
+        addresses = [0 if (x := tensors[index]) is None else x.data_ptr() for index in order]
+        _check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
+        return out.to(dtype)
+
+    return repeat
+
+
+def prepare_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    out: torch.Tensor,
+    recipe: Recipe,
+) -> Callable[..., torch.Tensor] | None:
+    """Return what repeats :func:`qflash.execution.attention` on other tensors of the same shapes and strides.
+
+    None where steps in PyTorch precede: a float mask, balancing, rotation. The rest is as for :func:`prepare_int8_attention`.
+    """
+    if recipe.balance or recipe.rotate or (mask is not None and mask.dtype != torch.bool) or key.shape[2] == 0:
+        return None
+    dtype = query.dtype
+    kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)
+    values, scales, steps = [], [], (_Quantize * 3)()
+    for index, (x, (granularity, center)) in enumerate(zip((query, key, value), kinds, strict=True)):
+        # only the strides that a conversion gives are of interest, not its numbers
+        wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
+        values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
+        scales.append(torch.empty(scale_shape(x.shape, granularity), dtype=torch.float32, device="meta"))
+        steps[index] = _quantization(wide, values[index], scales[index], granularity, center)
+    stored = torch.empty_like(out, dtype=torch.float32, device="meta")
+    template = _attention(
+        values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, stored, recipe
+    )
+    conversions, like, attend = ctypes.byref(steps), ctypes.byref(template), load().qflash_float_attention
+    shape, strides, views = stored.shape, stored.stride(), (query.shape, key.shape, value.shape)
+
+    def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty_strided(shape, strides, dtype=torch.float32, device="cpu")
+        floats: Iterable[torch.Tensor] = tensors[:3]  # type: ignore[assignment]
+        if dtype != torch.float32:
+            floats = [x.reshape(view).to(torch.float32) for x, view in zip(floats, views, strict=True)]
+        at = [x.data_ptr() for x in floats]
+        masked = 0 if tensors[3] is None else tensors[3].data_ptr()
+        _check_memory(attend(conversions, like, *at, masked, out.data_ptr()), f"to quantise or {_PACKED}")
+        return out.to(dtype)
+
+    return repeat

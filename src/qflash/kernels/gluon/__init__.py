@@ -1,0 +1,1 @@
+"""Kernels in Gluon. Nothing here is imported before one runs: the interpreter has no Gluon."""

@@ -1,0 +1,446 @@
+"""What the kernels in Gluon share."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..common.fixed_point import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
+from ..common.quantize_ops import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
+from ..common.tile_ops import MASKED, row_multiplier
+from .row_ops import beside_rows, bring_both, own_twice
+
+# the name differs between releases of Triton
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
+ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+# a register that the assembler cannot see through: as an immediate it would cost a move a score
+OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
+# Twice a probability from an exponent that has 24 fraction bits, 9 octaves too many and 1/256 more: with x = f - 512, f the
+# fraction's byte, (x * x + 2**17) >> octaves. The parabola runs on from octave to octave, which is why a byte may carry.
+TWICE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
+prmt.b32 a, $1, $2, 0x5542; mad.lo.s32 a, a, a, 0x20000; shr.u32 b, $1, 24; shr.u32 $0, a, b;}""")
+# the same from an exponent that has 16 fraction bits
+TWICE_PROBABILITY_16 = gl.constexpr(TWICE_PROBABILITY.value.replace("0x5542", "0x5541").replace("$1, 24", "$1, 16"))
+# Four of those -> the bytes 127 - P, P rounded half up. A pair lies in the halves of a word, and its bytes above 128ths.
+PACK_FOUR = gl.constexpr("""{.reg .b32 a, b;
+mad.lo.s32 a, $1, -128, 0x7F7F7F7F; mad.lo.s32 a, $2, -8388608, a;
+mad.lo.s32 b, $3, -128, 0x7F7F7F7F; mad.lo.s32 b, $4, -8388608, b;
+prmt.b32 $0, a, b, 0x7531;}""")
+# the sum of the magnitudes of four int8, and nothing in the other three of four places
+SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
+mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
+mov.b32 $2, 0; mov.b32 $3, 0;}""")
+# the numbers in a word of two, as float32
+FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}")
+SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
+FIRST_BF16 = gl.constexpr("shl.b32 $0, $1, 16;")
+SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
+# octaves that exponents may reach as they are: of the 256 of TWICE_PROBABILITY ten are taken
+OCTAVES = gl.constexpr(236)
+# Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
+# least number there is. A thread has one row or two.
+LEAST_IF_NEEDED = gl.constexpr(
+    f"{{.reg .pred p; setp.ge.u32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, $3, {MASKED.value}, p;}}"
+)
+LEAST_IF_NEEDED_TWO = gl.constexpr(f"""{{.reg .pred p; setp.ge.u32 p, $2, $4; setp.ge.or.u32 p, $3, $5, p;
+vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7, {MASKED.value}, p;}}""")
+
+
+@gluon.constexpr_function
+def _in_rows(rank):
+    """Numbers in shared memory one behind the other, the last dimension first."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [*range(rank)][::-1])
+
+
+@gluon.jit
+def aside(x):
+    """Numbers left in shared memory."""
+    smem = gl.allocate_shared_memory(x.dtype, x.shape, _in_rows(len(x.shape)))
+    smem.store(x)
+    return smem
+
+
+@gluon.jit
+def wait_for_copies(x):
+    """Wait for a thread's own ``cp.async``; ``x`` is any integer.
+
+    Triton's would be followed by a barrier of its own, before the fence and the barrier that a product needs anyway.
+    """
+    gl.inline_asm_elementwise("cp.async.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.constexpr_function
+def _branch_around_trap(place):
+    """Assembly that branches unless its operand is a number of 31 bits."""
+    return f"{{.reg .pred p; setp.ne.s32 p, $1, {(1 << 30) + place}; @p bra.uni DONE; trap; DONE: mov.b32 $0, $1;}}"
+
+
+@gluon.jit
+def keep_apart(number, PLACE: gl.constexpr):
+    """Keep the assembler from mixing what comes before this with what comes behind it.
+
+    It orders the instructions between two branches, and where there are many by no means well. This is a branch that is
+    always taken, which it cannot know: ``number``, a mantissa or a tile's, is below 2**30. Each place in a kernel needs a
+    number of its own, since the assembler knows how a comparison ended that it has seen before.
+    """
+    gl.inline_asm_elementwise(_branch_around_trap(PLACE), "=r,r", [number], gl.int32, False, 1)
+
+
+@gluon.jit
+def row_factors(query_bits, units, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
+    """:func:`.tile_ops.row_multiplier` for one key scale a head; ``units`` are it and the softmax's, in two parts each."""
+    return row_multiplier(query_bits, units[0], units[1], units[2], units[3], MASK, False, 0, MOST, MOST_BITS, False)
+
+
+@gluon.jit
+def first_of_four(x):
+    """The first of every four neighbours of a row: (rows, columns / 4)."""
+    x, _ = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    x, _ = gl.split(x)
+    return x
+
+
+@gluon.jit
+def magnitudes_by_four(x):
+    """Sums of the magnitudes of four neighbouring int8 of a row: (rows, columns / 4)."""
+    return first_of_four(gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4))
+
+
+@gluon.jit
+def magnitudes(x):
+    """Sums of the magnitudes of a tile's int8 rows."""
+    return gl.sum(magnitudes_by_four(x), 1)
+
+
+@gluon.jit
+def may_wrap(magnitude, row_max, multiplier, fraction_bits):
+    """Whether a row's exponents could reach OCTAVES, if its query's magnitudes sum up to ``magnitude``: 0 or 1.
+
+    No score lies below ``-128 * magnitude``.
+    """
+    return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= OCTAVES).to(gl.int32)
+
+
+@gluon.jit
+def least_score(row_max, multiplier, fraction_bits):
+    """A score 64 to 128 octaves below the row's maximum: what lies below it may as well be it."""
+    bits = bit_length(multiplier, False)
+    return row_max - (1 << gl.minimum(gl.maximum(fraction_bits + 7 - bits, 0), 24))
+
+
+@gluon.jit
+def raised(s, least):
+    """A tile's scores, none lower than the least of its row."""
+    L: gl.constexpr = s.type.layout
+    return gl.maximum(s, beside_rows(least, L))
+
+
+@gluon.constexpr_function
+def _raised_in_place(pieces, each, own):
+    """Assembly for so many pieces of ``each`` scores: maxima with as many others, unless these are the least there is.
+
+    If these are a thread's ``own``, neighbours tell each other theirs.
+    """
+    count = each * pieces
+    least = [f"${2 * count + i}" for i in range(each)]
+    exchange = ""
+    if own and each == 4:
+        exchange = bring_both("a", "b", least[0])
+        least = ["a", "a", "b", "b"]
+    maxima = " ".join(f"max.s32 ${i}, ${i}, {least[i % each]};" for i in range(count))
+    unless = f"setp.eq.s32 p, ${2 * count}, {MASKED.value}; @p bra.uni DONE;"
+    return f"{{.reg .pred p; .reg .b32 a, b; {unless} {exchange} {maxima} DONE: }}"
+
+
+@gluon.constexpr_function
+def _in_place(pieces, each):
+    """Constraints of :func:`_raised_in_place`: the scores are read from the registers that are written."""
+    count = each * pieces
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * each)
+
+
+@gluon.jit
+def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
+    """A tile's columns, eight of each warp at a time."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1] // ACROSS
+    if N == 8:
+        pieces = (gl.convert_layout(s, L, assert_trivial=True),)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(s, (M, ACROSS, 2, N // 2)), (0, 1, 3, 2)))
+        a, b = gl.reshape(a, (M, ACROSS * N // 2)), gl.reshape(b, (M, ACROSS * N // 2))
+        pieces = _apart(a, L, ACROSS) + _apart(b, L, ACROSS)
+    return pieces
+
+
+@gluon.jit
+def _together(pieces, ACROSS: gl.constexpr):
+    """Undoes :func:`_apart`."""
+    HALF: gl.constexpr = len(pieces) // 2
+    if HALF == 0:
+        s = pieces[0]
+    else:
+        a, b = _together(pieces[:HALF], ACROSS), _together(pieces[HALF:], ACROSS)
+        M: gl.constexpr = a.shape[0]
+        N: gl.constexpr = a.shape[1] // ACROSS
+        s = gl.join(gl.reshape(a, (M, ACROSS, N)), gl.reshape(b, (M, ACROSS, N)))
+        s = gl.reshape(gl.permute(s, (0, 1, 3, 2)), (M, 2 * ACROSS * N))
+    return s
+
+
+@gluon.jit
+def least_if_needed(row_max, most, multiplier, fraction_bits):
+    """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
+
+    No score lies below ``-most``. Rows are one a thread, or a vector of more than eight.
+    """
+    reach = (row_max + most) * multiplier
+    least = least_score(row_max, multiplier, fraction_bits)
+    limit = row_max * 0 + (OCTAVES << fraction_bits)
+    if len(row_max.shape) == 1 and row_max.shape[0] > 8:
+        least = gl.inline_asm_elementwise(LEAST_IF_NEEDED_TWO, "=r,=r,r,r,r,r,r,r", [reach, limit, least], gl.int32, True, 2)
+    else:
+        least = gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,r,r,r", [reach, limit, least], gl.int32, True, 1)
+    return least
+
+
+@gluon.jit
+def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
+    """Tiles of scores, none lower than what :func:`least_if_needed` returned, behind one branch of every warp.
+
+    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: two scores a thread and row.
+    """
+    EACH: gl.constexpr = 4 if tiles[0].shape[0] > 8 else 2
+    pieces = ()
+    for i in gl.static_range(len(tiles)):
+        pieces = pieces + _apart(tiles[i], L, ACROSS)
+    COUNT: gl.constexpr = len(pieces)
+    OWN: gl.constexpr = len(least.shape) == 2
+    least = beside_rows(own_twice(least, tiles[0].shape[0]), L) + gl.zeros_like(pieces[0])
+    pieces = gl.inline_asm_elementwise(
+        _raised_in_place(COUNT, EACH, OWN), _in_place(COUNT, EACH), pieces + (least,), (gl.int32,) * COUNT, True, EACH
+    )
+    raised_tiles = ()
+    for i in gl.static_range(len(tiles)):
+        s = _together(pieces[: tiles[i].shape[1] // (8 * ACROSS)], ACROSS)
+        pieces = pieces[tiles[i].shape[1] // (8 * ACROSS) :]
+        raised_tiles = raised_tiles + (gl.convert_layout(s, tiles[i].type.layout, assert_trivial=True),)
+    return raised_tiles
+
+
+@gluon.jit
+def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """(slope, begin, constant) of a row, for :func:`twice_probabilities`."""
+    up = MAX_FRACTION_BITS - fraction_bits
+    # from 64 octaves a unit on, the next score is nothing already
+    slope = gl.where((multiplier >> fraction_bits) >= 64, 1 << 30, multiplier << up)
+    begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((9 << 24) + (1 << 16)) + row_max * slope
+    slope = gl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [slope], gl.int32, True, 1)
+    return slope, begin, gl.inline_asm_elementwise(OPAQUE, "=r,r", [fraction_bits], gl.int32, True, 1)
+
+
+@gluon.jit
+def twice_probabilities(s, slope, begin, constant):
+    """Floors of 2 P of the quadratic exponential for scores that :func:`may_wrap` or :func:`least_score` vouches for.
+
+    The bits of :func:`.fixed_point.probability` once rounded, in five instructions instead of seven: the exponent is aligned
+    to bytes, so that its octaves and its fraction need no multiply-add of their own.
+    """
+    return gl.inline_asm_elementwise(TWICE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
+
+
+@gluon.jit
+def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
+    """:func:`twice_probabilities` of scores that have 16 fraction bits already, which leaves octaves enough for any."""
+    begin = row_max + ((OFFSET << 7) + (9 << 16) + (1 << 8))
+    constant = gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(TWICE_PROBABILITY_16, "=r,r,r", [begin - z, constant], gl.int32, True, 1)
+
+
+@gluon.jit
+def pack(twice):
+    """What :func:`twice_probabilities` returned, four neighbours a thread, as stored probabilities."""
+    return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [twice], gl.int8, True, 4)
+
+
+@gluon.jit
+def _pairs(x):
+    """Neighbouring numbers of 16 bits of a row in a word."""
+    a, b = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """A row of numbers, as float32, out of words of :func:`_pairs` by an instruction for the first and one for the second."""
+    a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
+    b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
+    return gl.reshape(gl.join(a, b), (2 * x.shape[0],))
+
+
+@gluon.jit
+def words_of(x):
+    """A row's numbers as they travel: those of 16 bits two in a word. A thread has two neighbours of a row at least."""
+    if x.dtype != gl.float32:
+        x = _pairs(x)
+    return x
+
+
+@gluon.jit
+def numbers_of(x, DTYPE: gl.constexpr):
+    """A row's numbers, as float32, out of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = _unpaired(x, FIRST_F16, SECOND_F16)
+    elif gl.bfloat16 == DTYPE:
+        x = _unpaired(x, FIRST_BF16, SECOND_BF16)
+    return x
+
+
+@gluon.jit
+def _combined(a, b, F16: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr):
+    if gl.float16 == DTYPE:
+        x = gl.inline_asm_elementwise(F16, "=r,r,r", [a, b], gl.int32, True, 1)
+    elif gl.bfloat16 == DTYPE:
+        x = gl.inline_asm_elementwise(BF16, "=r,r,r", [a, b], gl.int32, True, 1)
+    else:
+        x = WIDE(a, b)
+    return x
+
+
+@gluon.jit
+def higher_words(a, b, DTYPE: gl.constexpr):
+    """Maxima of words of :func:`words_of`."""
+    return _combined(a, b, MAX_F16, MAX_BF16, nan_max, DTYPE)
+
+
+@gluon.jit
+def lower_words(a, b, DTYPE: gl.constexpr):
+    """Minima of words of :func:`words_of`."""
+    return _combined(a, b, MIN_F16, MIN_BF16, nan_min, DTYPE)
+
+
+@gluon.jit
+def _higher_float16(a, b):
+    return higher_words(a, b, gl.float16)
+
+
+@gluon.jit
+def _higher_bfloat16(a, b):
+    return higher_words(a, b, gl.bfloat16)
+
+
+@gluon.jit
+def _wider_float16(low_a, high_a, low_b, high_b):
+    return lower_words(low_a, low_b, gl.float16), higher_words(high_a, high_b, gl.float16)
+
+
+@gluon.jit
+def _wider_bfloat16(low_a, high_a, low_b, high_b):
+    return lower_words(low_a, low_b, gl.bfloat16), higher_words(high_a, high_b, gl.bfloat16)
+
+
+@gluon.jit
+def _wider(low_a, high_a, low_b, high_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b)
+
+
+@gluon.jit
+def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """Maxima along an axis of words of :func:`words_of`."""
+    if gl.float16 == DTYPE:
+        x = gl.reduce(x, AXIS, _higher_float16)
+    elif gl.bfloat16 == DTYPE:
+        x = gl.reduce(x, AXIS, _higher_bfloat16)
+    else:
+        x = gl.reduce(x, AXIS, nan_max)
+    return x
+
+
+@gluon.jit
+def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
+    """Minima of one and maxima of the other, like :func:`word_maxima`."""
+    if gl.float16 == DTYPE:
+        low, high = gl.reduce((low, high), AXIS, _wider_float16)
+    elif gl.bfloat16 == DTYPE:
+        low, high = gl.reduce((low, high), AXIS, _wider_bfloat16)
+    else:
+        low, high = gl.reduce((low, high), AXIS, _wider)
+    return low, high
+
+
+@gluon.jit
+def largest_in_warp(x):
+    """The bits of the largest of magnitudes, a vector that every warp has all of.
+
+    They have the magnitudes' order, NaN above all, and one instruction finds a warp's largest integer.
+    """
+    return gl.max(x.to(gl.int32, bitcast=True), 0)
+
+
+@gluon.jit
+def halves(x):
+    """The upper and the lower half of the rows."""
+    return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
+def beside_channels(x, L: gl.constexpr):
+    """A number, or one for each channel, beside a tile of layout ``L``."""
+    if x.type.is_block():
+        x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
+    return x
+
+
+@gluon.jit
+def round_to_int8(x, inverse):
+    """:func:`.common.quantize_ops.round_to_int8`."""
+    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
+
+
+@gluon.jit
+def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
+    """The numbers in words of four bytes, which a loop can hand on as they are: (rows, numbers) in ``layout``."""
+    if dtype == gl.int8:
+        x = gl.join(gl.join(x, x), gl.join(x, x))
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], gl.int8, True, 4)
+    elif dtype == gl.float16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.float16, True, 2)
+    elif dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [gl.join(x, x)], gl.bfloat16, True, 2)
+    else:
+        x = x.to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(x, layout.shape), layout, assert_trivial=True)
+
+
+@gluon.jit
+def output_factors(
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
+    CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """:func:`.common.tile_ops.output_factors`, numbers or one a channel in layout L; a thread forms those of one channel.
+
+    Of D channels those past CHANNELS have the last one's.
+    """
+    channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    if CHANNELS < D:
+        channel = gl.minimum(channel, CHANNELS - 1)
+    if VALUE_CHANNEL:
+        factor = gl.load(vs_base + channel * vs_stride_d)
+    else:
+        factor = gl.load(vs_base)
+    shift, half = 0, 0
+    if o_ptr.dtype.element_ty == gl.int8:
+        if OUTPUT_CHANNEL:
+            output_scale = gl.load(os_base + channel * os_stride_d)
+        else:
+            output_scale = gl.load(os_base)
+        factor, shift = output_multiplier(factor.to(gl.int32, bitcast=True), output_scale.to(gl.int32, bitcast=True), False)
+        half = half_of(shift)
+        if VALUE_CHANNEL or OUTPUT_CHANNEL:
+            shift, half = gl.convert_layout(shift, L), gl.convert_layout(half, L)
+    if factor.type.is_block():
+        factor = gl.convert_layout(factor, L)
+    return factor, shift, half

@@ -1,0 +1,1 @@
+"""Attention for Hopper: wgmma, the copy engine, asynchronous copies."""

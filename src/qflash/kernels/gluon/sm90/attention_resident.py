@@ -1,0 +1,615 @@
+"""Rows of 65 keys to what shared memory holds on Hopper, with layouts and tensor-core products by hand (Gluon).
+
+What :mod:`.triton.attention_resident` does, faster, and for longer rows what :mod:`.triton.attention_streaming` does. A program
+takes one head, or every few blocks of 64 or 128 of its queries, or, where rows are walked over, blocks of several heads, one
+head after the other. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not
+256. Rows of up to 288 keys are held whole. Longer ones are walked over twice, for their maximum and for the rest; the second
+walk computes the scores again (:func:`.tiles.is_held`). A head's channels are one span, or of 72 to 96 two
+(:func:`.tiles.channel_spans`), each with loads, products and outputs of its own, and scores the sum of both. Keys and values
+lie in shared memory, all of them; queries, probabilities and outputs stay in the registers of whom they belong to, so that
+after the values are there no warp waits for another. Three orders make that possible; they leave every product as it is:
+
+* queries are loaded as the tensor core holds them;
+* the keys of a product with V come in the order in which threads hold the scores;
+* the channels of V are dealt to the columns of its product so that a thread ends up with neighbouring outputs.
+
+The products of a block are issued one behind the other and waited for tile by tile: those of a tile of probabilities
+with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
+channel's sum of V, is formed once a program, and products begin there or it is added at their end; where tensor cores would
+idle it is a product with -127 in every block.
+
+Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats, and
+where rows are long, two warps then share sixteen queries: each has half of the scores and half of the outputs, and
+probabilities pass through shared memory. So rows of up to 608 keys are held whole.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
+
+from ...common.fixed_point import split_scale, usable_scale
+from ...common.quantize_ops import amplitude_to_scale, nan_max
+from ...common.tile_ops import MASKED
+from ..ptx_ops import (
+    barrier,
+    keep_apart,
+    least_if_needed,
+    output_factors,
+    raised_if_needed,
+    row_exponents,
+    row_factors,
+    wait_for_copies,
+)
+from ..row_ops import both_rows, own_twice, row_largest, row_sum
+from .layouts import (
+    channel_spans,
+    depth,
+    eight_layout,
+    in_memory,
+    is_crowded,
+    output_layout,
+    part_layout,
+    product_layout,
+    quarter_layout,
+    row_starts,
+    row_widths,
+    score_layout,
+    shared_layout,
+    span_starts,
+    span_widths,
+    value_widths,
+)
+from .query_block import (
+    add_values,
+    allocate,
+    beside_product,
+    deal,
+    finished,
+    fold_columns,
+    load_queries,
+    part_sums,
+    quarter_sums,
+    read_queries,
+    row_amplitude,
+    row_inverses,
+    start_scores,
+    store_span,
+    stored,
+    unpack_queries,
+)
+from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
+from .tail_queries import last_queries, last_rows, load_last
+
+
+@gluon.jit
+def _allocate_tiles(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int8, [COUNT, ROWS, COLUMNS], shared_layout(COLUMNS))
+
+
+@gluon.jit
+def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the products of a block of queries with all keys."""
+    scores = ()
+    for t in gl.static_range(len(WIDTHS)):
+        scores = scores + (start_scores(q, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+    return scores
+
+
+@gluon.jit
+def _tile_at(whole, i):
+    """The spans of whole tile ``i``."""
+    spans = ()
+    for c in gl.static_range(len(whole)):
+        spans = spans + (whole[c].index(i),)
+    return spans
+
+
+@gluon.jit
+def _first_rows(v, D: gl.constexpr):
+    """Spans of a tile of V without rows past their channels."""
+    spans = ()
+    for c in gl.static_range(len(D)):
+        if v[c].shape[0] > D[c]:
+            spans = spans + (v[c].slice(0, D[c], 0),)
+        else:
+            spans = spans + (v[c],)
+    return spans
+
+
+@gluon.jit
+def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
+    """Maxima of columns eight apart of a block's scores, which are not kept."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    TURNS: gl.constexpr = KEYS // (128 * TURN)
+    largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
+    for turn in range(TURNS):
+        scores = ()
+        for i in gl.static_range(TURN):
+            scores = scores + (start_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1),)
+        for i in gl.static_range(TURN):
+            s = finished(scores[i], len(q) * (TURN - 1 - i), WARPS)
+            largest = gl.maximum(largest, fold_columns(s, WARPS))
+    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
+        s_t = finished(start_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
+        largest = gl.maximum(largest, fold_columns(s_t, WARPS))
+    return largest
+
+
+@gluon.jit
+def _tile_probabilities(q, k, row, WIDTH: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr):
+    """Stored probabilities of a tile of keys; ``row`` is each row's least score, slope, beginning and constant."""
+    least, slope, begin, constant = row
+    s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
+    s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
+    return stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+
+
+@gluon.jit
+def _second_walk(
+    q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
+    WARPS: gl.constexpr, OPERAND: gl.constexpr,
+):  # fmt: skip
+    """Start the products of a block's probabilities with V, the last still under way, and sum the probabilities up."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TURNS: gl.constexpr = KEYS // (128 * TURN)
+    total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
+    for turn in range(TURNS):
+        for i in gl.static_range(TURN):
+            p = _tile_probabilities(q, _tile_at(k_whole, turn * TURN + i), row, 128, WARPS, OPERAND)
+            v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
+            accumulator = add_values(accumulator, p, v, WARPS, 1)
+            total += quarter_sums(p, 0, 128, KEYS, WARPS)
+    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
+        p_t = _tile_probabilities(q, k_smem[t], row, WIDTHS[t], WARPS, OPERAND)
+        accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
+        total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
+    return accumulator, row_sum(total)
+
+
+@gluon.jit
+def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A span of zeros."""
+    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
+
+
+@gluon.jit
+def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """What products with the spans of V begin at: the sums of its channels, or nothing."""
+    spans = ()
+    for c in gl.static_range(len(v)):
+        if SUMS == "begin":
+            span = beside_product(sums[c], WARPS, ACROSS)
+        else:
+            span = _no_outputs(v[c].shape[0], WARPS, ACROSS)
+        spans = spans + (warpgroup_mma_init(span),)
+    return spans
+
+
+@gluon.jit
+def _block(
+    q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
+    TURN: gl.constexpr, QUANTIZE: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of a block of queries.
+
+    Args:
+        scores: their products with the keys, under way; none where rows are walked over twice.
+        row: what :func:`.gluon.ptx_ops.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
+        memory: keys and values, in the order of tiles and the whole tiles in one piece, each span by span, and where warps
+            that share a row leave probabilities, maxima and sums.
+        output: the sums that :func:`.sm90.stage_kv.sums_aside` left, or, where registers have room for those that are added at
+            the end, as :func:`.sm90.stage_kv.sums_beside` has them; what outputs are multiplied with and shifted by, span by
+            span; where they go.
+    """
+    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
+    sums, factors, o_base = output
+    TWICE: gl.constexpr = TURN > 0
+    M: gl.constexpr = 16 * WARPS
+    SPANS: gl.constexpr = len(q)
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
+    RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+    PRODUCTS: gl.constexpr = SUMS == "products"
+    BEHIND: gl.constexpr = TILES if PRODUCTS else 0
+    accumulator = ()
+    if PRODUCTS:
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+        for t in gl.static_range(TILES):
+            # -127 times the sums of V's channels, in every row
+            number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
+            accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
+    usable = keys_usable & usable_scale(query_bits)
+    if query_bits.type.is_block():
+        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+    multiplier, fraction_bits, _ = row
+    ready = ()
+    if TWICE:
+        largest = _first_walk(q, k_whole, k_smem, KEYS, TURN, WARPS)
+    else:
+        ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
+        largest = fold_columns(ready[0], WARPS, ACROSS)
+        for t in gl.static_range(1, TILES):
+            ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
+            largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
+    # with one scale for all queries there is so little to work out for a row that this gains nothing
+    ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
+    if ONE:
+        row_max = row_largest(largest)
+    elif ACROSS == 1:
+        row_max = gl.max(largest, 1)
+    else:
+        most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
+        row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
+    if QUANTIZE and WARPS == 4 and ACROSS == 1 and not TWICE:
+        # measured: three programs a processor 2 to 3 % faster where they are many, 2 to 3 % slower where one round takes them
+        keep_apart(units[2], 2)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    if ONE:
+        slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
+    EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
+    APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
+    if TWICE:
+        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+        accumulator, total = _second_walk(
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
+            OPERAND,
+        )  # fmt: skip
+    elif not APART:
+        ready = raised_if_needed(ready, least, EIGHT, ACROSS)
+    for t in gl.static_range(len(ready)):
+        s = ready[t]
+        if APART:
+            # with a processor to itself a program starts on the first tile rather than saves a branch
+            s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
+        p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
+        if ACROSS == 1:
+            if t == 0 and not PRODUCTS:
+                accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+            accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
+        else:
+            p_smem[t].store(p)
+        if ACROSS == 1:
+            more = quarter_sums(p, STARTS[t], WIDTHS[t], KEYS, WARPS)
+        else:
+            more = part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+        if t == 0:
+            parts = more
+        else:
+            parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
+    if ACROSS == 1 and not TWICE:
+        total = row_sum(parts)
+    elif not TWICE:
+        total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
+        fence_async_shared()
+        barrier()
+        if not PRODUCTS:
+            accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+        for t in gl.static_range(TILES):
+            accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
+        total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
+    numerators = ()
+    for c in gl.static_range(SPANS):
+        numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
+        if SUMS == "end" and in_memory(sums[c].type.layout):
+            numerator += sums_beside(sums[c], WARPS, ACROSS)
+        elif SUMS == "end":
+            numerator += sums[c]
+        numerators = numerators + (numerator,)
+    bits, inverse = row_inverses(total, KEYS)
+    SPAN: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    for c in gl.static_range(SPANS):
+        store_span(
+            numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPAN[c], WARPS,
+            ACROSS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _allocate(
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, ACROSS: gl.constexpr,
+    TWICE: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for a head: keys and values in the order of tiles, those in one piece that are whole, and what warps that
+    share a row exchange."""
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(D)
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    # the last queries take keys and values as rows of products, of which there are at least 64
+    LEAST: gl.constexpr = 64 if TAIL else 32
+    VALUE_LEAST: gl.constexpr = 64 if TAIL else 16
+    k_smem = ()
+    v_tall = ()
+    p_smem = ()
+    k_whole = ()
+    v_whole = ()
+    if TWICE:
+        # in one piece, for loops
+        for c in gl.static_range(COUNT):
+            k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
+            v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
+        for i in gl.static_range(KEYS // 128):
+            k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
+    for i in gl.static_range(len(k_smem), len(WIDTHS)):
+        keys = ()
+        values = ()
+        for c in gl.static_range(COUNT):
+            keys = keys + (allocate(max(WIDTHS[i], LEAST), D[c]),)
+            values = values + (allocate(max(DV[c], VALUE_LEAST), depth(WIDTHS[i])),)
+        k_smem, v_tall = k_smem + (keys,), v_tall + (values,)
+        if ACROSS > 1:
+            p_smem = p_smem + (allocate(BLOCK_M, WIDTHS[i]),)
+    most_smem = 0
+    total_smem = 0
+    if ACROSS > 1:
+        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        most_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
+        total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
+    return k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem
+
+
+@gluon.jit
+def _head(
+    tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
+    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
+    qs_stride_n: gl.constexpr, vs_stride_d: gl.constexpr, os_stride_d: gl.constexpr,
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Attention of every ``step``-th of a head's blocks of queries from ``block`` on, before ``blocks``.
+
+    Args:
+        tensors: where the head begins in query, key, value and output.
+        scales: where its scales are.
+        memory: what :func:`_allocate` returned, in nobody's use.
+        last_too: whether the queries behind the last of ``blocks``, TAIL at most, are this program's.
+    """
+    q_base, k_base, v_base, o_base = tensors
+    qs_base, ks_base, vs_base, os_base = scales
+    k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem = memory
+    DTYPE: gl.constexpr = q_base.dtype.element_ty
+    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(SPANS)
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    WARPS: gl.constexpr = BLOCK_M // 16
+    ALL: gl.constexpr = WARPS * ACROSS
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    TWICE: gl.constexpr = TURN > 0
+
+    # queries are on their way while keys and values, or the block before, are worked on
+    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
+    if TAIL and QUANTIZE:
+        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
+    v_smem = ()
+    for i in gl.static_range(TILES):
+        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
+
+    head_bits = 0
+    factors = ()
+    TOGETHER: gl.constexpr = not TWICE and COUNT == 1
+    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
+    if QUANTIZE:
+        # every load is under way before the first use, as far as registers go
+        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY)
+        v = ()
+        if TOGETHER:
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
+        if EARLY:
+            # queries came first, and nobody has anything else to do until keys and values are there
+            q, query_bits = read_queries(
+                following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
+            )
+        key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
+        if not TOGETHER:
+            # of keys and values registers hold one
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
+        if not QUERY_TOKEN:
+            # one scale for the head's queries: a walk of its own, behind which they are read again
+            words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
+            largest = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
+            for start in range(BLOCK_M, queries, BLOCK_M):
+                words = load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS, "")
+                more = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
+                largest = nan_max(largest, more)
+            if ACROSS == 1:
+                largest = gl.reduce(largest, 1, nan_max)
+            head_bits = amplitude_to_scale(gl.reduce(largest, 0, nan_max)).to(gl.int32, bitcast=True)
+    else:
+        for i in gl.static_range(TILES):
+            for c in gl.static_range(COUNT):
+                rows = k_smem[i][c].slice(0, depth(WIDTHS[i]), 0)
+                copy_keys(k_base + FROM[c], k_stride_n, rows, STARTS[i], WIDTHS[i], KEYS, SPANS[c], ALL)
+        async_copy.commit_group()
+        v = ()
+        for i in gl.static_range(TILES):
+            # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
+            values = ()
+            for c in gl.static_range(COUNT):
+                x = load_quads(
+                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY
+                )
+                values = values + (x,)
+            v = v + (values,)
+        key_bits = gl.load(ks_base)
+        if not QUERY_TOKEN:
+            head_bits = gl.load(qs_base)
+        for c in gl.static_range(COUNT):
+            factor = output_factors(
+                o_base, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c],
+                DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
+            )  # fmt: skip
+            factors = factors + (factor,)
+        for i in gl.static_range(TILES):
+            for c in gl.static_range(COUNT):
+                v_smem[i][c].permute((1, 0)).store(deal(v[i][c], ACROSS))
+        wait_for_copies(queries)
+    keys_usable = usable_scale(key_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    row = 0, 0, 0
+    if not QUERY_TOKEN:
+        row = row_factors(head_bits, units, "none", MOST, MOST_BITS)
+    if TAIL:
+        last_smem = ()
+        for c in gl.static_range(COUNT):
+            last_smem = last_smem + (allocate(TAIL, D[c]),)
+        if not QUANTIZE:
+            last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
+        last_bits = last_queries(
+            last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
+        )
+    if EARLY:
+        # scores are on their way while the values are quantised
+        fence_async_shared()
+        barrier()
+        scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+    if QUANTIZE:
+        # their scales are read in outputs' order later, once everybody has to wait anyway
+        scale_smem = quantize_values(v, v_smem, constant_mantissa, VALUE_CHANNEL, ALL, ACROSS)
+    fence_async_shared()
+    barrier()
+    if QUANTIZE:
+        for c in gl.static_range(COUNT):
+            factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)))
+            factors = factors + ((factor, 0, 0),)
+    left = ()
+    if SUMS != "products":
+        left = sums_aside(v_smem, SUMS, ALL)
+    sums = left
+    if SUMS == "end" and not (TWICE or QUANTIZE):
+        sums = ()
+        for c in gl.static_range(COUNT):
+            sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
+
+    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
+    output = sums, factors, o_base
+    if EARLY:
+        _block(
+            q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
+            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+        )  # fmt: skip
+        for i in gl.static_range(TILES):
+            # Triton sees the last use of the keys where products start that still read them
+            for c in gl.static_range(COUNT):
+                k_smem[i][c]._keep_alive()
+    else:
+        while block < blocks:
+            first = block * BLOCK_M
+            words = following
+            block += step
+            if WALK:
+                following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
+            q, query_bits = read_queries(
+                words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
+            )
+            scores = ()
+            if not TWICE:
+                scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+            _block(
+                q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
+                WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+            )  # fmt: skip
+
+    if TAIL:
+        if last_too:
+            last_rows(
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, factors, o_base, o_stride_n,
+                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+            )  # fmt: skip
+
+
+# compiled once for all batches: these would be constants where they are 1, and special where multiples of sixteen
+@gluon.jit(do_not_specialize=("share", "total"))
+def hopper_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
+    k_stride_z: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
+    v_stride_z: gl.constexpr, v_stride_h: gl.constexpr, v_stride_n: gl.constexpr,
+    o_stride_z: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
+    qs_stride_z: gl.constexpr, qs_stride_h: gl.constexpr, qs_stride_n: gl.constexpr,
+    ks_stride_z: gl.constexpr, ks_stride_h: gl.constexpr,
+    vs_stride_z: gl.constexpr, vs_stride_h: gl.constexpr, vs_stride_d: gl.constexpr,
+    os_stride_z: gl.constexpr, os_stride_h: gl.constexpr, os_stride_d: gl.constexpr,
+    queries, constant_mantissa, constant_exponent, share, total,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
+    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
+
+    See :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`. With BLOCKS, how many a head has, a program
+    takes the next ``share`` of the ``total`` blocks of HEADS heads of every batch element; if that is 0 it keeps to the head
+    that its place in the grid names. With SPREAD the first programs of all heads come before the second ones.
+
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
+    program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
+    matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
+    its scores and the channels of its outputs. Rows that are walked over twice are so TURN tiles of 128 keys a turn; where they
+    are held whole it is 0.
+
+    SUMS says how outputs come by -127 times the sums of V's channels, for the offset of stored probabilities: products with
+    V "begin" there, they are added at the "end", or they are one of the "products" of every block. POLICY is how the L2 is to
+    treat what is read.
+    """
+    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
+    if BLOCKS:
+        at = gl.program_id(0) * share
+        end = gl.minimum(at + share, total)
+        heads = at // BLOCKS, (end - 1) // BLOCKS + 1
+    else:
+        heads = 0, 1
+    for head in range(heads[0], heads[1]):
+        if BLOCKS:
+            z = (head // HEADS).to(gl.int64)
+            h = head % HEADS
+            block = gl.maximum(at - head * BLOCKS, 0)
+            blocks = gl.minimum(end - head * BLOCKS, BLOCKS)
+            step = 1
+            last_too = blocks == BLOCKS
+        else:
+            z = gl.program_id(1 if SPREAD else 2).to(gl.int64)
+            h = gl.program_id(0 if SPREAD else 1)
+            block = gl.program_id(2 if SPREAD else 0)
+            blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
+            step = gl.num_programs(2 if SPREAD else 0)
+            last_too = block + 1 == step
+        kv_head = h // GROUP
+        tensors = (
+            q_ptr + z * q_stride_z + h * q_stride_h,
+            k_ptr + z * k_stride_z + kv_head * k_stride_h,
+            v_ptr + z * v_stride_z + kv_head * v_stride_h,
+            o_ptr + z * o_stride_z + h * o_stride_h,
+        )
+        scales = (
+            qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h,
+            ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h,
+            vs_ptr + z * vs_stride_z + kv_head * vs_stride_h,
+            os_ptr + z * os_stride_z + h * os_stride_h,
+        )
+        _head(
+            tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
+            q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d,
+            HEAD_DIM, KEYS, BLOCK_M, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+            WALK, TAIL, ACROSS, SUMS, TURN, POLICY,
+        )  # fmt: skip
+        if BLOCKS:
+            # the next head's keys and values take the places of these
+            barrier()

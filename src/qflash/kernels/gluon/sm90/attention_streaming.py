@@ -1,0 +1,310 @@
+"""Attention over rows of any length on Hopper (Gluon): what :mod:`.triton.attention_streaming` does, faster.
+
+A program takes one block of queries of one head and walks over the keys twice, for the maximum of its rows and for the
+rest. The copy engine brings keys and values to shared memory, a step or more ahead; scores, probabilities and outputs
+stay in registers, as do queries where there is room, in the orders of :mod:`.sm90.attention_resident`, for which V is packed
+beforehand (:func:`.triton.attention_streaming.pack_value_kernel`).
+
+On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
+steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and loops of their own for what is
+seldom needed: keys past the last, scales so large that scores have to be raised. What outputs need besides is worked out at
+the beginning, while the first keys are on their way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ... import tiles
+from ...common.fixed_point import split_scale, usable_scale
+from ...common.quantize_ops import CHUNKS
+from ...common.tile_ops import MASKED, channel_of_row
+from ..ptx_ops import (
+    aside,
+    barrier,
+    least_score,
+    magnitudes,
+    may_wrap,
+    output_factors,
+    raised,
+    row_exponents,
+    row_factors,
+    twice_probabilities,
+)
+from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
+from .layouts import kernel_width, output_layout, product_layout, quarter_layout, score_layout
+from .query_block import (
+    allocate,
+    beside_product,
+    finished,
+    fold_columns,
+    load_query_span,
+    pairs_twice,
+    quarter_sums,
+    read_queries,
+    row_inverses,
+    start_scores,
+    store_span,
+    stored,
+)
+
+# the names differ between releases of Triton
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# At 64 channels registers are short behind quantisation, and always with the assembler of Triton 3.9, which then waits behind
+# every product (C7512). Queries in shared memory leave room; elsewhere, measured, they are 1 to 4 % slower there.
+SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
+# keys of a product
+TILE = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def step_columns(place, unroll, last, span, left):
+    """The columns of a step of a turn, or of the last turn: only its last step may have fewer."""
+    return left if last and place == unroll - 1 else span
+
+
+@gluon.constexpr_function
+def tile_count(columns):
+    """The tiles of a step of so many columns: all but the last are whole."""
+    return -(-columns // TILE.value)
+
+
+@gluon.jit
+def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The keys of a tile of a step."""
+    return smem.slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0)
+
+
+@gluon.jit
+def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The values of a tile of a step, as a product takes them."""
+    return smem.slice(0, min(TILE, COLUMNS - index * TILE), 1).permute((1, 0))
+
+
+@gluon.jit
+def _padded(s, there, filler):
+    """Scores, and a filler for keys past the last."""
+    L: gl.constexpr = s.type.layout
+    n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
+    return gl.where((n < there)[None, :], s, filler)
+
+
+@gluon.jit
+def _padded_rows(s, there, filler):
+    """The same with a filler for each row."""
+    L: gl.constexpr = s.type.layout
+    return _padded(s, there, beside_rows(filler, L))
+
+
+@gluon.jit
+def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of V's channels from those of its chunks, in the order in which its channels are dealt."""
+    L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
+    part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
+    channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]
+    return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
+
+
+@gluon.jit
+def long_hopper_kernel(
+    q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, sums_ptr,
+    q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
+    k_rows_z, k_rows_h, k_columns_h,
+    o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
+    qs_stride_z, qs_stride_h, qs_stride_n,
+    ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d,
+    os_stride_z, os_stride_h, os_stride_d,
+    queries, keys, parts, constant_mantissa, constant_exponent,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
+    LEFT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """Attention of one block of queries; see :func:`.dispatch.launch_attention`.
+
+    The keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h`` on, in
+    the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``), and their sums come in
+    ``parts``. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. If keys are
+    left over from whole steps the last one has LEFT columns; else that is SPAN. With QUANTIZE queries are floats, which get a
+    scale each.
+    """
+    z = gl.program_id(2).to(gl.int64)
+    h = gl.program_id(1)
+    kv_head = h // GROUP
+    head = gl.program_id(2) * (gl.num_programs(1) // GROUP) + kv_head
+    q_base = q_ptr + z * q_stride_z + h * q_stride_h
+    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+    D: gl.constexpr = kernel_width(HEAD_DIM)
+    WARPS: gl.constexpr = BLOCK_M // 16
+    S: gl.constexpr = product_layout(TILE, WARPS)
+    PV: gl.constexpr = product_layout(D, WARPS)
+    EIGHT: gl.constexpr = score_layout(8, WARPS)
+    RL: gl.constexpr = gl.SliceLayout(1, EIGHT)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
+    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
+    first = gl.program_id(0) * BLOCK_M
+    HALVES: gl.constexpr = SPAN // TILE
+    steps = gl.cdiv(keys, SPAN)
+    k_row = gl.program_id(2) * k_rows_z + kv_head * k_rows_h
+    k_column = kv_head * k_columns_h
+
+    # steps of keys that are here or on their way in the first walk; in the second, which takes longer, two
+    SLOTS: gl.constexpr = 2 * UNROLL
+    k_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    first_values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    SIZE: gl.constexpr = SPAN * D
+    for index in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(index), count=1)
+    mbarrier.init(first_values, count=1)
+    barrier()
+    for index in gl.static_range(SLOTS):
+        mbarrier.expect(ready.index(index), SIZE)
+        _load(k_desc, [k_row + index * SPAN, k_column], ready.index(index), k_smem.index(index))
+    mbarrier.expect(first_values, SIZE)
+    for half in gl.static_range(HALVES):
+        _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
+    words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
+    sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS)
+    # measured: products begin at them, or at 128 channels they are added at the end, 1 to 2 % faster each
+    BEGIN: gl.constexpr = D == 64
+    sums = aside(pairs_twice(sums)) if BEGIN else aside(sums)
+    factor, shift, rounding = output_factors(
+        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
+        os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+    )  # fmt: skip
+    INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
+    CHANNELS: gl.constexpr = factor.type.is_block()
+    if CHANNELS:
+        factor = aside(factor)
+    if CHANNELS and INT8:
+        shift, rounding = aside(shift), aside(rounding)
+    head_bits = 0
+    if not QUERY_TOKEN:
+        head_bits = gl.load(qs_base)
+    key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+    spans, query_bits = read_queries(
+        (words,), q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
+    )
+    q = gl.convert_layout(spans[0], gl.DotOperandLayout(0, S, 4), assert_trivial=True)
+    IN_MEMORY: gl.constexpr = D == 64 and (QUANTIZE or SHORT_OF_REGISTERS)
+    operand = q
+    if IN_MEMORY:
+        operand = allocate(BLOCK_M, D)
+        operand.store(q)
+        fence_async_shared()
+        barrier()
+    usable = usable_scale(key_bits) & usable_scale(query_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+
+    turns = steps // UNROLL
+    # turns of whole steps; the last one has a loop to itself in both walks if it is not
+    whole = keys // (UNROLL * SPAN)
+    largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
+    for last in gl.static_range(2):
+        for turn in range(whole if last else 0, turns if last else whole):
+            # all products of a turn are under way before the first maximum
+            scores = ()
+            for place in gl.static_range(UNROLL):
+                slot = turn % 2 * UNROLL + place
+                mbarrier.wait(ready.index(slot), (turn // 2) & 1)
+                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
+                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    scores = scores + (start_scores((operand,), (k,), k.shape[0], WARPS, 1),)
+            for tile in gl.static_range(len(scores)):
+                step = UNROLL * turn + tile // HALVES
+                slot = turn % 2 * UNROLL + tile // HALVES
+                s = finished(scores[tile], len(scores) - 1 - tile, WARPS)
+                if last:
+                    s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+                largest = gl.maximum(largest, fold_columns(s, WARPS))
+                if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
+                    # nobody reads these keys any more; behind the last the second walk begins, in the first slots
+                    barrier()
+                    more = turn + 2 < turns
+                    following = gl.where(more, step + SLOTS, tile if UNROLL == 2 else step + SLOTS - steps)
+                    wanted = more | (turn % 2 == 0) if UNROLL == 2 else True
+                    mbarrier.expect(ready.index(slot), SIZE, pred=wanted)
+                    _load(k_desc, [k_row + following * SPAN, k_column], ready.index(slot), k_smem.index(slot), pred=wanted)
+    row_max = row_largest(largest)
+    magnitude = one_row(beside_rows(gl.convert_layout(magnitudes(q), RL, assert_trivial=True), EIGHT) + largest * 0)
+    wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
+    least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    # what stands for keys past the last has the largest probability
+    most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
+    row_max = both_rows(row_max, BLOCK_M)
+    slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
+    accumulator = beside_product(sums, WARPS) if BEGIN else gl.zeros((BLOCK_M, D), gl.int32, PV)
+    accumulator = warpgroup_mma_init(accumulator)
+    total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
+    # steps that the first two slots had in the first walk
+    passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
+    mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
+    mbarrier.wait(first_values, 0)
+    # Scores are raised in the other loop if the last step has nothing else of its own, but for two steps a turn: without a
+    # branch there the assembler asks for keys only behind the exponential.
+    APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
+    if APART:
+        whole = gl.where(wrap, 0, whole)
+    for last in gl.static_range(2):
+        for turn in range(whole if last else 0, turns if last else whole):
+            for place in gl.static_range(UNROLL):
+                step = UNROLL * turn + place
+                slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
+                v_slot = (place if UNROLL == 2 else step % 2) * HALVES
+                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
+                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    s = finished(start_scores((operand,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
+                    if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
+                        # nobody reads these keys any more, nor the values of the step before
+                        barrier()
+                        if step + 1 < steps:
+                            mbarrier.expect(ready.index(slot), 2 * SIZE)
+                            _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
+                            for tile in gl.static_range(HALVES):
+                                column = (step + 1) * SPAN + tile * TILE
+                                _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
+                    if last:
+                        s = raised(s, least)
+                        s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                    elif not APART:  # what the compiler knows is no part of a condition
+                        if wrap:
+                            s = raised(s, least)
+                    p = stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+                    if half == 0:
+                        # these values, and the keys of the next step
+                        mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
+                    v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
+                    total += quarter_sums(p, 0, p.shape[1], p.shape[1], WARPS)
+    if CHANNELS:
+        factor = factor.load(CO)
+    if CHANNELS and INT8:
+        shift, rounding = shift.load(CO), rounding.load(CO)
+    numerator = warpgroup_mma_wait(0, [accumulator])
+    if not BEGIN:
+        numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
+    count = (steps - 1) * SPAN + LEFT
+    total = row_sum(total) + (count - keys) * most
+    if HEAD_DIM % 16:
+        # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
+        o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
+    bits, inverse = row_inverses(total, count)
+    store_span(
+        numerator, bits, inverse, usable, (factor, shift, rounding), o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first,
+        queries, HEAD_DIM, WARPS,
+    )  # fmt: skip

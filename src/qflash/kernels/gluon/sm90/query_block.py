@@ -1,0 +1,371 @@
+"""What the kernels for Hopper do to a block of queries: load and quantise it, its products and probabilities, its outputs."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
+from ...common.tile_ops import held_order
+from ..ptx_ops import beside_channels, first_of_four, pack, round_to_int8, twice_probabilities, unpack
+from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
+from .layouts import (
+    channel_spans,
+    eight_layout,
+    half_layout,
+    in_memory,
+    kernel_width,
+    output_layout,
+    pairs_layout,
+    product_layout,
+    quarter_layout,
+    query_layout,
+    score_layout,
+    shared_layout,
+    span_starts,
+    stored_layout,
+)
+
+# the sum of four bytes, each times its weight, and nothing in the other three of four places
+SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
+
+
+@gluon.jit
+def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, POLICY: gl.constexpr):
+    """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
+    if D == CHANNELS:
+        x = gl.load(ptrs, eviction_policy=POLICY)
+    else:
+        inside = (n[:, None] >= 0) & (channels[None, :] < CHANNELS)
+        x = gl.load(ptrs, mask=inside, other=0, eviction_policy=POLICY)
+    return x
+
+
+@gluon.jit
+def deal(x, ACROSS: gl.constexpr):
+    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs.
+
+    The same in each part of the channels that warps of a row share.
+    """
+    N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (N, ACROSS, 8, D // (8 * ACROSS))), (0, 1, 3, 2)), (N, D))
+
+
+@gluon.jit
+def _undeal(x, ACROSS: gl.constexpr):
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(x, (M, ACROSS, D // (8 * ACROSS), 8)), (0, 1, 3, 2)), (M, D))
+
+
+@gluon.jit
+def load_queries(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    POLICY: gl.constexpr,
+):  # fmt: skip
+    """Spans of queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        spans = spans + (load_query_span(base + FROM[c], stride_n, first, queries, SPANS[c], WARPS, ACROSS, POLICY),)
+    return spans
+
+
+@gluon.jit
+def load_query_span(
+    base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    POLICY: gl.constexpr,
+):  # fmt: skip
+    """One of them: CHANNELS numbers a row from ``base`` on, and zeros up to the kernel's width."""
+    D: gl.constexpr = kernel_width(CHANNELS)
+    EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
+    n = gl.minimum(first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L)), queries - 1)
+    d = gl.arange(0, D // EACH, layout=gl.SliceLayout(0, L))
+    ptrs = base.to(gl.pointer_type(gl.int32)) + n[:, None] * (stride_n // EACH) + d[None, :]
+    return load_channels(ptrs, n, d * EACH, CHANNELS, D, POLICY)
+
+
+@gluon.jit
+def row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Largest magnitude of each row, as float32: one row a thread, or a vector where warps share rows."""
+    largest = _span_amplitude(spans[0])
+    for c in gl.static_range(1, len(spans)):
+        more = gl.convert_layout(_span_amplitude(spans[c]), largest.type.layout, assert_trivial=True)
+        largest = nan_max(largest, more)
+    if ACROSS == 1:
+        largest = row_largest(largest)
+    else:
+        L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+        largest = gl.convert_layout(gl.reduce(largest, 1, nan_max), L, assert_trivial=True)
+    return largest
+
+
+@gluon.jit
+def _span_amplitude(x):
+    """Eight magnitudes a row, of which one is the largest; two numbers an instruction while a thread is by itself."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.abs(x)
+    if x.shape[1] == 128:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 64)), (0, 2, 1)))
+        x = higher(a, b, False)
+    if x.shape[1] == 64:
+        a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 32)), (0, 2, 1)))
+        x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, 16)), (0, 2, 1)))
+    x = higher(a, b, False)
+    a, b = gl.split(gl.permute(gl.reshape(x, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
+    return gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32)
+
+
+@gluon.jit
+def unpack_queries(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The numbers in what :func:`load_queries` returned."""
+    spans = ()
+    for c in gl.static_range(len(words)):
+        spans = spans + (_unpack_span(words[c], DTYPE, WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _unpack_span(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
+    return unpack(words, DTYPE, L)
+
+
+@gluon.jit
+def round_rows(x, inverse):
+    """Floats times the inverse of their row's scale, or of all rows', as int8."""
+    L: gl.constexpr = x.type.layout
+    if len(inverse.shape) == 2:
+        inverse = beside_columns(both_rows(inverse, x.shape[0]), 4, L)
+    else:
+        inverse = beside_rows(inverse, L)
+    return round_to_int8(x, inverse)
+
+
+@gluon.jit
+def read_queries(
+    words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
+    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+):  # fmt: skip
+    """A block of queries as int8, span by span, and the bits of its scale or of its rows', like :func:`row_amplitude`'s."""
+    q = unpack_queries(words, DTYPE, WARPS, ACROSS)
+    bits = head_bits
+    if QUANTIZE:
+        floats = ()
+        for c in gl.static_range(len(q)):
+            floats = floats + (q[c].to(gl.float32),)
+        if QUERY_TOKEN:
+            scale = amplitude_to_scale(row_amplitude(q, WARPS, ACROSS))
+            inverse = inverse_scale(scale, False)
+            bits = scale.to(gl.int32, bitcast=True)
+        else:
+            inverse = inverse_scale(head_bits.to(gl.float32, bitcast=True), False)
+        rounded = ()
+        for c in gl.static_range(len(q)):
+            rounded = rounded + (round_rows(floats[c], inverse),)
+        q = rounded
+    elif QUERY_TOKEN:
+        L: gl.constexpr = eight_layout(WARPS, ACROSS)
+        n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L))
+        bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
+        if ACROSS == 1:
+            bits = one_row(beside_rows(bits, L) + gl.zeros((16 * WARPS, 8), gl.int32, L))
+    return q, bits
+
+
+@gluon.jit
+def pairs_twice(x):
+    """Numbers of V's channels in the order in which :func:`beside_product` reads them: every two neighbours twice."""
+    D: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(gl.join(x, x), (D // 2, 2, 2)), (0, 2, 1)), (2 * D,))
+
+
+@gluon.jit
+def in_order(x):
+    """Undoes :func:`pairs_twice`."""
+    D: gl.constexpr = x.shape[0] // 2
+    x, _ = gl.split(gl.permute(gl.reshape(x, (D // 2, 2, 2)), (0, 2, 1)))
+    return gl.reshape(x, (D,))
+
+
+@gluon.jit
+def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """What :func:`pairs_twice` returned, left in shared memory, in every row of a product with V.
+
+    A thread reads it for both of its rows, so that it comes straight to the registers where the product begins.
+    """
+    D: gl.constexpr = smem.shape[0] // 2
+    L: gl.constexpr = half_layout(D, WARPS, ACROSS)
+    x = gl.permute(gl.reshape(smem.load(pairs_layout(D, WARPS, ACROSS)), (D // 2, 2, 2)), (0, 2, 1))
+    upper, lower = gl.split(gl.reshape(x, (D, 2)))
+    none = gl.zeros((8 * WARPS, D), gl.int32, L)
+    upper = gl.convert_layout(upper, gl.SliceLayout(0, L), assert_trivial=True)[None, :] + none
+    lower = gl.convert_layout(lower, gl.SliceLayout(0, L), assert_trivial=True)[None, :] + none
+    x = gl.permute(gl.reshape(gl.join(upper, lower), (WARPS, 8, D, 2)), (0, 3, 1, 2))
+    return gl.convert_layout(gl.reshape(x, (16 * WARPS, D)), product_layout(D, WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the products of a tile of probabilities with the spans of a tile of V."""
+    spans = ()
+    for c in gl.static_range(len(v)):
+        spans = spans + (_add_span(accumulator[c], p, v[c], WARPS, ACROSS),)
+    return spans
+
+
+@gluon.jit
+def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    L: gl.constexpr = product_layout(v.shape[0], WARPS, ACROSS)
+    if not in_memory(p.type.layout):
+        # the order of probabilities is that of any product
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+    return warpgroup_mma(p, v.permute((1, 0)), accumulator, is_async=True)
+
+
+@gluon.jit
+def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the product of a block of queries, in registers or shared memory, with a tile of keys, span by span."""
+    L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
+    s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
+    for c in gl.static_range(len(q)):
+        k = k_smem[c].slice(0, WIDTH, 0)
+        q_c = q[c]
+        if not in_memory(q_c.type.layout):
+            # their layout is that of any product
+            q_c = gl.convert_layout(q_c, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
+        s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def finished(s, ahead: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """The scores of a product, once no more than ``ahead`` of those started later, spans by themselves, are under way."""
+    s = warpgroup_mma_wait(ahead, [s])
+    return gl.convert_layout(s, score_layout(s.shape[1], WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """Maxima of columns eight apart, which a thread holds."""
+    M: gl.constexpr = s.shape[0]
+    if s.shape[1] > 8 * ACROSS:
+        s = gl.max(gl.reshape(s, (M, ACROSS, s.shape[1] // (8 * ACROSS), 8)), 2)
+        s = gl.reshape(s, (M, 8 * ACROSS))
+    return gl.convert_layout(s, score_layout(8 * ACROSS, WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Stored probabilities of a tile of scores, as a product with V takes them: an operand, or on its way to memory."""
+    M: gl.constexpr = s.shape[0]
+    L: gl.constexpr = s.type.layout
+    STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
+    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    if s.shape[1] == 8:
+        p = _twice(p)
+    if s.shape[1] <= 16:
+        p = _twice(p)
+    N: gl.constexpr = p.shape[1]
+    p = gl.permute(gl.reshape(p, (M, N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return pack(gl.convert_layout(gl.reshape(p, (M, N)), STORED, assert_trivial=True))
+
+
+@gluon.jit
+def _twice(p):
+    """The columns, and the same again: what stands there meets values of zero."""
+    return gl.reshape(gl.permute(gl.join(p, p), (0, 2, 1)), (p.shape[0], 2 * p.shape[1]))
+
+
+@gluon.jit
+def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """Sums of four neighbouring stored probabilities, those past the last key left out, at the first of them; else zero."""
+    N: gl.constexpr = p.shape[1]
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
+    if WIDTH < 32:
+        n = held_order(n)
+    if START + N <= KEYS:
+        weight = p * 0 + 1
+    else:
+        weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
+    return gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+
+
+@gluon.jit
+def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of a tile's stored probabilities, those past the last key left out: four a row, one for each thread."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
+    return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
+    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    parts = _sums_of_four(p, START, WIDTH, KEYS)
+    return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
+
+
+@gluon.jit
+def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Numbers of rows, as :func:`store_span` has them, beside outputs."""
+    if ACROSS == 1:
+        x = beside_columns(both_rows(x, 16 * WARPS), L.shape[1] // 4, L)
+    else:
+        x = beside_rows(x, L)
+    return x
+
+
+@gluon.jit
+def row_inverses(total, count):
+    """What :func:`store_span` normalises by: ``total`` adds up ``count`` stored probabilities of each row."""
+    return row_inverse(127 * count - total, False)
+
+
+@gluon.jit
+def store_span(
+    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+):  # fmt: skip
+    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.common.tile_ops.finish`.
+
+    Rows' numbers are one a thread, or vectors where warps share rows. Numerators come negative.
+    """
+    factor, shift, half = factors
+    M: gl.constexpr = numerator.shape[0]
+    D: gl.constexpr = numerator.shape[1]
+    L: gl.constexpr = output_layout(D, WARPS, ACROSS)
+    x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
+    factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
+    if o_base.dtype.element_ty == gl.int8:
+        if factor.type.is_block():
+            row_factor = multiply_high(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
+        else:
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), L, WARPS, ACROSS)
+        result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, -1, False)
+    else:
+        good = usable_scale(factor.to(gl.int32, bitcast=True))
+        # NaN in a factor a row is cheaper than a choice an element
+        weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))
+        weight = _beside_outputs(weight, L, WARPS, ACROSS)
+        # the sum makes nothing times a negative weight 0, not -0
+        result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = result.to(o_base.dtype.element_ty)
+    rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    inside = (rows[:, None] < queries) & (channels[None, :] < CHANNELS)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
+
+
+@gluon.jit
+def allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))

@@ -1,0 +1,321 @@
+"""A head's keys and values to shared memory in :mod:`.sm90.attention_resident`, quantised on the way if they are float."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower, nan_max
+from ...common.tile_ops import held_order, key_order
+from ..ptx_ops import (
+    aside,
+    barrier,
+    beside_channels,
+    first_of_four,
+    halves,
+    keep_apart,
+    largest_in_warp,
+    numbers_of,
+    round_to_int8,
+    word_maxima,
+    word_ranges,
+    words_of,
+)
+from .layouts import (
+    all_words_layout,
+    channel_spans,
+    depth,
+    float_piece,
+    kernel_width,
+    key_warps,
+    part_words_layout,
+    product_layout,
+    quad_layout,
+    range_layout,
+    row_layout,
+    row_starts,
+    span_starts,
+    span_widths,
+    sum_layout,
+    value_width,
+    value_widths,
+)
+from .query_block import SUM_FOUR, deal, load_channels, pairs_twice
+
+# the names differ between releases of Triton
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _join_rows(a, b):
+    """The rows of ``a``, then those of ``b``."""
+    x = gl.permute(gl.join(a, b), (2, 0, 1))
+    return gl.reshape(x, (2 * a.shape[0], a.shape[1]))
+
+
+@gluon.jit
+def load_quads(
+    base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
+
+    Channels past CHANNELS, up to the kernel's width, are zero.
+
+    PIECE keys at a time (:func:`quad_layout`). A wide tile deals the keys by :func:`.common.tile_ops.key_order`, one of 8 or 16
+    the values by :func:`held_order`.
+    """
+    D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
+    if WIDTH > PIECE:
+        # pieces whose addresses differ by a constant
+        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
+        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
+        x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
+    else:
+        ROWS: gl.constexpr = depth(WIDTH)
+        L: gl.constexpr = quad_layout(ROWS, D, WARPS, PIECE)
+        n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+        if KEY and WIDTH >= 32:
+            n = key_order(n)
+        elif not KEY and WIDTH < 32:
+            n = held_order(n)
+        if START + ROWS <= KEYS:
+            x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D, POLICY)
+        elif KEY:
+            ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
+            x = load_channels(ptrs, n, d, CHANNELS, D, POLICY)
+        else:
+            inside = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
+            ptrs = base + (n[:, None] * stride_n + d[None, :]) + START * stride_n
+            x = gl.load(ptrs, mask=inside, other=0.0, eviction_policy=POLICY)
+    return x
+
+
+@gluon.jit
+def all_quads(
+    base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
+    WARPS: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Every tile of keys or values, span by span, to be quantised."""
+    START: gl.constexpr = row_starts(KEYS)
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    D: gl.constexpr = span_widths(CHANNELS) if KEY else value_widths(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        tiles = ()
+        for i in gl.static_range(len(WIDTHS)):
+            x = load_quads(
+                base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS), POLICY
+            )
+            tiles = tiles + (x,)
+        spans = spans + (tiles,)
+    return spans
+
+
+@gluon.jit
+def _own_halves(x, WARPS: gl.constexpr):
+    """Two halves of the rows, the same part of each a thread's: of pieces, or of what a thread has of one."""
+    if x.shape[0] > float_piece(x.shape[1], WARPS):
+        a, b = halves(x)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
+    return a, b
+
+
+@gluon.jit
+def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
+    """Minima (EXTREME is :func:`lower`) or maxima of the rows of a thread, 32 in all; two numbers an instruction."""
+    if x.shape[0] > 32:
+        a, b = _own_halves(x, WARPS)
+        x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
+    return gl.convert_layout(x, range_layout(x.shape[1], WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _beside(x, tile):
+    """Numbers of channels beside a tile of keys or values."""
+    L: gl.constexpr = tile.type.layout
+    return beside_channels(x, L)
+
+
+@gluon.jit
+def _by_warps(x, WARPS: gl.constexpr):
+    """What :func:`_own_extremes` returned, as words, with the rows of a warp beside one another."""
+    PARTS: gl.constexpr = key_warps(x.shape[1], WARPS)
+    x = words_of(x)
+    return gl.reshape(x, (PARTS, 32 // PARTS, x.shape[1]))
+
+
+@gluon.jit
+def _own_words(smem, tile, WARPS: gl.constexpr):
+    """What :func:`aside` left there of a thread's own channels, those that it has of ``tile``."""
+    return smem.load(part_words_layout(smem.shape[1], tile.shape[1], WARPS))
+
+
+@gluon.jit
+def _all_words(smem, WARPS: gl.constexpr):
+    """What :func:`aside` left there of all channels, for every warp."""
+    return smem.load(all_words_layout(smem.shape[1], smem.shape[0], WARPS))
+
+
+@gluon.jit
+def _own_numbers(words, tile, WARPS: gl.constexpr):
+    """A thread's own channels, as float32, out of words."""
+    L: gl.constexpr = gl.SliceLayout(0, range_layout(tile.shape[1], WARPS))
+    return gl.convert_layout(numbers_of(words, tile.dtype), L, assert_trivial=True)
+
+
+@gluon.jit
+def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels.
+
+    Warps pass on what they found through shared memory, once: every thread puts together what it needs.
+    """
+    DTYPE: gl.constexpr = k[0].dtype
+    low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
+    for i in gl.static_range(1, len(k)):
+        low = lower(low, _own_extremes(k[i], lower, WARPS), False)
+        high = higher(high, _own_extremes(k[i], higher, WARPS), False)
+    low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
+    lows, highs = aside(low), aside(high)
+    keep_apart(mantissa, 0)
+    low, high = word_ranges(_all_words(lows, WARPS), _all_words(highs, WARPS), 0, DTYPE)
+    low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
+    if CENTER:
+        middle = low * 0.5 + high * 0.5
+        low, high = low - middle, high - middle
+    amplitude = largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
+    middle = 0.0
+    if CENTER:
+        low, high = word_ranges(_own_words(lows, k[0], WARPS), _own_words(highs, k[0], WARPS), 0, DTYPE)
+        middle = _own_numbers(low, k[0], WARPS) * 0.5 + _own_numbers(high, k[0], WARPS) * 0.5
+    return amplitude, middle
+
+
+@gluon.jit
+def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
+    """Quantise the spans of all tiles of keys into shared memory; return the bits of their scale.
+
+    ``mantissa`` is for :func:`.gluon.ptx_ops.keep_apart`.
+    """
+    largest = 0
+    middles = ()
+    for c in gl.static_range(len(k)):
+        amplitude, middle = _key_amplitude(k[c], mantissa, CENTER, WARPS)
+        middles = middles + (middle,)
+        largest = gl.maximum(largest, amplitude)
+    scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
+    inverse = inverse_scale(scale, False)
+    for c in gl.static_range(len(k)):
+        for i in gl.static_range(len(k[c])):
+            y = k[c][i].to(gl.float32)
+            if CENTER:
+                y = y - _beside(middles[c], y)
+            # a tile of 16 columns or fewer has 32 rows here, the last key repeated
+            k_smem[i][c].slice(0, k[c][i].shape[0], 0).store(round_to_int8(y, inverse))
+    return scale.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _value_maxima(v, WARPS: gl.constexpr):
+    """Largest magnitudes in the channels of a span of all values, as :func:`aside` leaves them."""
+    most = _own_extremes(gl.abs(v[0]), higher, WARPS)
+    for i in gl.static_range(1, len(v)):
+        most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
+    return aside(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
+
+
+@gluon.jit
+def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Quantise the spans of all tiles of values into shared memory, transposed, and leave the channels' scales there, too.
+
+    ``mantissa`` is for :func:`.gluon.ptx_ops.keep_apart`.
+    """
+    lefts = ()
+    maxima = ()
+    largest = 0
+    for c in gl.static_range(len(v)):
+        left = _value_maxima(v[c], WARPS)
+        lefts = lefts + (left,)
+        tile = v[c][0]
+        own = word_maxima(_own_words(left, tile, WARPS), 0, tile.dtype)
+        maxima = maxima + (_own_numbers(own, tile, WARPS),)
+        if not VALUE_CHANNEL:
+            every = word_maxima(_all_words(left, WARPS), 0, tile.dtype)
+            largest = gl.maximum(largest, largest_in_warp(numbers_of(every, tile.dtype)))
+    scales = ()
+    keep_apart(mantissa, 1)
+    for c in gl.static_range(len(v)):
+        most = maxima[c]
+        if not VALUE_CHANNEL:
+            most = most * 0.0 + largest.to(gl.float32, bitcast=True)
+        scale = amplitude_to_scale(most)
+        inverse = inverse_scale(scale, False)
+        for i in gl.static_range(len(v[c])):
+            y = v[c][i].to(gl.float32)
+            v_smem[i][c].permute((1, 0)).store(deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
+        scales = scales + (aside(scale),)
+    for c in gl.static_range(len(v)):
+        # places that are taken again would be waited for
+        lefts[c]._keep_alive()
+    return scales
+
+
+@gluon.jit
+def copy_keys(
+    base, stride_n: gl.constexpr, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Bring a tile of keys to shared memory. In channels past CHANNELS anything may stand: there queries are zero."""
+    D: gl.constexpr = smem.shape[1]
+    L: gl.constexpr = row_layout(D, 8, WARPS)
+    n = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, L))
+    if WIDTH >= 32:
+        n = key_order(n)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    ptrs = base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]
+    if D == CHANNELS:
+        _copy(smem, ptrs)
+    else:
+        _copy(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
+
+
+@gluon.jit
+def _parts_of_sums(smem, WARPS: gl.constexpr):
+    """Sums of the channels of a tile of V in shared memory, eight parts of each: (channels, 8), alike for all tiles."""
+    D: gl.constexpr = smem.shape[0]
+    v = smem.load(sum_layout(D, WARPS))
+    x = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4))
+    return gl.sum(gl.reshape(x, (D, smem.shape[1] // 32, 8)), 1)
+
+
+@gluon.jit
+def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
+    """-127 times the sums of the channels of a span of V: what the offset of stored probabilities adds to outputs."""
+    parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
+    for i in gl.static_range(1, len(v_smem)):
+        parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
+    return -127 * gl.sum(parts, 1)
+
+
+@gluon.jit
+def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
+    """These sums, span by span, left in shared memory: in the order in which products begin at them, or in their own."""
+    spans = ()
+    for c in gl.static_range(len(v_smem[0])):
+        sums = _sums(v_smem, c, WARPS)
+        if SUMS == "begin":
+            sums = pairs_twice(sums)
+        spans = spans + (aside(sums),)
+    barrier()
+    return spans
+
+
+@gluon.jit
+def sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A span of them, in their own order, beside a product with V."""
+    L: gl.constexpr = product_layout(smem.shape[0], WARPS, ACROSS)
+    return smem.load(gl.SliceLayout(0, L))[None, :]

@@ -1,0 +1,267 @@
+"""The last few queries of a head in :mod:`.sm90.attention_resident`, where a block of them would be mostly empty."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
+from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
+from ..ptx_ops import barrier, halves, row_factors
+from .layouts import (
+    channel_spans,
+    depth,
+    kernel_width,
+    product_layout,
+    row_starts,
+    row_widths,
+    span_starts,
+    value_width,
+    value_widths,
+)
+from .query_block import allocate, in_order, load_channels, round_rows
+
+
+@gluon.jit
+def _load_last_span(
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
+    POLICY: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = kernel_width(CHANNELS)
+    # rows lie alike in spans of 64 and of 32
+    EACH: gl.constexpr = 4 if D == 128 else D // 16
+    L: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
+    n = gl.minimum(first + gl.arange(0, TAIL, layout=gl.SliceLayout(1, L)), queries - 1)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    return load_channels(q_ptr + n[:, None] * q_stride_n + d[None, :], n, d, CHANNELS, D, POLICY)
+
+
+@gluon.jit
+def load_last(
+    q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
+    POLICY: gl.constexpr,
+):  # fmt: skip
+    """The spans of the last few queries."""
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    spans = ()
+    for c in gl.static_range(len(SPANS)):
+        spans = spans + (_load_last_span(q_ptr + FROM[c], q_stride_n, first, queries, TAIL, SPANS[c], WARPS, POLICY),)
+    return spans
+
+
+@gluon.jit
+def _last_maximum(x, L: gl.constexpr):
+    """Largest magnitudes of the rows of all spans, as float32."""
+    largest = gl.reduce(gl.abs(x[0]).to(gl.float32), 1, nan_max)
+    for c in gl.static_range(1, len(x)):
+        more = gl.reduce(gl.abs(x[c]).to(gl.float32), 1, nan_max)
+        largest = nan_max(largest, gl.convert_layout(more, gl.SliceLayout(1, L), assert_trivial=True))
+    return largest
+
+
+@gluon.jit
+def last_queries(
+    x, smem, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Leave the last few queries in shared memory, as int8; return the bits of their scale or scales."""
+    ROWS: gl.constexpr = x[0].shape[0]
+    L: gl.constexpr = x[0].type.layout
+    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS, WARPS))
+    bits = head_bits
+    if QUANTIZE:
+        scale = head_bits.to(gl.float32, bitcast=True) if not QUERY_TOKEN else amplitude_to_scale(_last_maximum(x, L))
+        inverse = inverse_scale(scale, False)
+        for c in gl.static_range(len(x)):
+            smem[c].store(round_rows(x[c].to(gl.float32), inverse))
+        if QUERY_TOKEN:
+            bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), COLUMN)
+    else:
+        for c in gl.static_range(len(x)):
+            smem[c].store(x[c])
+        if QUERY_TOKEN:
+            n = gl.minimum(first + gl.arange(0, ROWS, layout=COLUMN), queries - 1)
+            bits = gl.load(qs_base + n * qs_stride_n)
+    return bits
+
+
+@gluon.jit
+def _across(x, D: gl.constexpr, L: gl.constexpr):
+    """A number, or one for each (dealt) channel, beside outputs whose rows are the channels."""
+    if x.type.is_block():
+        x = _beside_last(gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,)), L)[:, None]
+    return x
+
+
+@gluon.jit
+def _beside_last(x, L: gl.constexpr):
+    """A number for each column of V beside the rows of its transposed product, of which there are 64 at least."""
+    if x.shape[0] < 64:
+        x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (2 * x.shape[0],))
+    if x.shape[0] < 64:
+        x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (64,))
+    return gl.convert_layout(x, gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
+    """What :func:`.sm90.stage_kv.sums_aside` left there, beside outputs whose rows are the channels."""
+    if SUMS == "begin":
+        sums = _beside_last(in_order(smem.load(gl.BlockedLayout([4], [32], [4], [0]))), L)
+    elif smem.shape[0] >= 64:
+        sums = smem.load(gl.SliceLayout(1, L))
+    else:
+        sums = _beside_last(smem.load(gl.BlockedLayout([1], [32], [4], [0])), L)
+    return sums[:, None]
+
+
+@gluon.jit
+def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
+    """Start the product of a tile of keys with the last few queries, span by span."""
+    M: gl.constexpr = k_smem[0].shape[0]
+    N: gl.constexpr = q_smem[0].shape[0]
+    s = gl.zeros((M, N), gl.int32, product_layout(N, WARPS))
+    for c in gl.static_range(len(q_smem)):
+        s = warpgroup_mma(k_smem[c], q_smem[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _last_stored(
+    s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, OFFSET: gl.constexpr
+):
+    """Store probabilities of a tile, as the product with V takes them, and return their sums over keys 64 apart."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    L: gl.constexpr = s.type.layout
+    word = probability_words(s, base, multiplier, fraction_bits, "none", False, True, 8, True, OFFSET, False, False)
+    p = _high_bytes(word, False)
+    n = gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    there = n < depth(WIDTH)
+    if WIDTH >= 32:
+        n = key_order(n)
+    part = gl.where((there & (START + n < KEYS))[:, None], p.to(gl.int32), 0)
+    if M == 128:
+        a, b = halves(part)
+        part = gl.convert_layout(a + b, L, assert_trivial=True)
+    p = gl.reshape(gl.permute(gl.reshape(p, (M // 16, 2, 4, 2, N)), (0, 2, 1, 3, 4)), (M, N))
+    smem.permute((1, 0)).store(p)
+    return part
+
+
+@gluon.jit
+def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Start the products of a span of V, channels as rows, with the last few queries' probabilities."""
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    D: gl.constexpr = v_smem[0][c].shape[0]
+    N: gl.constexpr = p_smem[0].shape[0]
+    accumulator = warpgroup_mma_init(sums + gl.zeros((D, N), gl.int32, product_layout(N, WARPS)))
+    for t in gl.static_range(len(WIDTHS)):
+        p_t = p_smem[t].slice(0, depth(WIDTHS[t]), 1)
+        accumulator = warpgroup_mma(v_smem[t][c], p_t.permute((1, 0)), accumulator, is_async=True)
+    return accumulator
+
+
+@gluon.jit
+def last_rows(
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, factors, o_base, o_stride_n: gl.constexpr, first,
+    queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
+
+    Both products are transposed: rows are keys and channels, columns the queries.
+    """
+    N: gl.constexpr = q_smem[0].shape[0]
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    COUNT: gl.constexpr = len(SPANS)
+    WIDTHS: gl.constexpr = row_widths(KEYS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    L: gl.constexpr = product_layout(N, WARPS)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, L)
+    D: gl.constexpr = value_widths(CHANNELS)
+    p_smem = ()
+    for i in gl.static_range(TILES):
+        p_smem = p_smem + (allocate(N, max(WIDTHS[i], 64)),)
+    last_sums = ()
+    last_factors = ()
+    for c in gl.static_range(COUNT):
+        factor, shift, half = factors[c]
+        last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
+        last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
+    usable = keys_usable & usable_scale(query_bits)
+    if query_bits.type.is_block():
+        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+    multiplier, fraction_bits, _ = row
+    scores = ()
+    for t in gl.static_range(TILES):
+        scores = scores + (_last_scores(q_smem, k_smem[t], WARPS),)
+    ready = ()
+    for t in gl.static_range(TILES):
+        s = warpgroup_mma_wait(COUNT * (TILES - 1 - t), [scores[t]])
+        if WIDTHS[t] <= 32:
+            # nobody has written the second half of the tile
+            n = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            s = gl.where((n < 32)[:, None], s, MASKED)
+        ready = ready + (s,)
+        x = s
+        if WIDTHS[t] == 128:
+            a, b = halves(s)
+            x = gl.convert_layout(gl.maximum(a, b), L, assert_trivial=True)
+        if t == 0:
+            largest = x
+        else:
+            largest = gl.maximum(largest, x)
+    row_max = gl.convert_layout(gl.max(largest, 0), COLUMN, assert_trivial=True)
+    if multiplier.type.is_block():
+        multiplier, fraction_bits = multiplier[None, :], fraction_bits[None, :]
+    total = gl.zeros((64, N), gl.int32, L)
+    for t in gl.static_range(TILES):
+        total += _last_stored(
+            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET
+        )
+    # here, because a reduction may use the shared memory of what nobody waits for any more, such as products under way
+    total = gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
+    fence_async_shared()
+    barrier()
+    accumulators = ()
+    for c in gl.static_range(COUNT):
+        accumulators = accumulators + (_last_outputs(p_smem, v_smem, last_sums[c], c, KEYS, WARPS),)
+    bits, inverse = row_inverse(127 * KEYS - total, False)
+    for c in gl.static_range(COUNT):
+        numerator = warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
+        _store_last(numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c])
+
+
+@gluon.jit
+def _store_last(
+    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr
+):  # fmt: skip
+    """Normalise and store a span of outputs whose rows are the channels, as :func:`.sm90.query_block.store_span` does."""
+    factor, shift, half = factors
+    L: gl.constexpr = numerator.type.layout
+    if o_base.dtype.element_ty == gl.int8:
+        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, -1, False)
+    else:
+        good = usable_scale(factor.to(gl.int32, bitcast=True))
+        weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))[None, :]
+        result = gl.fma(numerator.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = result.to(o_base.dtype.element_ty)
+    D: gl.constexpr = value_width(CHANNELS)
+    place = gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, L))
+    channels = channel_of_row(place, D)
+    rows = first + gl.arange(0, numerator.shape[1], layout=gl.SliceLayout(0, L))
+    inside = (rows[None, :] < queries) & (channels[:, None] < CHANNELS)
+    if numerator.shape[0] > D:
+        inside = inside & (place[:, None] < D)
+    gl.store(o_base + rows[None, :] * o_stride_n + channels[:, None], result, mask=inside)

@@ -1,0 +1,824 @@
+"""Windows of 33 to 64 keys, Swin's shapes, a few warps each (Gluon): what :mod:`.triton.attention_resident` does, in registers.
+
+A warp loads keys, values and queries as the tensor core wants to hold them, so that threads exchange nothing but maxima
+and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two or four warps, which have the
+same keys and values and nothing to wait for from one another; or, from floats or where a processor has several programs, four
+that prepare a quarter of them each and pass it on through shared memory (:mod:`.windows.operands`). Three orders make that
+possible; they leave every product as it is:
+
+* a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
+* the keys of a product with V come in the order in which the threads hold the scores;
+* the channels of V are dealt to the columns of its product so that a thread ends up with eight neighbouring outputs.
+
+Columns come in tiles of eight: 49 keys take 56, not 64.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
+from ...common.quantize_ops import (
+    BIAS_UNIT,
+    MOST_BIAS_MAXIMUM,
+    amplitude_to_scale,
+    bias_base,
+    bias_to_fixed,
+    higher,
+    inverse_scale,
+    nan_max,
+)
+from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, MASKED, POISON, _high_bytes, probability_words
+from ..ptx_ops import (
+    barrier,
+    beside_channels,
+    halves,
+    keep_apart,
+    least_if_needed,
+    output_factors,
+    pack,
+    raised_if_needed,
+    round_to_int8,
+    row_exponents,
+    row_factors,
+    twice_probabilities,
+    twice_probabilities_16,
+    unpack,
+)
+from ..row_ops import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
+from .layouts import (
+    all_flags_layout,
+    bias_layout,
+    has_half,
+    operand_layout,
+    own_rows_layout,
+    product_layout,
+    query_layout,
+    score_layout,
+    stage_layout,
+    starts,
+    widths,
+)
+from .operands import (
+    key_of,
+    load_key_parts,
+    load_keys,
+    load_rows,
+    load_value_parts,
+    load_values,
+    quantize_parts,
+    quantize_window,
+    right_operands,
+    shared_operands,
+)
+
+# an instruction has to give something
+PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr):
+    """Queries as words of four bytes (float32: as they are), which a loop hands on as they are."""
+    EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
+    L: gl.constexpr = query_layout(ROWS, EACH)
+    n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
+    d = gl.arange(0, 32 // EACH, layout=gl.SliceLayout(0, L))
+    words = base.to(gl.pointer_type(gl.int32))
+    return gl.load(words + n[:, None] * (stride_n // EACH) + d[None, :], eviction_policy=POLICY)
+
+
+@gluon.jit
+def _fetch_queries(base, stride_n: gl.constexpr, first, QUERIES: gl.constexpr):
+    """Bring queries near, a lane one: the assembler moves loads of theirs to where they are used."""
+    n = gl.minimum(first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), QUERIES - 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [base + n * stride_n], gl.int32, False, 1)
+
+
+@gluon.jit
+def _sixteen(x):
+    """Rows as they are; of eight, zeros behind them."""
+    if x.shape[0] == 8:
+        x = gl.reshape(gl.permute(gl.join(x, x * 0), (2, 0, 1)), (16, x.shape[1]))
+    return x
+
+
+@gluon.jit
+def _query_operand(x):
+    """Queries as the left operand: the channels 8 c + 4 i + j in the order i, c, j."""
+    x = _sixteen(x)
+    M: gl.constexpr = x.shape[0]
+    x = gl.permute(gl.reshape(x, (M, 4, 2, 4)), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(x, (M, 32)), operand_layout(0, gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def _probability_operand(p):
+    """32 columns of stored probabilities as the left operand."""
+    p = _sixteen(p)
+    M: gl.constexpr = p.shape[0]
+    p = gl.permute(gl.reshape(p, (M, 2, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return gl.convert_layout(gl.reshape(p, (M, 32)), operand_layout(0, gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def _product(a, b, ROWS: gl.constexpr):
+    """The first ROWS rows of a product."""
+    x = mma_v2(a, b, gl.zeros((a.shape[0], b.shape[1]), gl.int32, product_layout(gl.num_warps())))
+    return _upper(x, ROWS)
+
+
+@gluon.jit
+def _upper(x, ROWS: gl.constexpr):
+    N: gl.constexpr = x.shape[1]
+    if ROWS == 8:
+        x, _ = halves(x)
+    return gl.convert_layout(x, score_layout(ROWS, N), assert_trivial=True)
+
+
+@gluon.jit
+def _beside(a, b):
+    """The columns of ``a``, then those of ``b``."""
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+    return gl.convert_layout(x, score_layout(a.shape[0], 2 * a.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def _widen(p):
+    """The tiles of a row behind the first beside one another, zeros behind them: 32 columns."""
+    x = p[1]
+    if len(p) == 3:
+        x = _beside(x, _beside(p[2], p[2] * 0))
+    if x.shape[1] == 8:
+        x = _beside(x, x * 0)
+    if x.shape[1] == 16:
+        x = _beside(x, x * 0)
+    return x
+
+
+@gluon.jit
+def _first_eight(q):
+    """The upper half of a tile of queries."""
+    q, _ = halves(q)
+    return gl.convert_layout(q, query_layout(8, 32 // q.shape[1]), assert_trivial=True)
+
+
+@gluon.jit
+def _row_amplitude(x):
+    """Largest magnitude of each row, one row a thread, as float32; two numbers an instruction while a thread is by itself."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = gl.reshape(gl.abs(x), (ROWS, 4, 2, 2, 2))
+    a, b = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
+    a, b = gl.split(gl.permute(higher(a, b, False), (0, 1, 3, 2)))
+    return row_largest(gl.reshape(higher(a, b, False), (ROWS, 8)).to(gl.float32))
+
+
+@gluon.jit
+def _fold_columns(s):
+    """Maxima of columns eight apart, which a thread holds."""
+    x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
+    return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
+
+
+@gluon.jit
+def _row_max(s, ONE: gl.constexpr):
+    """Row maxima over the tiles of a row: with ONE one row a thread, else a vector."""
+    largest = _fold_columns(s[0])
+    for i in gl.static_range(1, len(s)):
+        largest = gl.maximum(largest, _fold_columns(s[i]))
+    if ONE:
+        largest = row_largest(largest)
+    else:
+        largest = gl.max(largest, 1)
+    return largest
+
+
+@gluon.jit
+def _store(
+    numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Normalise a block of (negative) numerators and store those there are: :func:`.common.tile_ops.finish`."""
+    ROWS: gl.constexpr = numerator.shape[0]
+    OL: gl.constexpr = own_rows_layout(ROWS)
+    x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
+    x = gl.convert_layout(x, OL, assert_trivial=True)
+    factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
+    bits, inverse = row_inverse(127 * KEYS - one_row(total), False)
+    if o_base.dtype.element_ty == gl.int8:
+        if factor.type.is_block():
+            row_factor = multiply_high(_beside_outputs(inverse, ROWS, OL), factor, False)
+        else:
+            row_factor = _beside_outputs(multiply_high(inverse, factor, False), ROWS, OL)
+        result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
+    else:
+        # NaN in a factor a row is cheaper than a choice an element
+        weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
+        # the sum makes nothing times a negative weight 0, not -0
+        result = gl.fma(x.to(gl.float32), weight, 0.0) * factor
+        result = result.to(o_base.dtype.element_ty)
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
+    channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
+    inside = (rows[:, None] < QUERIES) & (channels[None, :] >= 0)
+    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside, eviction_policy=POLICY)
+
+
+@gluon.jit
+def _beside_outputs(x, ROWS: gl.constexpr, L: gl.constexpr):
+    """Numbers of rows, one a thread, beside outputs."""
+    return beside_columns(both_rows(x, ROWS), 8, L)
+
+
+@gluon.jit
+def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Stored probabilities of a tile of scores with a bias, some of which may be masked."""
+    L: gl.constexpr = z.type.layout
+    word = probability_words(
+        z, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "bias", False, True, 8, True,
+        OFFSET, True, False,
+    )  # fmt: skip
+    return _high_bytes(word, False)
+
+
+@gluon.jit
+def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
+    """(Negative) numerators and sums of stored probabilities of a row's tiles."""
+    p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
+    if p0.dtype == gl.int32:
+        p0, p1 = pack(p0), pack(p1)
+    numerator = mma_v2(p1, v[1], mma_v2(p0, v[0], begin))
+    total = mma_v2(p1, weight, mma_v2(p0, ones, gl.zeros((p0.shape[0], 8), gl.int32, product_layout(gl.num_warps()))))
+    return _upper(numerator, ROWS), _upper(total, ROWS)
+
+
+@gluon.jit
+def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Twice the probabilities of a row's tiles, rounded down."""
+    ROWS: gl.constexpr = s[0].shape[0]
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
+    p = ()
+    for i in gl.static_range(len(s)):
+        p = p + (_twice(s[i], slope, begin, constant),)
+    return p
+
+
+@gluon.jit
+def _twice(s, slope, begin, constant):
+    L: gl.constexpr = s.type.layout
+    return twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+
+
+@gluon.jit
+def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    p = ()
+    for i in gl.static_range(len(z)):
+        p = p + (_stored(z[i], row_max, multiplier, fraction_bits, OFFSET),)
+    return p
+
+
+@gluon.jit
+def _all_twice_16(z, row_max, OFFSET: gl.constexpr):
+    """What :func:`_all_twice` returns for scores with 16 fraction bits and nobody masked."""
+    p = ()
+    for i in gl.static_range(len(z)):
+        p = p + (_twice_16(z[i], row_max, OFFSET),)
+    return p
+
+
+@gluon.jit
+def _twice_16(z, row_max, OFFSET: gl.constexpr):
+    L: gl.constexpr = z.type.layout
+    return twice_probabilities_16(z, beside_rows(row_max, L), OFFSET)
+
+
+@gluon.jit
+def _load_bias(
+    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """A tile of the bias as it is; beyond the edges the last row and key again."""
+    L: gl.constexpr = bias_layout(ROWS, WIDTH)
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1) * stride_m
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
+    if START + WIDTH <= KEYS:
+        bias = gl.load(base + (row[:, None] + column * stride_n) + START * stride_n)
+    elif START + 1 == KEYS:
+        bias, _ = gl.broadcast(gl.load(base + row + START * stride_n)[:, None], row[:, None] + column)
+    else:
+        bias = gl.load(base + (row[:, None] + gl.minimum(START + column, KEYS - 1) * stride_n))
+    return bias
+
+
+@gluon.jit
+def _load_row_bias(
+    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr
+):  # fmt: skip
+    """The bias of all keys for ROWS queries, tile by tile."""
+    WIDTHS: gl.constexpr = widths(KEYS)
+    STARTS: gl.constexpr = starts(KEYS)
+    bias = ()
+    for i in gl.static_range(len(WIDTHS)):
+        bias = bias + (_load_bias(base, stride_m, stride_n, first, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),)
+    return bias
+
+
+@gluon.jit
+def _beside_scores(bias):
+    """A tile of the bias (float: as float32) as the scores of dealt keys lie."""
+    ROWS: gl.constexpr = bias.shape[0]
+    WIDTH: gl.constexpr = bias.shape[1]
+    if bias.dtype.is_floating():
+        bias = bias.to(gl.float32)
+    if WIDTH >= 16:
+        bias = gl.reshape(gl.permute(gl.reshape(bias, (ROWS, WIDTH // 16, 4, 2, 2)), (0, 1, 3, 2, 4)), (ROWS, WIDTH))
+    return gl.convert_layout(bias, score_layout(ROWS, WIDTH), assert_trivial=True)
+
+
+@gluon.jit
+def _fixed(bias):
+    """A bias without marks in fixed point: a float that :func:`_beyond` let through needs no limit and no base."""
+    if bias.dtype.is_floating():
+        bias = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [bias * BIAS_UNIT], gl.int32, True, 1)
+    return bias
+
+
+@gluon.jit
+def _all_fixed(bias):
+    """:func:`qflash.quantize_bias` of all tiles of rows."""
+    if bias[0].dtype.is_floating():
+        high = _highest(bias[0])
+        for i in gl.static_range(1, len(bias)):
+            high = gl.maximum(high, _highest(bias[i]))
+        fixed = ()
+        for i in gl.static_range(len(bias)):
+            fixed = fixed + (_fixed_with_marks(bias[i], high),)
+        bias = fixed
+    return bias
+
+
+@gluon.jit
+def _highest(bias):
+    """Row maxima of a tile of a float bias."""
+    return gl.convert_layout(
+        gl.max(bias, 1), gl.SliceLayout(1, score_layout(bias.shape[0], 8)), assert_trivial=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fixed_with_marks(bias, row_max):
+    L: gl.constexpr = bias.type.layout
+    row_max = beside_rows(row_max, L)
+    base, even = bias_base(row_max)
+    fixed = bias_to_fixed(bias - base, False)
+    fixed = gl.where(even, gl.where(bias == row_max, BIAS_EVEN, BIAS_MASKED), fixed)
+    fixed = gl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+    return gl.where(bias < float("inf"), fixed, BIAS_POISON)
+
+
+@gluon.jit
+def _beyond(bias):
+    """1 where the tiles of a float bias hold what :func:`_fixed` does not do, of eight columns, else 0."""
+    high = _largest(bias[0])
+    for i in gl.static_range(1, len(bias)):
+        high = nan_max(high, _largest(bias[i]))
+    return gl.where(high <= MOST_BIAS_MAXIMUM, 0, 1)
+
+
+@gluon.jit
+def _largest(bias):
+    """Largest magnitude of columns eight apart, or NaN."""
+    x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
+    return gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
+
+
+@gluon.jit
+def _any(flags, smem):
+    """Whether one of the flags of a program is set; several warps pass theirs through ``smem``."""
+    if gl.num_warps() > 1:
+        # a flag a lane, those of all warps in every warp: Triton's reduction over warps waits twice
+        a, b = gl.split(gl.permute(gl.reshape(flags, (4, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))
+        a, b = gl.split(a | b)
+        smem.store(gl.reshape(a | b, (32, 4)))
+        flags = smem.load(all_flags_layout())
+    # in one piece: a reduction over all lanes is one instruction
+    flags = gl.reshape((flags != 0).to(gl.int32), (flags.shape[0] * flags.shape[1],))
+    return gl.max(flags, 0) > 0
+
+
+@gluon.jit
+def _stage(bias):
+    """A tile of the bias as a thread reads it, sixteen bytes at a time: (tiles of eight columns, four a thread)."""
+    EIGHTS: gl.constexpr = bias.shape[1] // 8
+    x = gl.permute(gl.reshape(bias, (2, 8, EIGHTS, 4, 2)), (2, 1, 3, 0, 4))
+    return gl.convert_layout(gl.reshape(x, (EIGHTS, 128)), stage_layout(EIGHTS), assert_trivial=True)
+
+
+@gluon.jit
+def _staged(smem, ROWS: gl.constexpr):
+    """What :func:`_stage` stored, the first ROWS rows of it."""
+    EIGHTS: gl.constexpr = smem.shape[0]
+    x = gl.reshape(smem.load(stage_layout(EIGHTS)), (EIGHTS, 8, 4, 2, 2))
+    return _upper(gl.reshape(gl.permute(x, (3, 1, 0, 2, 4)), (16, 8 * EIGHTS)), ROWS)
+
+
+@gluon.jit
+def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
+    """Not 0 where a tile of queries has to be done with care.
+
+    That is where scores are so large that their sum with a mark could be taken for an honest one; else where the maximum of a
+    row says that no key of it takes part, or that there is a NaN, or where a float's range says that it needs limits or is
+    none. What is STAGED was looked at then.
+    """
+    L: gl.constexpr = score_layout(ROWS, 8)
+    flags = beside_rows(own_twice(gl.where(drop < 1, 1, 0), ROWS), L) + gl.zeros((ROWS, 8), gl.int32, L)
+    if bias[0].dtype.is_floating():
+        flags |= _beyond(bias)
+    elif not STAGED:
+        # 0 from half of one mark up to half of the other
+        flags |= beside_rows(own_twice((row_max + BIAS_POISON // 2) & BIAS_MASKED, ROWS), L)
+    return _eight_rows(flags)
+
+
+@gluon.jit
+def _eight_rows(flags):
+    """Flags of a warp's sixteen rows, or eight, as those of eight; where there are several warps, as they are."""
+    if flags.shape[0] == 16:
+        a, b = halves(flags)
+        flags = a | b
+    return gl.convert_layout(flags, score_layout(flags.shape[0], 8), assert_trivial=True)
+
+
+@gluon.jit
+def _no_flags():
+    ROWS: gl.constexpr = 8 if gl.num_warps() == 1 else 16 * gl.num_warps()
+    return gl.zeros((ROWS, 8), gl.int32, score_layout(ROWS, 8))
+
+
+@gluon.jit
+def _scaled(s, scale):
+    """Scores in the unit in which a bias is added, with 16 fraction bits unless their scale is too large for that."""
+    L: gl.constexpr = s.type.layout
+    multiplier, drop = scale
+    return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
+
+
+@gluon.jit
+def _add_any_bias(s, bias, fraction_bits):
+    """What :func:`_scaled` returned with a bias: :func:`.common.tile_ops.scores`."""
+    L: gl.constexpr = s.type.layout
+    z = s + (bias >> (16 - beside_rows(fraction_bits, L)))
+    z = gl.where(bias > BIAS_LIMIT, bias, z)
+    return gl.where(bias == BIAS_MASKED, MASKED, z)
+
+
+@gluon.jit
+def _queries(
+    q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
+    ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """A tile of queries as int8, and the bits of the scale, or of the scales of ROWS of them, one row a thread."""
+    if QUANTIZE and ROWS == 8:
+        q = _first_eight(q)
+    q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
+    bits = head_bits
+    if QUANTIZE:
+        y = q.to(gl.float32)
+        if QUERY_TOKEN:
+            scale = amplitude_to_scale(_row_amplitude(q))
+            inverse = both_rows(inverse_scale(scale, False), ROWS)
+            q = round_to_int8(y, beside_columns(inverse, 8, query_layout(ROWS, 1)))
+            bits = scale.to(gl.int32, bitcast=True)
+        else:
+            q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
+    elif QUERY_TOKEN:
+        L: gl.constexpr = score_layout(ROWS, 8)
+        n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        bits = gl.load(qs_base + gl.minimum(n, QUERIES - 1) * qs_stride_n)
+        bits = one_row(beside_rows(bits, L) + gl.zeros((ROWS, 8), gl.int32, L))
+    return q, bits
+
+
+@gluon.jit
+def _attend(
+    q, query_bits, row, keys_usable, units, operands, output, o_stride_n: gl.constexpr,
+    bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
+    ROWS: gl.constexpr, KEYS: gl.constexpr,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries, ROWS of them.
+
+    Args:
+        row: what :func:`.gluon.ptx_ops.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
+        operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
+        output: what outputs are multiplied with and shifted by, where they go.
+        bias: where it lies in memory, what of it lies in shared memory.
+        loaded: the tile's bias, if it was sent for ahead.
+
+    Returns:
+        with a bias, unless it was done with care (CAREFUL), flags that tell whether it has to be: :func:`_flags`.
+    """
+    k, v, begin, ones, weight = operands
+    factor, shift, half, o_base = output
+    mask_base, staged = bias
+    first = tile * 16 * gl.num_warps()
+    if query_bits.type.is_block():
+        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
+    multiplier, fraction_bits, drop = row
+    AHEAD: gl.constexpr = len(loaded) > 0
+    # measured: of int8, so that values are not sent for when scores are done; from floats they are here by now
+    APART: gl.constexpr = AHEAD and not loaded[0].dtype.is_floating()
+    if APART:
+        keep_apart(units[2], 1)
+    q = _query_operand(q)
+    usable = keys_usable & usable_scale(query_bits)
+    s = (_product(q, k[0], ROWS),)
+    for i in gl.static_range(1, len(k)):
+        s = s + (_product(q, k[i], ROWS),)
+    flags = 0
+    # measured: with one scale for all queries, and so little to work out for a row, 1 to 2 % slower
+    ONE: gl.constexpr = query_bits.type.is_block() or MASK == "bias"
+    if MASK == "bias":
+        scale = both_rows(multiplier, ROWS), both_rows(drop, ROWS)
+        b = ()
+        if STAGED:
+            for i in gl.static_range(len(k)):
+                b = b + (_staged(staged[i].index(tile), ROWS),)
+        else:
+            if not AHEAD:
+                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
+            for i in gl.static_range(len(k)):
+                b = b + (_beside_scores(loaded[i]),)
+        z = ()
+        if CAREFUL:
+            b = _all_fixed(b)
+            for i in gl.static_range(len(k)):
+                z = z + (_add_any_bias(_scaled(s[i], scale), b[i], both_rows(fraction_bits, ROWS)),)
+            row_max = _row_max(z, ONE)
+            flags = _no_flags()
+            p = _all_stored(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
+        else:
+            for i in gl.static_range(len(k)):
+                z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
+            row_max = _row_max(z, ONE)
+            flags = _flags(b, row_max, drop, ROWS, STAGED)
+            p = _all_twice_16(z, both_rows(row_max, ROWS), OFFSET)
+        usable = usable & (row_max < POISON)
+    else:
+        row_max = _row_max(s, ONE)
+        least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
+        s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
+        p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
+    numerator, total = _sums(p, v, begin, ones, weight, ROWS)
+    if APART:
+        keep_apart(units[2], 2)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES, POLICY)
+    return flags
+
+
+@gluon.jit
+def _given_scales(
+    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
+    MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr,
+    OUTPUT_CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """(query bits, key bits, what a row's scores are multiplied with, output factors) of int8 tensors."""
+    WARPS: gl.constexpr = gl.num_warps()
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, own_rows_layout(16 * WARPS))
+    key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+    query_bits = key_bits
+    row = 0, 0, 0
+    if not QUERY_TOKEN:
+        query_bits = gl.load(qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h)
+        key_mantissa, key_exponent = split_scale(key_bits)
+        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
+    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    factor, shift, half = output_factors(
+        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
+    )
+    if o_ptr.dtype.element_ty != gl.int8:
+        # as quantisation leaves a scale that is none
+        factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
+    return query_bits, key_bits, row, factor, shift, half
+
+
+@gluon.jit
+def _query_scale(q_base, q_stride_n: gl.constexpr, QUERIES: gl.constexpr):
+    """One scale for all queries of a window."""
+    largest = gl.abs(load_rows(q_base, q_stride_n, 0, QUERIES, 16))
+    for start in gl.static_range(16, QUERIES, 16):
+        largest = higher(largest, gl.abs(load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
+    return amplitude_to_scale(gl.reduce(gl.reduce(largest.to(gl.float32), 1, nan_max), 0, nan_max))
+
+
+@gluon.jit
+def _quotient(n, inverse):
+    """n divided by what ``inverse`` was rounded up from, in units of 2**-30."""
+    return ((n.to(gl.int64) * inverse) >> 30).to(gl.int32)
+
+
+# Arguments are fetched 64 bytes at a time, when they are first read: what loads need comes first.
+@gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
+def windows_kernel(
+    k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
+    mask_ptr, mask_stride_z, mask_stride_h, ks_ptr, qs_ptr, vs_ptr, os_ptr, constant_mantissa, constant_exponent,
+    o_ptr, o_stride_z, o_stride_h,
+    qs_stride_z, qs_stride_h, qs_stride_n, ks_stride_z, ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d,
+    os_stride_z, os_stride_h, os_stride_d,
+    windows, periods, groups, heads, groups_inverse, heads_inverse, share, longer,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
+    SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, DIVIDED: gl.constexpr,
+    ALIGNED: gl.constexpr, POLICY: gl.constexpr,
+    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
+    mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
+):  # fmt: skip
+    """Attention of windows; see :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
+
+    A program takes windows of one head, all with the same bias, which repeats every ``periods`` windows: a place among these
+    and those behind it by a multiple, shared out over ``groups``. Programs that take SEVERAL windows may bring their bias to
+    shared memory once (STAGED). Program (x, h, z) has head h, place z and its group and part of a window by x; or else
+    (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
+    those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
+    the bias for all of them. SPLITS programs share a window's queries. A program is one warp, or with one window perhaps four;
+    without a bias, whose marks all of a program look out for, perhaps two. DIVIDED each of four loads a quarter of the values,
+    or from floats of keys and values, which it quantises, and passes it on. With ONE_SCALE (int8) query, key, value and output
+    have one scale each. POLICY is how the L2 is to treat these, but for what is DIVIDED.
+    """
+    if TOGETHER:
+        column, layer = gl.program_id(0), gl.program_id(1)
+        if layer >= share + (column < longer).to(gl.int32):
+            return
+        program = column * share + gl.minimum(column, longer) + layer
+        first_tile, program = (program.to(gl.uint32) % SPLITS).to(gl.int32), program // SPLITS
+        bias_number = _quotient(program, groups_inverse)
+        group = program - bias_number * groups
+        place = _quotient(bias_number, heads_inverse)
+        h = bias_number - place * heads
+    else:
+        first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+        h, place = gl.program_id(1), gl.program_id(2)
+        # what the launch has told already is sooner read than an argument
+        periods = gl.num_programs(2)
+    kv_head = h // GROUP
+    WIDTHS: gl.constexpr = widths(KEYS)
+    STARTS: gl.constexpr = starts(KEYS)
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK: gl.constexpr = 16 * WARPS
+    # What is left of the queries behind whole tiles, if at most eight, is done by one warp as half a tile; where every
+    # program has one tile nobody would be sooner done, and the half would be more code to fetch.
+    ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
+    HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
+    TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # measured: of floats, where windows are many
+    FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
+    # with the keys dealt a thread takes four neighbours of the bias in one load
+    DEAL: gl.constexpr = MASK == "bias"
+
+    scales = 0, 0, (0, 0, 0), 0, 0, 0
+    if ONE_SCALE:
+        # where the first one lies
+        scales = _given_scales(
+            0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+            vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
+            MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+        )  # fmt: skip
+    # the weights of the row sums: 1 for every key there is
+    ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
+    at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
+    column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
+    weight = gl.where((key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
+
+    mask_offset = place.to(gl.int64) * mask_stride_z + h * mask_stride_h
+    if ALIGNED:
+        mask_offset = gl.multiple_of(mask_offset, 4)
+    mask_base = mask_ptr + mask_offset
+    staged = ()
+    staged_flags = 0
+    flags_smem = 0
+    if MASK == "bias":
+        staged_flags = _no_flags()
+        if WARPS > 1:
+            # from here on, so that nothing else has been in its place
+            flags_smem = gl.allocate_shared_memory(gl.int32, [32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if STAGED:
+        gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
+        for i in gl.static_range(len(WIDTHS)):
+            staged = staged + (
+                gl.allocate_shared_memory(
+                    gl.int32, [(QUERIES + 15) // 16, WIDTHS[i] // 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+                ),
+            )
+        for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
+            bias = ()
+            for i in gl.static_range(len(WIDTHS)):
+                part = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                bias = bias + (_beside_scores(part),)
+            staged_flags |= _eight_rows(_beyond(bias))
+            for i in gl.static_range(len(WIDTHS)):
+                staged[i].index(tile).store(_stage(_fixed(bias[i])))
+        barrier()
+
+    first, step = place + group * periods, groups * periods
+    # a loop that is known to run once is not compiled as two
+    for turn in range(first if SEVERAL else 0, windows if SEVERAL else 1, step if SEVERAL else 1):
+        z = (turn if SEVERAL else first).to(gl.int64)
+        q_base = q_ptr + z * q_stride_z + h * q_stride_h
+        k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+        v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+        o_base = o_ptr + z * o_stride_z + h * o_stride_h
+        qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+        if DIVIDED and QUANTIZE:
+            k = load_key_parts(k_base, k_stride_n, KEYS, DEAL)
+        else:
+            k = load_keys(k_base, k_stride_n, KEYS, DEAL, POLICY)
+        if DIVIDED:
+            v = load_value_parts(v_base, v_stride_n, KEYS, DEAL)
+        else:
+            v = load_values(v_base, v_stride_n, KEYS, DEAL, POLICY)
+        tile = first_tile
+        following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
+        AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
+        loaded = ()
+        if AHEAD:
+            loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
+        if QUANTIZE:
+            if DIVIDED:
+                sides, key_scale, factor = quantize_parts(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
+            else:
+                sides, key_scale, factor = quantize_window(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
+            key_bits = key_scale.to(gl.int32, bitcast=True)
+            head_bits = key_bits
+            if not QUERY_TOKEN:
+                head_bits = _query_scale(q_base, q_stride_n, QUERIES).to(gl.int32, bitcast=True)
+            shift, half = 0, 0
+            row = 0, 0, 0
+        else:
+            if DIVIDED:
+                sides = shared_operands(k, v)
+            else:
+                sides = right_operands(k, v)
+            if ONE_SCALE:
+                head_bits, key_bits, row, factor, shift, half = scales
+            else:
+                head_bits, key_bits, row, factor, shift, half = _given_scales(
+                    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+                    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa,
+                    constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+                )  # fmt: skip
+        keys_usable = usable_scale(key_bits)
+        key_mantissa, key_exponent = split_scale(key_bits)
+        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+        if QUANTIZE and not QUERY_TOKEN:
+            row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
+        right, values = sides
+        # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
+        offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
+        begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
+        begin = mma_v2(offsets, values[1], mma_v2(offsets, values[0], begin))
+        operands = right, values, begin, ones, weight
+        output = factor, shift, half, o_base
+        bias = mask_base, staged
+        flags = staged_flags
+        while tile < TILES:
+            here = following
+            if FETCH:
+                _fetch_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, QUERIES)
+            if not ALONE:
+                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES, POLICY)
+            q, query_bits = _queries(
+                here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
+            )
+            flags |= _attend(
+                q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
+                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
+            )  # fmt: skip
+            tile += SPLITS
+        if HALF:
+            if tile * 16 < QUERIES:
+                q, query_bits = _queries(
+                    following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
+                )
+                flags |= _attend(
+                    q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
+                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
+                )  # fmt: skip
+        if MASK == "bias":
+            if _any(flags, flags_smem):
+                # what was stored is stored again, of the bias as it lies in memory
+                for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
+                    words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
+                    q, query_bits = _queries(
+                        words, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
+                    )
+                    _attend(
+                        q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
+                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, False, True, OFFSET, MOST, MOST_BITS, POLICY,
+                    )  # fmt: skip

@@ -1,0 +1,378 @@
+"""Measured rules: which tiles a call gets, and how programs share its heads.
+
+They change speed, never a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..recipe import Recipe
+from .device import cache_bytes_of, processors_of
+from .tiles import (
+    HOPPER,
+    HOPPER_BLOCKS,
+    LONG_HOPPER,
+    SHORT_ROW,
+    WINDOWS,
+    Tiles,
+    fits_block,
+    fits_hopper,
+    fits_long_hopper,
+    fits_windows,
+    is_crowded,
+    is_held,
+    is_short,
+    most_programs,
+    most_queries,
+    shared_bytes,
+    widest_span,
+)
+
+
+def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
+    """:func:`split` for rows that :mod:`.sm90.attention_resident` walks over twice."""
+    room = most_programs(shared_bytes(keys, head_dim))
+    if not tiles.splits and queries > 64:
+        if fits_block(64, 8, head_dim, keys) and head_dim <= 64 and triton.cdiv(queries, 64) * heads <= processors:
+            # as long as one warp's chain of instructions: two share it, and hold the row
+            return tiles._replace(block_m=64, warps=8, splits=triton.cdiv(queries, 64))
+        if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
+            # eight warps to a processor, by which its keys are fetched once
+            tiles = tiles._replace(block_m=128, warps=8)
+    each = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
+    splits, programs = min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0
+    if not splits:
+        splits, programs, duration = share_walk(queries, heads, each, processors, head_dim, fused)
+        if each == 2 and (heads <= processors or not (fused and head_dim > 64)):
+            # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of
+            # two; where each quantises several wide heads the other works meanwhile
+            alone = share_walk(queries, heads, 1, processors, head_dim, fused)
+            most = alone.programs or head_dim > 64 or 2 * (programs or splits * heads) > 3 * processors
+            if most and alone.duration <= duration:
+                tiles, each, splits, programs = tiles._replace(block_m=128, warps=8), 1, alone.splits, alone.programs
+    registers = tiles.registers or (168 if each == 3 and (programs or splits * heads) > 2 * processors else 0)
+    return tiles._replace(splits=splits, programs=programs, registers=registers)
+
+
+def tail_columns(tiles: Tiles, queries: int, head_dim: int) -> int:
+    """Return the columns, 8 or 16, for the queries past whole blocks; 0 if :mod:`.sm90.tail_queries` cannot take them."""
+    left = queries % tiles.block_m
+    return (8 if left <= 8 else 16) if tiles.warps == 4 and head_dim > 32 and 0 < left <= 16 else 0
+
+
+def _split_held(
+    tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, by_channel: bool, processors: int
+) -> Tiles:
+    """:func:`split` for rows that :mod:`.sm90.attention_resident` holds whole."""
+    narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
+    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
+    places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
+    blocks = triton.cdiv(queries, tiles.block_m)
+    splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
+    if not tiles.splits:
+        if splits * heads <= processors and (fused or not narrow):
+            # with processors to spare a call takes as long as one warp's chain of instructions: two share it
+            return tiles._replace(warps=8, splits=splits)
+        if splits * heads > processors >= heads > 0:
+            # A program a processor fetches the keys fewer times than several; if it has to quantise, too, with eight warps.
+            alone = processors // heads
+            if fused and not wide and (places == 3 or not narrow):
+                return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), alone))
+            if not fused and places == 3 and alone == triton.cdiv(queries, 128) > 1:
+                # a block of 128 by eight warps is sooner done than two of 64, one behind the other
+                return tiles._replace(block_m=128, warps=8, splits=alone)
+            # of two programs each has half of the processor
+            pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
+            if not fused and not wide and pays:
+                return tiles._replace(splits=alone)
+    # three programs a processor instead of two: up to 256 keys at the price of a few spills; int8 images of a few more tokens,
+    # whose last queries are apart, without any, unless scales differ from channel to channel
+    few_more = not (fused or by_channel) and narrow and keys <= SHORT_ROW + 8 and tail_columns(tiles, queries, head_dim) == 8
+    third = places == 3 or few_more
+    registers = 168 if third and splits * heads > 2 * processors else 0
+    return tiles._replace(splits=splits, registers=tiles.registers or registers)
+
+
+def split(
+    tiles: Tiles,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_dim: int,
+    narrow: bool,
+    fused: bool,
+    masked: bool,
+    by_channel: bool,
+    device: torch.device,
+) -> Tiles:
+    """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
+    processors = processors_of(device)
+    if tiles.kernel == HOPPER:
+        if tiles.programs:
+            return tiles._replace(splits=0)
+        if is_held(keys, tiles.across):
+            return _split_held(tiles, queries, keys, heads, head_dim, fused, by_channel, processors)
+        return _split_walked(tiles, queries, keys, heads, head_dim, fused, processors)
+    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, heads)))
+    registers = tiles.registers
+    if tiles.kernel == WINDOWS:
+        # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
+        # waited for longer than keys are prepared.
+        loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
+        splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
+        # one program is sooner launched than several; beside a bias two warps of one would have to pass on its marks
+        warps = 1 if masked and splits < 4 else splits
+        # sixteen programs a processor instead of fourteen
+        registers = 128 if fused and not masked else 0
+        return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
+    if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
+        programs = splits * heads
+        if fused and programs > 2 * processors:
+            # three programs a processor instead of two, where there are enough of them
+            registers = 168
+        elif not fused and 2 * processors < programs <= 3 * processors:
+            registers = 144  # costs spills, but one round instead of two
+    return tiles._replace(splits=splits, registers=registers)
+
+
+_MOST_LENGTHS = 32
+
+"""Lengths of rows read twice that :mod:`.sm90.attention_resident` is compiled for in a process, unless tiles are given."""
+
+_lengths: set[int] = set()
+
+
+def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:
+    """Say how the L2 is to treat the tensors of a call, whose heads are read once.
+
+    If it does not hold all of them, what has been read is not to push out what is still to be read. Measured: smaller ones are
+    level in a network and slower in a call that is made again.
+    """
+    size = sum(x.nbytes for x in (query, key, value, out))
+    return "evict_first" if query.shape[1] == key.shape[1] and size > cache_bytes_of(query.device) else ""
+
+
+def division(
+    tiles: Tiles, queries: int, keys: int, head_dim: int, heads: int, batch: int, fused: bool, processors: int
+) -> dict[str, int | str]:
+    """Return the constants of :mod:`.sm90.attention_resident` that divide a call's work among programs."""
+    across, splits = tiles.across, tiles.splits
+    blocks = triton.cdiv(queries, tiles.block_m)
+    twice = not is_held(keys, across)
+    # measured: it pays where one program walks over a head's int8 queries and shares its processor with another; from floats
+    # with narrow heads, of rows walked over where a block takes longest, of those held whole where one round of programs takes
+    # all heads or a processor has two of them
+    walks = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
+    if not fused:
+        pays = batch * heads > processors
+    elif head_dim > 64:
+        pays = False
+    else:
+        pays = not tiles.registers if twice else keys > SHORT_ROW or batch * heads <= 3 * processors
+    tail = tail_columns(tiles, queries, head_dim) if walks and pays else 0
+    if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
+        tail = 0
+    # Products that begin at the sums of V's channels are fewer instructions, but start later, which other programs hide (all
+    # of it measured). Beside last queries from floats registers have no room for them.
+    programs = splits * batch * heads
+    if twice:
+        begin = batch * heads > processors
+    else:
+        begin = programs > processors or (fused and across == 1)
+        begin = begin and not (fused and tail)
+    sums = "begin" if begin else "end"
+    # Tensor cores that are idle anyway find the sums sooner than instructions do, for a block or two; beside the outputs of
+    # wide heads registers have no room for it.
+    few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries
+    if few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1):
+        sums = "products"
+    # programs that go from head to head have to know how many blocks that is
+    whole = 0 if splits else blocks - (tail > 0)
+    # a loop of one turn is none, and its four tiles are more than registers hold
+    turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
+    return {
+        "WALK": not splits or splits < blocks,
+        "TAIL": tail,
+        "ACROSS": across,
+        "SUMS": sums,
+        "TURN": turn,
+        "BLOCKS": whole,
+        "HEADS": heads if whole else 0,
+        # measured: programs with more to do first, where a processor has three of them
+        "SPREAD": tail > 0 and splits > 1 and keys <= SHORT_ROW,
+    }
+
+
+def worth_compiling(keys: int) -> bool:
+    """Tell whether :mod:`.sm90.attention_resident` may be compiled for so many keys: each length takes seconds."""
+    if keys not in _lengths and len(_lengths) < _MOST_LENGTHS:
+        _lengths.add(keys)
+    return keys in _lengths
+
+
+class Shares(NamedTuple):
+    """How programs of :mod:`.sm90.attention_resident` share heads.
+
+    Attributes:
+        splits: programs a head, if each keeps to one; else 0.
+        programs: programs that go from head to head; else 0.
+        duration: how long they take, in blocks of queries.
+    """
+
+    splits: int
+    programs: int
+    duration: float
+
+
+@functools.lru_cache(1024)
+def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: int, fused: bool) -> Shares:
+    """Return how programs had best share the heads whose rows :mod:`.sm90.attention_resident` walks over.
+
+    Programs that keep to a head take their places in rounds; those that go from head to head all take as many blocks, but
+    bring more heads' keys to the chip. How long that takes, in blocks, is measured: where all programs do it at once, and
+    later, where each does it when it gets there.
+
+    Args:
+        queries: queries of a head.
+        heads: heads times batch.
+        each: programs a processor, one of eight warps and blocks of 128, or more of four warps and blocks of 64.
+        processors: streaming multiprocessors.
+        head_dim: channels.
+        fused: whether the kernel quantises, too.
+    """
+    places, block_m, wide = each * processors, 128 if each == 1 else 64, head_dim > 64
+    blocks = triton.cdiv(queries, block_m)
+    first = 0.5
+    if fused:
+        # in four warps it takes longer, which another narrow head's program beside them hides
+        first = 1.5 if wide and each == 1 else 2.0 if wide or each == 3 else 1.2
+    found = [
+        Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + first))
+        for splits in range(1, blocks + 1)
+    ]
+    if each > 1 and 0 < queries % block_m <= 16 and not fused:
+        # a program that has a head to itself takes the last few queries as half a block
+        found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + first)))
+    if each == 1 or (each == 2 and not fused):
+        share = triton.cdiv(heads * blocks, places)
+        later = 0.3 if not fused else 1.5 if wide else 0.8
+        most = max((share * (program + 1) - 1) // blocks - share * program // blocks for program in range(places))
+        # takes more registers, of which the others have fewer to spare, or none
+        found.append(Shares(0, places, (share + first + most * later) * (1.01 if each == 1 else 1.05)))
+    return min(found, key=lambda shares: shares.duration)
+
+
+def choose_tiles(
+    recipe: Recipe,
+    head_dim: int,
+    value_dim: int,
+    queries: int,
+    keys: int,
+    capability: tuple[int, int],
+    *,
+    heads: int = 1,
+    fused: bool = False,
+    masked: bool = False,
+    walk: bool = True,
+) -> Tiles:
+    """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
+
+    Args:
+        heads: heads times batch.
+        fused: whether the kernel quantises, too.
+        masked: whether there is a mask or a bias, a causal one included.
+        walk: whether :mod:`.sm90.attention_resident` may walk over rows that it does not hold, for which it is compiled for
+            every length.
+    """
+    block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
+    hopper = capability[0] == 9
+    wide = head_dim > 64 or recipe.probability_bits == 15
+    if recipe.normalization == "online":
+        return Tiles(block_m, recipe.key_block, 4, 2)
+    if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
+        if is_held(keys):
+            # heads that wide are quantised by eight warps, which have the registers for it
+            warps = 8 if fused and widest_span(head_dim) > 64 else 4
+            return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+        if walk:
+            return Tiles(64, 128, 4, 3, kernel=HOPPER)
+    if is_short(recipe, head_dim, value_dim, keys):
+        block_n = max(32, min(128, triton.next_power_of_2(keys)))
+        general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
+        if capability >= (8, 0) and fits_windows(recipe, head_dim, value_dim, queries, keys):
+            general = general._replace(kernel=WINDOWS)
+        if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
+            # Thousands of windows fill the machine with programs of one warp, which has nobody to wait for.
+            if heads >= 1024:
+                return general._replace(block_m=32 if fused and not masked else 16, warps=1, registers=168)
+            if heads >= 512 and masked and not fused:
+                return general._replace(block_m=32, warps=2, registers=128)
+            if heads >= 512:
+                return general._replace(registers=80)
+        return general
+    if not hopper and wide:
+        return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
+    if max(head_dim, value_dim) > 128 or recipe.probability_bits == 15:
+        return Tiles(block_m, 64, 4, 3)
+    if masked or not hopper or recipe.key_granularity == "token":
+        return Tiles(block_m, 128, 4, 3)
+    # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
+    general = Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
+    if fits_long_hopper(recipe, head_dim, value_dim, queries, keys):
+        return general._replace(kernel=LONG_HOPPER)
+    return general
+
+
+def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:
+    """Yield the rules' tiles, then others worth a try on a GPU with so many streaming multiprocessors."""
+    yield rule
+    seen = {rule}
+    blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
+    hopper = rule.kernel == HOPPER
+    if keys <= SHORT_ROW or hopper:
+        warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
+        by_hand = (
+            rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
+            for m, warps in HOPPER_BLOCKS
+            # three programs a processor, if they have four warps each
+            for registers in ((0, 168) if warps == 4 else (0,))
+            for splits in range(1, 1 + -(-queries // m))
+            if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
+        )
+        # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
+        going_on = (
+            rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
+            for m, warps in HOPPER_BLOCKS
+            if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
+        )
+        tried: Iterable[Tiles] = (
+            Tiles(m, rule.block_n, w, 1, registers, splits)
+            for m, w in warps
+            if m <= max(blocks_m)
+            for registers in (0, 80, 128, 168)
+            for splits in (1, 2, 4)
+            if splits <= -(-queries // m)
+        )
+        windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
+        tried = itertools.chain(by_hand, going_on, windows, tried if keys <= SHORT_ROW else ())
+    else:
+        tried = (
+            Tiles(m, n, 8 if m == 128 else 4, stages, registers)
+            for m in blocks_m
+            if m >= min(64, rule.block_m)
+            for n in (64, 128)
+            for stages in (3, 4)
+            for registers in (0, 128, 168)
+        )
+    for tiles in tried:
+        if tiles not in seen:
+            seen.add(tiles)
+            yield tiles

@@ -1,0 +1,188 @@
+"""Kernel launches spelt out, noted while a call makes them, and made again on other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+# what a call may do between launches, besides views, and still be no more than these launches
+_ALLOCATIONS = frozenset((
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+))  # fmt: skip
+_ALIGNMENT = 512
+"""Of temporary tensors in bytes, as PyTorch's own allocations on a GPU have it."""
+
+
+class Call(NamedTuple):
+    """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash verify`` compiles."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it on the tensors it names."""
+        recording = _get_current_dispatch_mode()
+        if not isinstance(recording, Recording):
+            self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        recording.calls.append(self)
+        if not recording.launching:
+            return
+        # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
+        with _disable_current_modes():
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+    def launcher(self) -> Callable[..., None]:
+        """Return what launches the compiled kernel, given all arguments in order, addresses for tensors."""
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[self.grid]  # looked up, not launched
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any) -> None:
+    """Launch ``kernel[grid](*values, **named)``, as a :class:`Call`."""
+    names = kernel.arg_names
+    arguments = dict(zip(names, values, strict=False)) | {name: x for name, x in named.items() if name in names}
+    Call(kernel, grid, arguments, {name: x for name, x in named.items() if name not in names}).run()
+
+
+class Recording(TorchDispatchMode):
+    """Notes the launches made meanwhile, and whether PyTorch computed anything besides.
+
+    Attributes:
+        calls: the launches, in order; they keep the tensors that they name.
+        is_pure: nothing else happened than launches, allocations and views, so that the launches alone give the same again.
+        launching: whether the launches are made, too; if not, tensors may be without memory.
+    """
+
+    def __init__(self, *, launching: bool = True) -> None:
+        super().__init__()
+        self.launching = launching
+        self.calls: list[Call] = []
+        self.is_pure = True
+        self._allocated: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _ALLOCATIONS:
+            self._allocated.add(result.untyped_storage().data_ptr())
+        elif not function.is_view and any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs, result))):
+            self.is_pure = False
+        return result
+
+    def repeat(self, tensors: Sequence[torch.Tensor | None], out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        """Return a function that makes the launches again on tensors of the same shapes, strides, types and alignment.
+
+        It keeps the compiled kernels and everything about their arguments but the addresses, which leaves a call little more
+        to do than the launches. The caller answers for the tensors being alike.
+
+        Args:
+            tensors: what the call took, no two of them from the same address on.
+            out: what it returned; every call makes a new one.
+
+        Returns:
+            the function, which takes such ``tensors``; None if the launches are not all there is to it, or go somewhere else.
+        """
+        output = out.untyped_storage().data_ptr()
+        if not self.is_pure or not self.calls or out.storage_offset() or output not in self._allocated:
+            return None
+        places = {x.data_ptr(): f"t{index}" for index, x in enumerate(tensors) if x is not None}
+        # temporary tensors, one behind the other in one allocation
+        begins: dict[int, int] = {}
+        size = 0
+        # written out, because a loop over arguments takes as long as a launch
+        names: dict[str, Any] = {
+            "empty": torch.empty, "empty_strided": torch.empty_strided, "int8": torch.int8, "described": _described,
+            "shape": out.shape, "strides": out.stride(), "dtype": out.dtype, "device": out.device,
+        }  # fmt: skip
+        used: dict[str, None] = {}
+        launches = []
+        for number, call in enumerate(self.calls):
+            names[f"launch_{number}"] = call.launcher()
+            words = []
+            for name in call.kernel.arg_names:
+                x = call.arguments[name]
+                base, constant = getattr(x, "base", x), f"{name}_{number}"
+                if not isinstance(base, torch.Tensor):
+                    if type(x) not in (int, bool, str):
+                        names[constant] = x
+                    words.append(constant if constant in names else repr(x))
+                    continue
+                storage, address = base.untyped_storage(), base.data_ptr()
+                begin = storage.data_ptr()
+                if address in places:
+                    tensor, offset = places[address], 0
+                elif begin not in self._allocated:
+                    return None
+                elif begin == output:
+                    tensor, offset = "out", address - begin
+                else:
+                    if begin not in begins:
+                        begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                    tensor, offset = "scratch", begins[begin] + address - begin
+                used[tensor] = None
+                word = f"{tensor}_at + {offset}" if offset else f"{tensor}_at"
+                if x is not base:
+                    # nothing is to stay in memory for a place that is filled anew
+                    names[constant], word = _described(x, 0), f"described({constant}, {word})"
+                words.append(word)
+            launches.append(f"launch_{number}({', '.join(words)})")
+        lines = [
+            "out = empty_strided(shape, strides, dtype=dtype, device=device)",
+            *([f"scratch = empty({size}, dtype=int8, device=device)"] if size else []),
+            *(f"{tensor}_at = {tensor}.data_ptr()" for tensor in used),
+            *launches,
+            "return out",
+        ]
+        parameters = ", ".join(f"t{index}" for index in range(len(tensors)))
+        exec("\n    ".join((f"def again({parameters}):", *lines)), names)
+        again: Callable[..., torch.Tensor] = names["again"]
+        return again
+
+
+class _Address(int):
+    """What a description of a matrix needs of a tensor."""
+
+    data_ptr = int.__int__
+
+
+def _described(description: Any, address: int) -> Any:
+    """Return a description for the copy engine of a matrix that lies elsewhere. It is not checked again, which takes longer."""
+    other = object.__new__(type(description))
+    other.__dict__.update(description.__dict__, base=_Address(address))
+    return other
+
+
+def _stand_in(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an empty tensor of its own of the same shape, strides, type and alignment."""
+    if x is None:
+        return None
+    last = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = (x.data_ptr() & 15) // x.element_size()
+    return torch.empty(first + last, dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), first)
+
+
+def record(
+    go: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, Callable[[], Callable[..., torch.Tensor] | None]]:
+    """Call ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`Recording.repeat`)."""
+    with Recording() as recording:
+        out = go(*tensors)
+
+    def prepare() -> Callable[..., torch.Tensor] | None:
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        if len(set(addresses)) == len(addresses):
+            return recording.repeat(tensors, out)
+        # which of them an address is can only be told of others
+        apart = [_stand_in(x) for x in tensors]
+        with Recording() as again:
+            like = go(*apart)
+        return again.repeat(apart, like)
+
+    return out, prepare

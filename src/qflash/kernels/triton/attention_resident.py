@@ -1,0 +1,291 @@
+"""Rows of up to 256 keys, the shapes of vision transformers: attention in one launch, from int8 or from float.
+
+A program takes one head, or every few blocks of its queries. It brings the head's keys and values to the chip once,
+quantising them there if they are float, and then walks over the queries. A row of scores is held whole, in one tile
+or two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.fixed_point import split_scale, usable_scale
+from ..common.quantize_ops import (
+    amplitude_to_scale,
+    higher,
+    higher_magnitude,
+    highest,
+    inverse_scale,
+    lower,
+    lowest,
+    nan_max,
+    nan_min,
+    round_to_int8,
+)
+from ..common.tile_ops import (
+    accumulate,
+    bias_bases,
+    column_scales,
+    finish,
+    interleave,
+    key_order,
+    load_key,
+    load_value,
+    mask_pointer,
+    output_factors,
+    probability_words,
+    row_multiplier,
+    scores,
+    to_rows,
+)
+
+
+@triton.jit
+def _combine_ranges(low_a, high_a, most_a, low_b, high_b, most_b):
+    return nan_min(low_a, low_b), nan_max(high_a, high_b), nan_max(most_a, most_b)
+
+
+@triton.jit
+def _load_rows(base, stride_n, stride_d, n, keys, channels, CHANNELS: tl.constexpr, CLAMP: tl.constexpr):
+    """Rows ``n`` of a float tensor; beyond the last key comes the last again (CLAMP) or zero."""
+    inside = channels[None, :] < CHANNELS
+    if CLAMP:
+        n = tl.minimum(n, keys - 1)
+    else:
+        inside = inside & (n[:, None] < keys)
+    return tl.load(base + n[:, None] * stride_n + channels[None, :] * stride_d, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_quads(
+    base, stride_n, stride_d, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr
+):
+    """A (BLOCK_N, channels) tile as four sets of rows, 4 i + 0, 1, 2, 3; those of K in the order of :func:`key_order`."""
+    n = 4 * tl.arange(0, BLOCK_N // 4)
+    n0, n1, n2, n3 = n, n + 1, n + 2, n + 3
+    if KEY:
+        n0, n1, n2, n3 = key_order(n0), key_order(n1), key_order(n2), key_order(n3)
+    return (
+        _load_rows(base, stride_n, stride_d, start + n0, keys, channels, CHANNELS, KEY),
+        _load_rows(base, stride_n, stride_d, start + n1, keys, channels, CHANNELS, KEY),
+        _load_rows(base, stride_n, stride_d, start + n2, keys, channels, CHANNELS, KEY),
+        _load_rows(base, stride_n, stride_d, start + n3, keys, channels, CHANNELS, KEY),
+    )
+
+
+@triton.jit
+def _lowest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    return lower(lower(a, b, GUARD), lower(c, d, GUARD), GUARD)
+
+
+@triton.jit
+def _highest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    return higher(higher(a, b, GUARD), higher(c, d, GUARD), GUARD)
+
+
+@triton.jit
+def _largest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    return higher(higher_magnitude(a, b, GUARD), higher_magnitude(c, d, GUARD), GUARD)
+
+
+@triton.jit
+def _quantize_row(x, middle, inverse, CENTER: tl.constexpr, GUARD: tl.constexpr):
+    y = x.to(tl.float32)
+    if CENTER:
+        y = y - middle
+    return round_to_int8(y, inverse, GUARD)
+
+
+@triton.jit
+def _quantize_quads(
+    a, b, c, d, middle, inverse, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, GUARD: tl.constexpr
+):
+    """Quantise four sets of rows and interleave them."""
+    a = _quantize_row(a, middle, inverse, CENTER, GUARD)
+    b = _quantize_row(b, middle, inverse, CENTER, GUARD)
+    c = _quantize_row(c, middle, inverse, CENTER, GUARD)
+    d = _quantize_row(d, middle, inverse, CENTER, GUARD)
+    return interleave(a, b, c, d, BLOCK_N, CHANNELS)
+
+
+@triton.jit
+def short_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, mask_ptr,
+    q_stride_z, q_stride_h, q_stride_n, q_stride_d,
+    k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d,
+    o_stride_z, o_stride_h, o_stride_n, o_stride_d,
+    qs_stride_z, qs_stride_h, qs_stride_n,
+    ks_stride_z, ks_stride_h, ks_stride_n,
+    vs_stride_z, vs_stride_h, vs_stride_d,
+    os_stride_z, os_stride_h, os_stride_d,
+    mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
+    queries, constant_mantissa, constant_exponent,
+    GROUP: tl.constexpr, MASK_PERIOD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr,
+    NEAREST: tl.constexpr, OFFSET: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, COLUMN_BITS: tl.constexpr,
+    MOST: tl.constexpr, MOST_BITS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CHECK: tl.constexpr,
+    VALUE_ROWS: tl.constexpr, QUANTIZE: tl.constexpr, CENTER: tl.constexpr, QUERY_TOKEN: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Attention of one head; see :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
+
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float.
+    """
+    z = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
+    kv_head = h // GROUP
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    q_base = q_ptr + z * q_stride_z + h * q_stride_h
+    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+    qs_base = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h
+    ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * ks_stride_z + kv_head * ks_stride_h
+    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
+    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
+    blocks = tl.cdiv(queries, BLOCK_M)
+    # a number for each channel, or rows so short that a program walks over many blocks: formed once, before them
+    EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or TILES == 1
+
+    if QUANTIZE:
+        # every load is under way before the first use, and one reduction finds all ranges
+        ka, kb, kc, kd = _load_quads(k_base, k_stride_n, k_stride_d, 0, KEYS, d, HEAD_DIM, BLOCK_N, True)
+        va, vb, vc, vd = _load_quads(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False)
+        if TILES == 2:
+            ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True)
+            ve, vf, vg, vh = _load_quads(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False)
+        low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
+        most = _largest_of_four(va, vb, vc, vd, GUARD)
+        if TILES == 2:
+            low = lower(low, _lowest_of_four(ke, kf, kg, kh, GUARD), GUARD)
+            high = higher(high, _highest_of_four(ke, kf, kg, kh, GUARD), GUARD)
+            most = higher(most, _largest_of_four(ve, vf, vg, vh, GUARD), GUARD)
+        if BLOCK_D == BLOCK_DV and not GUARD:
+            low, high, most = tl.reduce((low.to(tl.float32), high.to(tl.float32), most.to(tl.float32)), 0, _combine_ranges)
+        else:
+            low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
+            most = highest(most.to(tl.float32), 0, GUARD)
+        middle = low * 0.5 + high * 0.5
+        if CENTER:
+            low, high = low - middle, high - middle
+        amplitude = highest(nan_max(tl.abs(low), tl.abs(high)), 0, GUARD)
+        if not VALUE_CHANNEL:
+            most = tl.zeros((BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
+        key_scale = amplitude_to_scale(tl.zeros((1, 1), tl.float32) + amplitude)
+        value_scale = amplitude_to_scale(most)[None, :]
+        key_inverse, value_inverse = inverse_scale(key_scale, GUARD), inverse_scale(value_scale, GUARD)
+        key_bits = tl.max(tl.max(key_scale.to(tl.int32, bitcast=True), 0), 0)
+        middle = middle[None, :]
+        k0 = tl.trans(_quantize_quads(ka, kb, kc, kd, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
+        v0 = _quantize_quads(va, vb, vc, vd, middle, value_inverse, False, BLOCK_N, BLOCK_DV, GUARD)
+        if TILES == 2:
+            k1 = tl.trans(_quantize_quads(ke, kf, kg, kh, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
+            v1 = _quantize_quads(ve, vf, vg, vh, middle, value_inverse, False, BLOCK_N, BLOCK_DV, GUARD)
+        if not QUERY_TOKEN:
+            # one scale for the head's queries: a walk of its own
+            query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for block in range(blocks):
+                rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+                q = _load_rows(q_base, q_stride_n, q_stride_d, rows, queries, d, HEAD_DIM, False)
+                query_amplitude = nan_max(query_amplitude, tl.abs(q.to(tl.float32)))
+            query_amplitude = highest(highest(query_amplitude, 1, GUARD), 0, GUARD)
+            head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)
+    else:
+        n0 = key_order(tl.arange(0, BLOCK_N))
+        k0 = load_key(k_base, k_stride_n, k_stride_d, n0, d, KEYS, HEAD_DIM, BLOCK_D, TILES == 2)
+        v0 = load_value(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, TILES == 1)
+        if TILES == 2:
+            k1 = load_key(k_base, k_stride_n, k_stride_d, BLOCK_N + n0, d, KEYS, HEAD_DIM, BLOCK_D, False)
+            v1 = load_value(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, True)
+
+    if QUANTIZE:
+        keys_usable = usable_scale(key_bits)
+        key_mantissa, key_exponent = split_scale(key_bits)
+        largest = 0
+        factor, shift, half = value_scale, 0, 0
+    else:
+        keys_usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, KEYS, BLOCK_N, KEY_TOKEN)
+        if EARLY:
+            factor, shift, half = output_factors(
+                o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
+            )
+    # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
+    # the row sum. Under a mask they are masked like any other.
+    ones = tl.full((16, BLOCK_N), 1, tl.int8)
+    weight = ones
+    if not CHECK and KEYS < TILES * BLOCK_N:
+        weight = tl.where((TILES - 1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < KEYS, ones, 0)
+    # transposed, so that neighbouring keys, which the tensor core wants side by side, are written together
+    ones, weight = tl.trans(ones), tl.trans(weight)
+    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
+    COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
+
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = rows < queries
+        q_ptrs = q_base + rows[:, None] * q_stride_n + d[None, :] * q_stride_d
+        q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0)
+        if QUANTIZE:
+            x = q.to(tl.float32)
+            if QUERY_TOKEN:
+                query_scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
+            else:
+                query_scale = head_scale
+            q = round_to_int8(x, inverse_scale(query_scale, GUARD), GUARD)
+            query_bits = query_scale.to(tl.int32, bitcast=True)
+        elif QUERY_TOKEN:
+            query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
+        else:
+            query_bits = tl.load(qs_base)
+        if (QUANTIZE or QUERY_TOKEN) and not GUARD:
+            query_bits = to_rows(q, query_bits, BLOCK_D)
+        usable = keys_usable & usable_scale(query_bits)
+        multiplier, fraction_bits, drop = row_multiplier(
+            query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
+            MOST_BITS, GUARD,
+        )  # fmt: skip
+        base = 0.0
+        if MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
+            base, even = bias_bases(mask_base, mask_stride_m, mask_stride_n, rows, queries, KEYS, BLOCK_M, BLOCK_N, TILES)
+            multiplier = tl.where(even, 0, multiplier)
+        s0 = scores(
+            q, k0, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, 0, queries, KEYS, multiplier,
+            fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+        )  # fmt: skip
+        row_max = tl.max(s0, 1)[:, None]
+        if TILES == 2:
+            s1 = scores(
+                q, k1, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, BLOCK_N, queries, KEYS, multiplier,
+                fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
+            )  # fmt: skip
+            row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
+        total = tl.zeros((BLOCK_M, 16), tl.int32)
+        high_total = tl.zeros((BLOCK_M, 16), tl.int32)
+        accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+        high_part = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+        word = probability_words(
+            s0, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK, GUARD
+        )
+        accumulator, high_part, total, high_total = accumulate(
+            word, v0, weight if TILES == 1 else ones, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N,
+            BITS, BITS != 7, GUARD,
+        )  # fmt: skip
+        if TILES == 2:
+            word = probability_words(
+                s1, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK, GUARD
+            )
+            accumulator, high_part, total, high_total = accumulate(
+                word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS, BITS != 7, GUARD
+            )
+        if not QUANTIZE and not EARLY:
+            # one number, cheap enough to form again for every block; here nobody waits for it
+            factor, shift, half = output_factors(o_ptr, vs_base, 0, os_base, 0, VALUE_DIM, BLOCK_DV, False, False, GUARD)
+        o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
+        finish(
+            accumulator, high_part, total, high_total, COUNT, row_max, usable, factor, shift, half, o_ptrs,
+            inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
+        )  # fmt: skip

@@ -1,0 +1,255 @@
+"""Rows of any length: attention in loops over the keys, and the kernel that brings V to the tensor core's order first.
+
+One program computes one block of queries of one head, walking over the row twice (its maximum first), or once with
+ScaleRelease when the recipe is online.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.fixed_point import multiply_high, release_factor, usable_scale
+from ..common.quantize_ops import CHUNKS
+from ..common.tile_ops import (
+    MASKED,
+    accumulate,
+    column_scales,
+    dealt_channel,
+    finish,
+    key_order,
+    load_key,
+    load_value,
+    mask_pointer,
+    output_factors,
+    probability_words,
+    row_multiplier,
+    scores,
+    to_rows,
+)
+
+
+@triton.jit
+def pack_value_kernel(
+    v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
+):  # fmt: skip
+    """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each of its channels.
+
+    A head has WIDTH channels there, zero from VALUE_DIM on. DEALT is the order of :mod:`.sm90.attention_streaming`: keys by
+    :func:`.common.tile_ops.held_order`, channels by :func:`.common.tile_ops.dealt_channel`. Keys from the last up to ``padded``
+    are zero. Sums are
+    stored chunk by chunk: there is nothing to clear beforehand.
+    """
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    blocks = (WIDTH + BLOCK_C - 1) // BLOCK_C
+    part = tl.program_id(0) // blocks
+    begin = part * chunk
+    channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = dealt_channel(channels, WIDTH) if DEALT else channels
+    head = z * tl.num_programs(1) + h
+    v_base = v_ptr + z * v_stride_z + h * v_stride_h
+    sums = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(begin, tl.minimum(begin + chunk, padded), BLOCK_N):
+        v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True, DEALT)
+        sums += tl.sum(v.to(tl.int32), 0)
+        n = start + tl.arange(0, BLOCK_N)
+        out = packed_ptr + (head * WIDTH + rows[None, :]) * padded + n[:, None]
+        tl.store(out, v, mask=(channels[None, :] < WIDTH) & (n[:, None] < padded))
+    parts = tl.num_programs(0) // blocks
+    tl.store(sums_ptr + (head * parts + part) * WIDTH + channels, sums, mask=channels < WIDTH)
+
+
+@triton.jit
+def long_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    qs_ptr,
+    ks_ptr,
+    vs_ptr,
+    os_ptr,
+    mask_ptr,
+    sums_ptr,
+    q_stride_z,
+    q_stride_h,
+    q_stride_n,
+    q_stride_d,
+    k_stride_z,
+    k_stride_h,
+    k_stride_n,
+    k_stride_d,
+    v_stride_z,
+    v_stride_h,
+    v_stride_n,
+    v_stride_d,
+    o_stride_z,
+    o_stride_h,
+    o_stride_n,
+    o_stride_d,
+    qs_stride_z,
+    qs_stride_h,
+    qs_stride_n,
+    ks_stride_z,
+    ks_stride_h,
+    ks_stride_n,
+    vs_stride_z,
+    vs_stride_h,
+    vs_stride_d,
+    os_stride_z,
+    os_stride_h,
+    os_stride_d,
+    mask_stride_z,
+    mask_stride_h,
+    mask_stride_m,
+    mask_stride_n,
+    queries,
+    keys,
+    parts,
+    constant_mantissa,
+    constant_exponent,
+    GROUP: tl.constexpr,
+    MASK_PERIOD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    QUADRATIC: tl.constexpr,
+    BITS: tl.constexpr,
+    NEAREST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ONLINE: tl.constexpr,
+    FLOOR_OUTPUT: tl.constexpr,
+    COLUMN_BITS: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_BITS: tl.constexpr,
+    CHECK: tl.constexpr,
+    VALUE_SUMS: tl.constexpr,
+    VALUE_ROWS: tl.constexpr,
+    QUERY_TOKEN: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr,
+    OUTPUT_CHANNEL: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Attention of one block of queries; see :func:`.dispatch.launch_attention`."""
+    z = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
+    kv_head = h // GROUP
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    inside = rows < queries
+
+    q_ptrs = q_ptr + z * q_stride_z + h * q_stride_h + rows[:, None] * q_stride_n + d[None, :] * q_stride_d
+    q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0)
+    k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
+    v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
+    ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * ks_stride_z + kv_head * ks_stride_h
+    mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
+    qs_base = qs_ptr.to(tl.pointer_type(tl.int32)) + z * qs_stride_z + h * qs_stride_h
+    if QUERY_TOKEN:
+        query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
+    else:
+        query_bits = tl.load(qs_base)
+    if QUERY_TOKEN and BLOCK_D <= 128 and not GUARD:
+        query_bits = to_rows(q, query_bits, BLOCK_D)
+    usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
+    usable = usable & usable_scale(query_bits)
+    multiplier, fraction_bits, drop = row_multiplier(
+        query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
+        MOST_BITS, GUARD,
+    )  # fmt: skip
+
+    row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
+    # row sums are a product with a matrix of ones: the tensor core adds them up for nothing
+    total = tl.zeros((BLOCK_M, 16), tl.int32)
+    high_total = tl.zeros((BLOCK_M, 16), tl.int32)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
+    ones = tl.full((BLOCK_N, 16), 1, tl.int8)
+    ADD_OFFSET: tl.constexpr = BITS != 7 and not VALUE_SUMS
+    # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
+    # the row sum. Under a mask they are masked like any other.
+    if CHECK:
+        weight = ones
+    else:
+        weight = tl.where((keys & (-BLOCK_N)) + tl.arange(0, BLOCK_N)[:, None] < keys, ones, 0)
+
+    last = keys
+    full = keys & (-BLOCK_N)
+    if CAUSAL:
+        last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
+        full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
+    if MASK != "none":
+        full = 0
+    if not ONLINE:
+        for phase in tl.static_range(2):
+            for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
+                n = start + key_order(tl.arange(0, BLOCK_N))
+                k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
+                s = scores(
+                    q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
+                    multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                    CHECK and phase == 1, GUARD,
+                )  # fmt: skip
+                row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+    for phase in tl.static_range(2):
+        for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
+            n = start + key_order(tl.arange(0, BLOCK_N))
+            k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
+            s = scores(
+                q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
+                multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+                CHECK and phase == 1, GUARD,
+            )  # fmt: skip
+            if ONLINE:
+                new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+                step = tl.where(row_max != MASKED, new_max - row_max, 0)
+                if KEY_TOKEN and MASK != "bias":
+                    step = multiply_high(step, multiplier, GUARD)
+                elif MASK != "bias":
+                    step = step * multiplier
+                factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
+                accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
+                total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
+                row_max = new_max
+            word = probability_words(
+                s, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
+                CHECK and phase == 1, GUARD,
+            )  # fmt: skip
+            v = load_value(
+                v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, phase == 1
+            )
+            accumulator, high, total, high_total = accumulate(
+                word, v, ones if phase == 0 else weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N,
+                BITS, ADD_OFFSET, GUARD,
+            )  # fmt: skip
+    count = keys
+    if CHECK:
+        count = tl.cdiv(last, BLOCK_N) * BLOCK_N
+
+    if BITS != 7 and VALUE_SUMS:
+        part = tl.arange(0, CHUNKS)[:, None]
+        at = ((z * tl.num_programs(1) // GROUP + kv_head) * parts + part) * VALUE_DIM + dv[None, :]
+        sums = tl.sum(tl.load(sums_ptr + at, mask=(part < parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
+        accumulator += (128 if BITS == 15 else -127) * sums[None, :]
+    if ONLINE:
+        # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l
+        most = 128 * tl.max(total, 1)[:, None]
+        accumulator = tl.minimum(tl.maximum(accumulator, -most), most)
+    o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
+    factor, shift, half = output_factors(
+        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
+        os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD,
+    )  # fmt: skip
+    finish(
+        accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
+    )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Quantisation kernels: the bits of :mod:`qflash.quantization`, one launch a tensor (two for one scale in all)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...quantization import scale_from_amplitude, scale_shape
+from ..common.quantize_ops import (
+    BIAS_EVEN,
+    BIAS_MASKED,
+    BIAS_POISON,
+    amplitude_to_scale,
+    bias_base,
+    bias_to_fixed,
+    chunk_tokens,
+    magnitude,
+    to_int8,
+)
+from ..launch_recorder import launch_kernel
+
+
+@triton.jit
+def bias_kernel(
+    bias_ptr, fixed_ptr, stride_z, stride_h, stride_m, stride_n, rows, heads, queries, keys,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """:func:`qflash.quantize_bias` of a block of rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = row // queries
+    begin = bias_ptr + head // heads * stride_z + head % heads * stride_h + row % queries * stride_m
+    n = tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None]
+    high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for start in range(0, keys, BLOCK_N):
+        at = start + n[None, :]
+        bias = tl.load(begin[:, None] + at * stride_n, mask=inside & (at < keys), other=float("-inf")).to(tl.float32)
+        # a NaN leaves its row as it is
+        high = tl.maximum(high, tl.max(tl.where(bias == bias, bias, float("inf")), 1))
+    base, even = bias_base(high[:, None])
+    for start in range(0, keys, BLOCK_N):
+        at = start + n[None, :]
+        bias = tl.load(begin[:, None] + at * stride_n, mask=inside & (at < keys), other=0.0).to(tl.float32)
+        fixed = tl.where(even, tl.where(bias == base, BIAS_EVEN, BIAS_MASKED), bias_to_fixed(bias - base, GUARD))
+        fixed = tl.where(bias == float("-inf"), BIAS_MASKED, fixed)
+        fixed = tl.where(bias < float("inf"), fixed, BIAS_POISON)
+        tl.store(fixed_ptr + row[:, None] * keys + at, fixed, mask=inside & (at < keys))
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, scale_ptr, center_ptr, values_ptr,
+    x_stride_z, x_stride_h, x_stride_n, x_stride_d,
+    s_stride_z, s_stride_h, s_stride_n, s_stride_d,
+    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of tokens of one head with given scales."""
+    block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < tokens) & (d[None, :] < channels)
+    x_ptrs = x_ptr + z * x_stride_z + h * x_stride_h + n[:, None] * x_stride_n + d[None, :] * x_stride_d
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    head = z * tl.num_programs(1) + h
+    if CENTER:
+        x = x - tl.load(center_ptr + head * channels + d, mask=d < channels, other=0.0)[None, :]
+    s_ptrs = scale_ptr + z * s_stride_z + h * s_stride_h + n[:, None] * s_stride_n + d[None, :] * s_stride_d
+    scale = tl.load(s_ptrs, mask=inside, other=1.0)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+
+
+@triton.jit
+def quantize_token_kernel(
+    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of tokens of one head with one scale found per token."""
+    block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    inside = (n[:, None] < tokens) & (d[None, :] < channels)
+    x_ptrs = x_ptr + z * x_stride_z + h * x_stride_h + n[:, None] * x_stride_n + d[None, :] * x_stride_d
+    x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    head = z * tl.num_programs(1) + h
+    scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+    tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
+    tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+
+
+@triton.jit
+def _channel_range(
+    x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
+    low = tl.full((BLOCK_N, BLOCK_D), float("inf"), tl.float32)
+    high = tl.full((BLOCK_N, BLOCK_D), float("-inf"), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < tokens) & (d[None, :] < channels)
+        x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+        low = tl.minimum(low, tl.where(inside, tl.where(x == x, x, float("-inf")), float("inf")))
+        high = tl.maximum(high, tl.where(inside, tl.where(x == x, x, float("inf")), float("-inf")))
+    return tl.min(low, 0), tl.max(high, 0)
+
+
+@triton.jit
+def quantize_head_kernel(
+    x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, low_ptr, high_ptr, chunk,
+    CHUNKS: tl.constexpr, GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise one head, or a chunk of its tokens, with the scales of the whole head.
+
+    With one chunk the ranges of the channels are found here, otherwise :func:`range_kernel` has found every chunk's.
+    """
+    h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head = z * tl.num_programs(0) + h
+    d = tl.arange(0, BLOCK_D)
+    x_base = x_ptr + z * x_stride_z + h * x_stride_h
+    if CHUNKS == 1:
+        low, high = _channel_range(x_base, x_stride_n, x_stride_d, 0, tokens, tokens, channels, d, BLOCK_N, BLOCK_D)
+    else:
+        parts = tl.arange(0, CHUNKS)[:, None]
+        there = (parts < tl.num_programs(2)) & (d[None, :] < channels)
+        at = (head * tl.num_programs(2) + parts) * channels + d[None, :]
+        low = tl.min(tl.load(low_ptr + at, mask=there, other=float("inf")), 0)
+        high = tl.max(tl.load(high_ptr + at, mask=there, other=float("-inf")), 0)
+    middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    first = part + tl.zeros((1, 1), tl.int32) == 0
+    if GRANULARITY == "head":
+        scale = tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+        tl.store(scale_ptr + head + tl.zeros((1, 1), tl.int32), scale, mask=first)
+    elif GRANULARITY == "channel":
+        scale = amplitude_to_scale(amplitude)[None, :]
+        tl.store(scale_ptr + head * channels + d[None, :], scale, mask=(d[None, :] < channels) & first)
+    for start in range(part * chunk, tl.minimum(tokens, part * chunk + chunk), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < tokens) & (d[None, :] < channels)
+        x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            x = tl.where(inside, x - middle[None, :], 0.0)
+        if GRANULARITY == "token":
+            scale = amplitude_to_scale(tl.max(magnitude(x), 1))[:, None]
+            tl.store(scale_ptr + head * tokens + n[:, None], scale, mask=n[:, None] < tokens)
+        tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], to_int8(x, scale, GUARD), mask=inside)
+
+
+@triton.jit
+def range_kernel(
+    x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, chunk_tokens,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest value of every channel over one chunk of tokens of one head."""
+    chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    begin = chunk * chunk_tokens
+    low, high = _channel_range(
+        x_ptr + z * x_stride_z + h * x_stride_h, x_stride_n, x_stride_d, begin, begin + chunk_tokens, tokens, channels, d,
+        BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    out = ((z * tl.num_programs(1) + h) * tl.num_programs(0) + chunk) * channels + d
+    tl.store(low_ptr + out, low, mask=d < channels)
+    tl.store(high_ptr + out, high, mask=d < channels)
+
+
+def _tokens_per_block(channels: int) -> int:
+    return max(1, 4096 // triton.next_power_of_2(channels))
+
+
+def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantise ``x`` (batch, heads, tokens, channels) with ``scale`` (broadcastable), minus ``center`` if given."""
+    batch, heads, tokens, channels = x.shape
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    if values.numel() == 0:
+        return values
+    block = _tokens_per_block(channels)
+    spread = scale.expand(x.shape)
+    for start in range(0, batch, 65535):
+        stop = min(batch, start + 65535)
+        centers = values if center is None else center[start:stop].contiguous()
+        launch_kernel(
+            quantize_kernel, (triton.cdiv(tokens, block), heads, stop - start),
+            x[start:stop], spread[start:stop], centers, values[start:stop],
+            *x.stride(), *spread.stride(), tokens, channels,
+            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels), GUARD=x.device.type == "cpu",
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return values
+
+
+def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Turn a float bias (batch, heads, queries, keys) into fixed point: :func:`qflash.quantize_bias`."""
+    _, heads, queries, keys = bias.shape
+    fixed = torch.empty(bias.shape, dtype=torch.int32, device=bias.device)
+    if fixed.numel() == 0:
+        return fixed
+    rows, block_n = fixed.numel() // keys, min(1024, triton.next_power_of_2(keys))
+    block_m = 2048 // block_n
+    launch_kernel(
+        bias_kernel, (triton.cdiv(rows, block_m), 1, 1), bias, fixed, *bias.stride(), rows, heads, queries, keys,
+        BLOCK_M=block_m, BLOCK_N=block_n, GUARD=bias.device.type == "cpu", enable_fp_fusion=False,
+    )  # fmt: skip
+    return fixed
+
+
+def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` (batch, heads, tokens, channels), finding its scales: ``(values, scale)``.
+
+    Args:
+        granularity: see :func:`qflash.quantize`.
+        center: subtract every channel's midrange first (:func:`qflash.quantization.center_channels`).
+    """
+    batch, heads, tokens, channels = x.shape
+    shape = scale_shape(x.shape, granularity)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, dtype=torch.float32, device=x.device)
+    block = _tokens_per_block(channels)
+    width = triton.next_power_of_2(channels)
+    guard = x.device.type == "cpu"
+    if granularity != "tensor":
+        values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        for start in range(0, batch, 65535):
+            stop = min(batch, start + 65535)
+            arguments = (x[start:stop], values[start:stop], scale[start:stop], *x.stride(), tokens, channels)
+            if granularity == "token" and not center:
+                launch_kernel(
+                    quantize_token_kernel, (triton.cdiv(tokens, block), heads, stop - start), *arguments,
+                    BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                )  # fmt: skip
+            else:
+                # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
+                # into chunks few enough that every program can look at the ranges of all.
+                whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
+                chunk = chunk_tokens(tokens, whole)
+                chunks = triton.cdiv(tokens, chunk)
+                low = high = values
+                if chunks > 1:
+                    ranges = (2, stop - start, heads, chunks, channels)
+                    low, high = torch.empty(ranges, dtype=torch.float32, device=x.device).unbind()
+                    launch_kernel(
+                        range_kernel, (chunks, heads, stop - start), x[start:stop], low, high, *x.stride(), tokens, channels,
+                        chunk, BLOCK_N=block, BLOCK_D=width,
+                    )  # fmt: skip
+                launch_kernel(
+                    quantize_head_kernel, (heads, stop - start, chunks), *arguments, low, high, chunk,
+                    CHUNKS=triton.next_power_of_2(chunks), GRANULARITY=granularity, CENTER=center, BLOCK_N=whole,
+                    BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                    num_warps=8 if whole * width >= 8192 else 4,
+                )  # fmt: skip
+        return values, scale
+    # one scale for everything: the ranges of all heads have to be in before the first value is written
+    chunks = triton.cdiv(tokens, block)
+    low = torch.empty((batch, heads, chunks, channels), dtype=torch.float32, device=x.device)
+    high = torch.empty_like(low)
+    for start in range(0, batch, 65535):
+        stop = min(batch, start + 65535)
+        launch_kernel(
+            range_kernel, (chunks, heads, stop - start), x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens,
+            channels, block, BLOCK_N=block, BLOCK_D=width,
+        )  # fmt: skip
+    middle = None
+    if center:
+        low, high = low.amin(dim=2, keepdim=True), high.amax(dim=2, keepdim=True)
+        middle = low * 0.5 + high * 0.5
+        low, high = low - middle, high - middle
+    scale = scale_from_amplitude(torch.maximum(low.abs().amax(), high.abs().amax()).reshape(shape))
+    return launch_quantize_values(x, scale, middle), scale

@@ -1,0 +1,355 @@
+"""Quantisation for long rows: query, key and value in two launches, V brought to the tensor core's order on the way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...recipe import Recipe
+from ..common.quantize_ops import (
+    amplitude_to_scale,
+    chunk_tokens,
+    higher,
+    highest,
+    inverse_scale,
+    lower,
+    lowest,
+    magnitude,
+    round_to_int8,
+)
+from ..common.tile_ops import dealt_channel, held_order, interleave
+from ..launch_recorder import launch_kernel
+from ..tiles import kernel_width
+
+_MOST_BATCH = 65535 // 3
+_PROGRAMS = 256
+"""Programs that look for ranges: fewer would leave processors idle, more would leave more ranges to read."""
+_CHUNK = 256
+"""Tokens a program quantises, or more."""
+
+
+@triton.jit
+def _load(base, stride_n, stride_d, n, last, d, channels):
+    """Tokens ``n`` of a head as they are; past the ``last`` the last again."""
+    ptrs = base + tl.minimum(n, last)[:, None] * stride_n + d[None, :] * stride_d
+    return tl.load(ptrs, mask=d[None, :] < channels, other=0.0)
+
+
+@triton.jit
+def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr):
+    """Where a head's tokens begin and how far apart they lie: multiples of UNIT, which the compiler is to see."""
+    return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
+
+
+@triton.jit
+def long_range_kernel(
+    k_ptr, v_ptr, low_ptr, high_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
+    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest value of every channel over a chunk of a head's keys or values (program z even or odd)."""
+    part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
+    is_value = tl.program_id(2) % 2
+    begin = part * chunk
+    end = tl.minimum(begin + chunk, tokens)
+    base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
+    stride_d = k_stride_d
+    if is_value == 1:
+        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
+        stride_d = v_stride_d
+        channels = value_channels
+    channels = channels // UNIT * UNIT
+    n, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    low = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    if GUARD:
+        low = low.to(tl.float32)
+    high = low
+    for start in range(BLOCK_N, chunk, BLOCK_N):
+        x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
+        low, high = lower(low, x, GUARD), higher(high, x, GUARD)
+    out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + d
+    # NaN, or in the interpreter infinity, where there is a NaN
+    tl.store(low_ptr + out, lowest(low.to(tl.float32), 0, GUARD))
+    tl.store(high_ptr + out, highest(high.to(tl.float32), 0, GUARD))
+
+
+@triton.jit
+def _whole_range(low_ptr, high_ptr, row, ranges, RANGES: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
+    """The range of a head's channels from those of its chunks."""
+    parts = tl.arange(0, RANGES)[:, None]
+    at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    low = lowest(tl.load(low_ptr + at, mask=parts < ranges, other=float("inf")), 0, GUARD)
+    return low, highest(tl.load(high_ptr + at, mask=parts < ranges, other=float("-inf")), 0, GUARD)
+
+
+@triton.jit
+def _queries(
+    base, stride_n, stride_d, values, scales, begin, end, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise queries ``begin`` to ``end`` of a head, a scale a token."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < end) & (d[None, :] < channels)
+        x = _load(base, stride_n, stride_d, n, end - 1, d, channels).to(tl.float32)
+        scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
+        tl.store(scales + n[:, None], scale, mask=n[:, None] < end)
+        x = round_to_int8(x, inverse_scale(scale, GUARD), GUARD)
+        tl.store(values + n[:, None] * channels + d[None, :], x, mask=inside)
+
+
+@triton.jit
+def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
+    """The midrange of a head's channels, and its scale, from the channels' ranges."""
+    middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    return middle, tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
+
+
+@triton.jit
+def _store_keys(
+    values, stride_n, y, middle, inverse, n, end, d, channels, CENTER: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
+    if CENTER:
+        y = y - middle[None, :]
+    inside = (n[:, None] < end) & (d[None, :] < channels)
+    tl.store(values + n[:, None] * stride_n + d[None, :], round_to_int8(y, inverse, GUARD), mask=inside)
+
+
+@triton.jit
+def _keys(
+    base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
+    RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise keys ``begin`` to ``end`` of a head with one scale."""
+    d = tl.arange(0, BLOCK_D)
+    n = begin + tl.arange(0, BLOCK_N)
+    # under way while the ranges are put together, and later while the block before is stored
+    x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
+    middle, scale = _key_scale(low, high, d, channels, CENTER)
+    tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
+    inverse = inverse_scale(scale, GUARD)
+    for _ in range(begin, end, BLOCK_N):
+        y = x.to(tl.float32)
+        x = _load(base, stride_n, stride_d, n + BLOCK_N, end - 1, d, channels)
+        _store_keys(values, values_stride_n, y, middle, inverse, n, end, d, channels, CENTER, GUARD)
+        n += BLOCK_N
+
+
+@triton.jit
+def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.constexpr):
+    """Four tiles of rows, zero past the last: ``n``, the next, and both ``FAR`` on."""
+    ptrs, inside = base + n[:, None] * stride_n + d[None, :] * stride_d, d[None, :] < channels
+    v0 = tl.load(ptrs, mask=inside & (n[:, None] < tokens), other=0.0)
+    v1 = tl.load(ptrs + stride_n, mask=inside & (n[:, None] + 1 < tokens), other=0.0)
+    v2 = tl.load(ptrs + FAR * stride_n, mask=inside & (n[:, None] + FAR < tokens), other=0.0)
+    v3 = tl.load(ptrs + (FAR + 1) * stride_n, mask=inside & (n[:, None] + FAR + 1 < tokens), other=0.0)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _value_scale(low, high, d, channels):
+    """The scales of a head's channels from their ranges."""
+    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    return amplitude_to_scale(amplitude)[None, :]
+
+
+@triton.jit
+def _four_int8(tiles, inverse, GUARD: tl.constexpr):
+    i0 = round_to_int8(tiles[0].to(tl.float32), inverse, GUARD)
+    i1 = round_to_int8(tiles[1].to(tl.float32), inverse, GUARD)
+    i2 = round_to_int8(tiles[2].to(tl.float32), inverse, GUARD)
+    i3 = round_to_int8(tiles[3].to(tl.float32), inverse, GUARD)
+    return i0, i1, i2, i3
+
+
+@triton.jit
+def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store four tiles of values, interleaved, from column ``start`` on, and return their sum."""
+    i0, i1, i2, i3 = four
+    column = start + tl.arange(0, BLOCK_N)
+    inside = (d[None, :] < width) & (column[:, None] < padded)
+    tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
+    return (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
+
+
+@triton.jit
+def _values(
+    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
+    width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise values ``begin`` to ``end`` of a head, a scale a channel; store them (``width``, tokens up to ``padded``)."""
+    d = tl.arange(0, BLOCK_D)
+    # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
+    n = begin + 4 * tl.arange(0, BLOCK_N // 4)
+    FAR: tl.constexpr = 8 if DEALT else 2
+    if DEALT:
+        n = held_order(n)
+    v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
+    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
+    scale = _value_scale(low, high, d, channels)
+    tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
+    inverse = inverse_scale(scale, GUARD)
+    sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
+    rows = dealt_channel(d, BLOCK_D) if DEALT else d
+    for start in range(begin, end, BLOCK_N):
+        four = _four_int8((v0, v1, v2, v3), inverse, GUARD)
+        n += BLOCK_N
+        v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
+        sums += _store_values(packed, four, rows, start, padded, d, width, BLOCK_N, BLOCK_D)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
+
+
+@triton.jit
+def long_quantize_kernel(
+    q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
+    sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
+    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Quantise a chunk of a head's keys (a scale a head), values (a scale a channel) or queries (a scale a token).
+
+    Program z modulo KINDS, 2 or 3, tells which, counted from the last. The values come out as the tensor core reads them,
+    (channels up to ``width``, tokens up to ``padded``, zero past both ends), with the sums of the channels of each chunk: see
+    :func:`.triton.attention_streaming.pack_value_kernel`.
+    """
+    # the last first: they are what the search for ranges has left in the cache
+    part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    last = tl.num_programs(2) - 1 - tl.program_id(2)
+    z, kind = (last // KINDS).to(tl.int64), last % KINDS
+    begin = part * chunk
+    channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
+    if kind == 2:
+        head = z * tl.num_programs(1) + h
+        base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT)
+        _queries(
+            base, stride_n, q_stride_d, query_ptr + head * queries * channels,
+            query_scale_ptr + head * queries, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
+        )  # fmt: skip
+    elif h < key_heads and part < parts:
+        head = z * key_heads + h
+        row = (2 * z + kind) * key_heads + h
+        if kind == 0:
+            base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
+            _keys(
+                base, stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n,
+                key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk),
+                channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+            )  # fmt: skip
+        else:
+            base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
+            _values(
+                base, stride_n, v_stride_d, packed_ptr + head * width * padded,
+                value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * width, low_ptr, high_ptr,
+                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, DEALT,
+                BLOCK_N, BLOCK_D, GUARD,
+            )  # fmt: skip
+
+
+def quantizes_long(recipe: Recipe, batch: int) -> bool:
+    """Tell whether :func:`launch_quantize_long` finds the scales the recipe asks for."""
+    granularities = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
+    return (
+        granularities == ("token", "head", "channel")
+        and not recipe.balance
+        and not recipe.rotate
+        and recipe.normalization == "two_pass"
+        and batch <= _MOST_BATCH
+    )
+
+
+class LongQuantized(NamedTuple):
+    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums.
+
+    The sums are those of chunks of tokens, (batch, heads, chunks, channels). Query is None if none was given.
+    """
+
+    query: torch.Tensor | None
+    query_scale: torch.Tensor | None
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    value: torch.Tensor
+    value_scale: torch.Tensor
+    value_sums: torch.Tensor
+
+
+def _range_chunk(tokens: int, heads: int) -> int:
+    """Return how many tokens a program looks through for ranges."""
+    chunk = 1024
+    while chunk > 128 and 2 * heads * triton.cdiv(tokens, chunk) < _PROGRAMS:
+        chunk //= 2
+    return chunk_tokens(tokens, chunk)
+
+
+def launch_quantize_long(
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
+) -> LongQuantized:
+    """Quantise what a call with long rows needs in two launches: ranges, then values.
+
+    Scales are one a token for query, one a head for key, one a channel for value.
+
+    Args:
+        query: float (batch, heads, tokens, channels), not empty; None to leave it as it is.
+        key, value: the same, on the same device.
+        center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
+        dealt: leave V as :mod:`.sm90.attention_streaming` takes it; see :func:`.triton.attention_streaming.pack_value_kernel`.
+    """
+    batch, key_heads, tokens, channels = key.shape
+    value_channels = value.shape[3]
+    like = key if query is None else query
+    heads, queries = like.shape[1:3]
+    padded = triton.cdiv(tokens, 128) * 128
+    block_d = triton.next_power_of_2(max(channels, value_channels))
+    block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
+    # what the copy engine takes: rows of whole sixteen bytes, all channels of the kernel's width
+    key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
+    chunk = chunk_tokens(max(tokens, queries), _CHUNK)
+    parts = triton.cdiv(padded, chunk)
+
+    # Triton itself looks no further than at multiples of sixteen
+    numbers = [channels, value_channels, *(x.stride(dim) for x in (like, key, value) for dim in range(3))]
+    unit = 8 if channels % 16 == 8 and all(number % 8 == 0 for number in numbers) else 1
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=key.device)
+
+    packed = new(batch, key_heads, width, padded, dtype=torch.int8)
+    found = LongQuantized(
+        None if query is None else new(*query.shape, dtype=torch.int8),
+        None if query is None else new(batch, heads, queries, 1),
+        new(batch, key_heads, tokens, key_row, dtype=torch.int8)[..., :channels],
+        new(batch, key_heads, 1, 1),
+        packed[:, :, :value_channels, :tokens].mT,
+        new(batch, key_heads, 1, value_channels),
+        new(batch, key_heads, parts, width, dtype=torch.int32),
+    )
+    range_chunk = _range_chunk(tokens, batch * key_heads)
+    ranges = triton.cdiv(tokens, range_chunk)
+    low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
+    launch_kernel(
+        long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *key.stride(), *value.stride(), tokens,
+        channels, value_channels, range_chunk, UNIT=unit, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,
+    )  # fmt: skip
+    kinds = 2 if query is None else 3
+    chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
+    # without queries their places are filled by anything
+    query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
+    # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
+    # With two it does so, too, for a single range of 32 channels: a place more stays empty.
+    launch_kernel(
+        long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
+        found.key_scale, packed, found.value_scale, found.value_sums, *like.stride(), *key.stride(), *value.stride(), queries,
+        tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
+        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, DEALT=dealt, UNIT=unit, BLOCK_N=min(chunk, block),
+        BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,1 @@
+"""Pages: the demo, and the paper's tables beside what was measured."""

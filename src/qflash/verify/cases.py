@@ -1,0 +1,257 @@
+"""What is compiled and read: named cases, and whatever the operators launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.launch_recorder import Call
+from ..memory_format import empty_bias
+from ..quantization import scale_shape
+from ..recipe import PAPER, PRESETS, Recipe, resolve_recipe
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch of an attention call, which is compiled and read.
+
+    Attributes:
+        name: what ``--case`` takes.
+        tokens: keys, and queries unless ``queries`` says otherwise.
+        head_dim: channels of query and key, and of value unless ``value_dim`` says otherwise.
+        recipe: a preset's name or a recipe; it also sets the granularity of the scales.
+        mask: ``"none"``, ``"causal"``, ``"bool"`` (batch, 1, N, N), ``"bias"`` (1, heads, N, N) or ``"windows"``: a bias of
+            (windows, heads, N, N) that repeats over the batch, as Swin's, with aligned rows. A bias is in fixed point where
+            the input is int8.
+        granularity: one granularity for all scales instead of the recipe's.
+        key_heads: heads of key and value, fewer than query's 4 for grouped queries.
+        batch: batch elements; the tiles depend on it.
+        queries: their number if it is not that of the keys.
+        value_dim: channels of value if they are not query's.
+        input: ``"int8"`` or the name of a float dtype: then the call quantises, too.
+        output: the same of the output.
+        layout: ``"contiguous"``, ``"packed"`` (views of one projection) or ``"misaligned"`` (rows that begin anywhere).
+        launch: which of the call's launches.
+    """
+
+    name: str
+    tokens: int
+    head_dim: int
+    recipe: str | Recipe = "default"
+    mask: str = "none"
+    granularity: str | None = None
+    key_heads: int = 4
+    batch: int = 8
+    queries: int | None = None
+    value_dim: int | None = None
+    input: str = "int8"
+    output: str = "int8"
+    layout: str = "contiguous"
+    launch: int = -1
+
+
+CASES = (
+    Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
+    Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
+    Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: held whole on Hopper alone
+    Case("vit-577", 577, 64, batch=128),  # 384 pixels: every score is computed twice there
+    Case("vit-1370", 1370, 64, batch=24),  # DINOv2, 518 pixels: programs there go from head to head
+    Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
+    Case("vit-bias", 197, 64, mask="bias"),
+    Case("vit-80", 197, 80),
+    Case("vit-257-80", 257, 80, batch=128),  # ViT-H: channels in two spans on Hopper
+    Case("vit-729-72", 729, 72, batch=256),  # SigLIP, 384 pixels: both, and rows that are read twice
+    Case("vit-paper", 197, 64, recipe="paper"),
+    Case("vit-accurate", 197, 64, recipe="accurate"),
+    Case("swin", 49, 32),  # A4-A7: the four stages differ only in windows and heads
+    Case("swin-bool", 49, 32, mask="bool"),
+    Case("swin-windows", 49, 32, mask="windows"),
+    Case("swin-thousands", 49, 32, mask="windows", batch=1024),  # a program takes several windows with the same bias
+    Case("swin-causal", 49, 32, mask="causal"),
+    Case("long-64", 4096, 64),
+    Case("long-128", 4096, 128),
+    Case("long-causal-gqa", 4096, 64, mask="causal", key_heads=1),
+    Case("long-accurate", 4096, 64, recipe="accurate"),
+    Case("pack-value", 4096, 64, launch=0),
+)
+
+MASKS = ("none", "causal", "bool", "bias")
+
+TOKENS = (16, 49, 64, 197, 257, 577, 4096)
+
+HEAD_DIMS = (16, 32, 64, 80, 128, 256)
+
+BATCHES = (1, 4, 8, 11, 12, 16, 17, 20, 24, 25, 34, 40, 50, 75, 128, 160, 256, 300, 512, 1024)
+
+"""Of four heads: on Hopper the launches depend on how many programs a processor has."""
+
+VARIED_TOKENS = (49, 197, 577, 4096)
+
+VARIED_HEAD_DIMS = (32, 64, 128)
+
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "gqa": {"key_heads": 1},
+    "one-query": {"queries": 1},
+    "20-queries": {"queries": 20},
+    "narrow-values": {"value_dim": 16},
+    "wide-values": {"value_dim": 160},
+    "heads": {"granularity": "head"},
+    "packed": {"layout": "packed"},
+    "misaligned": {"layout": "misaligned"},
+    "windows": {"mask": "windows"},
+    **{f"to-{name}": {"output": name} for name in FLOATS},
+    **{f"from-{name}": {"input": name, "output": name} for name in FLOATS},
+    **{
+        f"{kind}-{bits}": {"recipe": Recipe(exponential=kind, probability_bits=bits)}
+        for kind in ("linear", "quadratic")
+        for bits in (7, 8, 15)
+    },
+    "floor": {"recipe": Recipe(probability_rounding="floor")},
+    "value-scale": {"recipe": Recipe(output="value_scale")},
+    "token-keys": {"recipe": Recipe(key_granularity="token")},
+    **{f"online-{keys}": {"recipe": PAPER.replace(key_block=keys, output="accumulator")} for keys in (32, 64, 128, 256)},
+}
+
+"""Changes of a call with the default recipe, one at a time."""
+
+
+def calls() -> Iterator[Case]:
+    """Return the calls whose launches are compiled, besides :data:`CASES`.
+
+    Every combination of lengths, head dimensions, masks and presets, each with the preset's scales and with one a tensor; with
+    the default preset every batch; from floats, too; and of it every variation, with and without a bias, at some of the sizes.
+    """
+    for tokens, head_dim, mask, recipe in itertools.product(TOKENS, HEAD_DIMS, MASKS, PRESETS):
+        case = Case("", tokens, head_dim, recipe, mask)
+        yield _named(case)
+        yield _named(case, "tensor", granularity="tensor")
+        if recipe == "default":
+            for batch in BATCHES:
+                yield _named(case, f"batch-{batch}", batch=batch)
+                yield _named(case, f"tensor-batch-{batch}", granularity="tensor", batch=batch)
+                yield _named(case, f"from-float16-batch-{batch}", batch=batch, input="float16", output="float16")
+    for tokens, head_dim, mask in itertools.product(VARIED_TOKENS, VARIED_HEAD_DIMS, ("none", "bias")):
+        case = Case("", tokens, head_dim, mask=mask)
+        yield from (_named(case, variation, **changes) for variation, changes in VARIATIONS.items())
+
+
+def _named(case: Case, *parts: str, **changes: Any) -> Case:
+    about = (f"{case.tokens}x{case.head_dim}", str(case.recipe), case.mask, *parts)
+    return dataclasses.replace(case, name="-".join(part for part in about if part not in ("default", "none")), **changes)
+
+
+def launches(case: Case, target: str) -> list[Call]:
+    """Return the launches of a case's call, spelt out by the operator itself, on tensors without memory."""
+    from .. import execution
+    from ..kernels.device import STAND_IN
+    from ..kernels.launch_recorder import Recording
+
+    recipe = resolve_recipe(case.recipe)
+    batch, heads, keys, head_dim = case.batch, 4, case.tokens, case.head_dim
+    queries, value_dim = case.queries or keys, case.value_dim or head_dim
+    dtype = getattr(torch, case.input)
+
+    def values(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def tensor(heads: int, tokens: int, channels: int) -> torch.Tensor:
+        if case.layout == "packed":
+            return values(batch, tokens, 3, heads, channels)[:, :, 1].transpose(1, 2)
+        if case.layout == "misaligned":
+            return values(batch, heads, tokens, channels + 1)[..., 1:]
+        return values(batch, heads, tokens, channels)
+
+    query, key, value = (
+        tensor(heads, queries, head_dim),
+        tensor(case.key_heads, keys, head_dim),
+        tensor(case.key_heads, keys, value_dim),
+    )
+
+    def scale(x: torch.Tensor, granularity: str) -> torch.Tensor:
+        return values(*scale_shape(x.shape, case.granularity or granularity), dtype=torch.float32)
+
+    bias = torch.int32 if case.input == "int8" else dtype
+    mask = {
+        "bool": values(batch, 1, queries, keys, dtype=torch.bool),
+        "bias": values(1, heads, queries, keys, dtype=bias),
+        "windows": empty_bias(query, (max(1, batch // 2), heads, queries, keys), bias),
+    }.get(case.mask)
+    options = case.mask == "causal", head_dim**-0.5
+    number = int(target.removeprefix("sm_"))
+    token = STAND_IN.set((number // 10, number % 10))
+    try:
+        with Recording(launching=False) as recording:
+            if case.input != "int8":
+                execution._attention(query, key, value, mask, *options, recipe.key, "triton")
+            else:
+                execution._int8_attention(
+                    query, scale(query, recipe.query_granularity), key, scale(key, recipe.key_granularity),
+                    value, scale(value, recipe.value_granularity), mask,
+                    scale(tensor(heads, queries, value_dim), recipe.value_granularity) if case.output == "int8" else None,
+                    *options, getattr(torch, case.output), recipe.key, "triton",
+                )  # fmt: skip
+    finally:
+        STAND_IN.reset(token)
+    return recording.calls
+
+
+def kernel_call(case: Case, target: str) -> Call:
+    """Return a case's launch; see :func:`launches`."""
+    return launches(case, target)[case.launch]
+
+
+def signature(call: Call) -> Hashable:
+    """Return what Triton compiles a launch for, besides the target: as little as its JIT tells apart.
+
+    That is constants and options as they are, types, which numbers are 1 or multiples of 16 and which addresses are.
+    """
+    about: list[Hashable] = [call.kernel.__name__, tuple(sorted(call.options.items()))]
+    for name, x in call.arguments.items():
+        if isinstance(x, torch.Tensor):
+            about.append((name, x.dtype, x.data_ptr() % 16 == 0))
+        elif name.isupper() or not isinstance(x, int):
+            # a constant, or a matrix for the copy engine, of which only the place may differ
+            about.append((name, x if name.isupper() else (x.base.dtype, *x.block_shape, repr(x.layout))))
+        else:
+            about.append((name, x == 1, x % 16 == 0, x.bit_length() > 31))
+    return tuple(about)
+
+
+def distinct(target: str, patterns: Sequence[str] = ()) -> dict[Hashable, Case]:
+    """Return, by :func:`signature`, a case for everything that is compiled for a target: of :data:`CASES`, else of a call.
+
+    With ``patterns`` only of what has a name that one of them fits.
+    """
+    found = {signature(kernel_call(case, target)): case for case in reversed(CASES) if fits_pattern(case.name, patterns)}
+    for case in calls():
+        if not may_fit_pattern(case.name, patterns):
+            continue
+        every = launches(case, target)
+        for index, call in enumerate(every):
+            kind = "" if index == len(every) - 1 else f":{index}-{call.kernel.__name__.removesuffix('_kernel')}"
+            about, name = signature(call), case.name + kind
+            if about not in found and fits_pattern(name, patterns):
+                found[about] = dataclasses.replace(case, name=name, launch=index)
+    return found
+
+
+def fits_pattern(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def may_fit_pattern(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern may fit the call's name or one of its launches', which begins with it."""
+    return not patterns or any(name.startswith(re.split(r"[:*?[]", pattern)[0]) for pattern in patterns)
+
+
+def distinct_cases(target: str, patterns: Sequence[str]) -> list[Case]:
+    named = [case for case in CASES if fits_pattern(case.name, patterns)]
+    return [*named, *(case for case in distinct(target, patterns).values() if case not in CASES)]

@@ -1,0 +1,149 @@
+"""``qflash models``: whole models are really run, compared and reported."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
+
+from qflash.bench import console, models
+from qflash.cli import app
+
+CPU = torch.device("cpu")
+pytest.importorskip("timm")
+
+
+def twice_too_large(query, key, value, attn_mask=None, is_causal=False, scale=None):
+    """Attend, wrongly."""
+    return 2.0 * scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+
+
+def test_names_of_methods() -> None:
+    on_gpu = [method.name for method in models.make_methods(torch.device("cuda"), ("default", "accurate"))]
+    assert on_gpu[:5] == ["timm", "sdpa", "sdpa flash", "sdpa cudnn", "sdpa efficient"]
+    assert on_gpu[-3:] == ["qflash", "qflash accurate", "qflash kept bias"]
+    assert {"qattn", "int-flash-full", "int-flash-half"} < set(on_gpu)
+    assert [method.name for method in models.make_methods(CPU)] == ["timm", "sdpa", "qflash", "qflash kept bias"]
+    assert [method.name for method in models.make_methods(CPU, ("paper",))] == ["timm", "sdpa", "qflash paper"]
+    assert [method.name for method in models.make_methods(CPU, only=("qflash",))] == ["qflash"]
+    for arguments, message in (
+        ({"only": ("flash",)}, "method must be one of"),
+        ({"recipes": ("best",)}, "recipe must be one of"),
+        ({"peers": ("mine",)}, "NAME=module:callable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.make_methods(CPU, **arguments)
+
+
+@pytest.mark.parametrize("name", ["digits-vit", "digits-swin"])
+def test_every_attention_runs_in_the_model(name: str) -> None:
+    model, size = models.load(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    images = torch.rand(2, *size)
+    methods = models.make_methods(CPU, peers=(f"wrong={__name__}:twice_too_large",))
+    with torch.inference_mode():
+        rows = models.measure(name, model, images, methods, dtype=torch.float32, rounds=2)
+    found = {row["method"]: row for row in rows}
+    # a ViT has no bias
+    kept = ["qflash kept bias"] if name == "digits-swin" else []
+    assert list(found) == ["timm", "sdpa", "qflash", *kept, "wrong"]
+    assert all(found[name]["sqnr_db"] == found["qflash"]["sqnr_db"] for name in kept)
+    assert all(row["error"] is None and row["samples"] == 2 and row["model"] == name for row in rows)
+    for row in rows:
+        assert row["images_s"] == pytest.approx(2e6 / row["median_us"], abs=0.006)
+        assert row["ratio"] == pytest.approx(found["sdpa"]["median_us"] / row["median_us"], abs=2e-3)
+    assert found["timm"]["sqnr_db"] > 80
+    assert found["sdpa"]["sqnr_db"] > 80
+    assert 20 < found["qflash"]["sqnr_db"] < 70
+    assert found["wrong"]["sqnr_db"] < 20
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any("QFlash" in type(module).__name__ for module in model.modules())
+
+
+def test_swin_is_made_to_call_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, size = models.load("digits-swin")
+    called = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **b: called.append(1) or real(*a, **b))
+    (method,) = models.make_methods(CPU, only=("sdpa",))
+    method.change(model)
+    with torch.inference_mode():
+        model(torch.rand(1, *size))
+    assert called
+
+
+def test_a_method_that_fails_has_a_row_with_the_error() -> None:
+    model, size = models.load("digits-vit")
+
+    def refuse(_: torch.nn.Module) -> None:
+        raise RuntimeError("no kernel")
+
+    methods = [models.Method("sdpa", is_sdpa=True), models.Method("broken", refuse)]
+    with torch.inference_mode():
+        rows = models.measure("digits-vit", model, torch.rand(1, *size), methods, dtype=torch.float32, rounds=1)
+    assert rows[1]["error"] == "RuntimeError: no kernel"
+    assert rows[1]["median_us"] is None and rows[1]["ratio"] is None
+    assert rows[0]["ratio"] == 1.0
+    assert "failed" in "".join(map(str, models.render(rows, "").columns[3].cells))
+    with pytest.raises(ValueError, match="no method was timed"):
+        models.draw(rows[1:], "")
+
+
+def test_weights_are_always_the_same() -> None:
+    first, size = models.load("vit_tiny_patch16_224")
+    torch.manual_seed(1)
+    second, _ = models.load("vit_tiny_patch16_224")
+    assert size == (3, 224, 224)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_command(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["models", "--model", "digits-vit", "--batch", "1", "--batch", "3", "--rounds", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "models.json").read_text())
+    assert [(row["batch"], row["method"]) for row in record["rows"]] == [
+        (batch, method) for batch in (1, 3) for method in ("timm", "sdpa", "qflash")
+    ]
+    assert record["environment"]["device_type"] == "cpu"
+    with (tmp_path / "models.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == models.FIELDS
+    assert float(rows[-1]["images_s"]) > 0
+    assert (tmp_path / "models.png").stat().st_size > 1000
+    assert "images/s" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no_such_model"], "model must be one of"),
+        (["--method", "none"], "method must be one of"),
+        (["--dtype", "int8"], "dtype must be one of"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["models", "--device", "cpu", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.gpu
+def test_measure_on_the_gpu() -> None:
+    model, size = models.load("digits-swin")
+    device = torch.device("cuda")
+    methods = models.make_methods(device, only=("sdpa", "sdpa flash", "sdpa efficient", "qflash"))
+    with torch.inference_mode():
+        rows = models.measure("digits-swin", model, torch.rand(4, *size, device=device), methods, dtype=torch.float16, rounds=3)
+    found = {row["method"]: row for row in rows}
+    assert "attn_mask" in found["sdpa flash"]["error"]  # it takes no bias
+    assert found["qflash"]["median_us"] > 0
+    assert found["qflash"]["sqnr_db"] > 20
+    assert found["qflash"]["best_sdpa"] in ("sdpa", "sdpa efficient")
+    assert console.format_number(found["qflash"]["ratio"]) != "-"

@@ -1,0 +1,161 @@
+"""The ``qflash`` command: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qflash.cli import app
+from qflash.verify import compile, proof
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"qflash {version('qflash')}"
+
+
+def run_command(folder: Path, program: str) -> str:
+    """Run what an installed ``qflash`` runs, but for its last line; return what it prints."""
+    script = folder / "qflash"
+    script.write_text(f"import sys\nfrom qflash.cli import app\n{program}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_module_runs_and_help_needs_no_pytorch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "qflash", "--help"], capture_output=True, text=True, errors="replace"
+    )
+    assert done.returncode == 0
+    for command in ("demo", "verify", "info", "bench", "energy", "profile", "ablate", "report"):
+        assert command in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "qflash.cli" in imported and imported.isdisjoint({"torch", "numpy", "triton"})
+
+
+def test_help_of_every_command_needs_no_pytorch(tmp_path: Path) -> None:
+    printed = run_command(
+        tmp_path,
+        """
+import contextlib
+def run(*arguments):
+    with contextlib.suppress(SystemExit):
+        app(arguments)
+names = [command.callback.__name__ for command in app.registered_commands]
+for name in names:
+    run(name, "--help")
+run("--version")
+run("nonsense")
+print(*names, {"torch", "numpy", "triton"} & sys.modules.keys())
+""",
+    )
+    assert printed.count("Usage: qflash") == len(app.registered_commands) > 10
+    assert printed.endswith(" ".join(command.callback.__name__ for command in app.registered_commands) + " set()\n")
+
+
+def test_names_are_there_in_the_command_too(tmp_path: Path) -> None:
+    printed = run_command(
+        tmp_path,
+        """
+import qflash
+assert "torch" not in sys.modules
+assert set(qflash.__all__) <= set(dir(qflash))
+assert not hasattr(qflash, "nonsense") and "torch" not in sys.modules
+from qflash import *
+assert all(globals()[name] is vars(qflash)[name] for name in qflash.__all__)
+import pickle, torch
+x = pickle.loads(pickle.dumps(quantize(torch.ones(2, 3), backend="reference")))
+print(type(x) is QuantizedTensor, pickle.loads(pickle.dumps(attention)) is attention, x.values.flatten().tolist())
+""",
+    )
+    assert printed == "True True [127, 127, 127, 127, 127, 127]\n"
+
+
+def test_importing_the_package_registers_everything() -> None:
+    program = "import torch, qflash; torch.ops.qflash.attention; print(set(qflash.__all__) <= vars(qflash).keys())"
+    done = subprocess.run([sys.executable, "-c", program, "-m", "qflash"], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_info_json() -> None:
+    result = runner.invoke(app, ["info", "--format", "json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    assert data["versions"]["qflash"] == version("qflash")
+    assert data["versions"]["triton"]
+    assert data["devices"][0]["device"] == "cpu"
+    assert data["devices"][0]["auto"] == ("reference" if data["devices"][0]["cpu_unavailable"] else "cpu")
+    assert [row["architecture"] for row in data["architectures"]] == list(compile.TARGETS)
+    assert all({"feature", "reference", "cpu", "interpreter", "triton"} == set(row) for row in data["features"])
+    assert all(row["package"] for row in data["patching"])
+
+
+def test_info_table() -> None:
+    result = runner.invoke(app, ["info"])
+    assert result.exit_code == 0, result.output
+    for text in ("Versions", "Devices", "Features", "sm_120"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize(("option", "value", "known"), [("--target", "sm_75", "sm_90"), ("--case", "nonsense", "swin")])
+def test_verify_refuses_unknown_names(option: str, value: str, known: str) -> None:
+    result = runner.invoke(app, ["verify", option, value])
+    assert result.exit_code == 2
+    assert value in result.output
+    assert known in result.output
+
+
+def _verify_with(monkeypatch: pytest.MonkeyPatch, reports: list[proof.Report], *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(proof, "verify", lambda *args, **kwargs: reports)
+    result = runner.invoke(app, ["verify", *arguments])
+    return result.exit_code, result.output
+
+
+def test_verify_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = proof.Report("vit", "sm_90", tile="64x256", warps=4, instructions=100, tensor_core={"IGMMA.64x64x32": 2})
+    bad = proof.Report("vit", "sm_80", float_instructions={"MUFU.RCP at attention.py:1": 2})
+    broken = proof.Report("vit", "sm_120", error="CompilationError: no")
+    assert _verify_with(monkeypatch, [good])[0] == 0
+    status, output = _verify_with(monkeypatch, [good, bad, broken])
+    assert status == 1
+    assert "2 x MUFU.RCP at attention.py:1" in output
+    assert "CompilationError: no" in output
+    of_floats = proof.Report("vit-to-float16", "sm_80", integer=False, float_instructions={"FMUL at attention.py:1": 2})
+    status, output = _verify_with(monkeypatch, [good, of_floats])
+    assert status == 0
+    assert "1 of 1 kernels hold no float instruction; 1 more read or write floats" in output
+    assert "FMUL" not in output
+    status, output = _verify_with(monkeypatch, [bad], "--format", "json")
+    assert status == 1
+    assert json.loads(output)[0]["float_count"] == 2
+
+
+def test_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    module = types.SimpleNamespace(run_demo=lambda output, limit: calls.append((output, limit)))
+    monkeypatch.setitem(sys.modules, "qflash.report.demo", module)
+    assert runner.invoke(app, ["demo", "--output", str(tmp_path), "--limit", "3"]).exit_code == 0
+    assert calls == [(tmp_path, 3)]
+
+
+def test_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_demo(*_: object) -> None:
+        raise ImportError("the demo needs timm")
+
+    monkeypatch.setitem(sys.modules, "qflash.report.demo", types.SimpleNamespace(run_demo=run_demo))
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "the demo needs timm" in result.output

@@ -1,0 +1,89 @@
+"""The Triton kernels return the reference's bits, whatever the tiles, strides, masks and recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import qflash
+from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, same_bits
+from qflash import reference
+from qflash.kernels.dispatch import launch_attention
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu draws the same cases larger on a GPU")
+
+CASES = 240
+
+
+@pytest.mark.parametrize("number", range(CASES))
+def test_kernel_has_the_reference_bits(number: int) -> None:
+    case = draw_case(number, INTERPRETER)
+    arguments = case.arguments(DEVICE)
+    assert same_bits(launch_attention(*arguments, tiles=case.tiles), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+def test_whole_call_has_the_reference_bits_for_any_strides(recipe: str, layout: str) -> None:
+    dtype = {"default": torch.float16, "accurate": torch.bfloat16, "paper": torch.float32}[recipe]
+    inputs = make_inputs(2, 1, 33, 40, head_dim=20, dtype=dtype, layout=layout, seed=len(layout))
+    got = qflash.attention(*inputs, recipe=recipe, backend="triton")
+    assert same_bits(got, qflash.attention(*inputs, recipe=recipe, backend="reference"))
+    assert same_bits(got, qflash.attention(*(x.contiguous() for x in inputs), recipe=recipe, backend="reference"))
+
+
+def window_inputs(seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return Swin's layout: (images, windows, heads, tokens, channels) and a bias of (windows, heads, tokens, tokens)."""
+    images, windows, heads, tokens = 2, 2, 2, 9
+    query, key, value = make_inputs(images * windows, heads, tokens, head_dim=16, seed=seed)
+    inputs = tuple(x.unflatten(0, (images, windows)) for x in (query, key, value))
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.randn((windows, heads, tokens, tokens), generator=generator) * 2
+    hidden = torch.rand((windows, heads, tokens, tokens), generator=generator) < 0.2
+    return inputs, torch.where(hidden, -torch.inf, bias)
+
+
+@pytest.mark.parametrize("form", ["full", "windows", "one window", "one head", "bool", "expanded"])
+def test_window_masks_repeat_over_the_images(form: str) -> None:
+    inputs, bias = window_inputs(len(form))
+    if form == "one window":
+        bias = bias[:1]
+    elif form == "one head":
+        bias = bias[:, :1]
+    elif form == "bool":
+        bias = bias > 0
+    mask = {"full": bias.expand(2, *bias.shape).clone(), "expanded": bias.expand(2, *bias.shape)}.get(form, bias)
+    got = qflash.attention(*inputs, mask, backend="triton")
+    assert same_bits(got, qflash.attention(*inputs, mask, backend="reference"))
+    singly = [qflash.attention(*(x[i] for x in inputs), bias, backend="reference") for i in range(2)]
+    assert same_bits(got, torch.stack(singly))
+
+
+def test_tiles_leave_the_bits_alone() -> None:
+    case = draw_case(3, INTERPRETER)
+    case = dataclasses.replace(
+        case, batch=1, heads=1, key_heads=1, queries=33, keys=97, value_dim=64, mask="none", recipe=qflash.DEFAULT
+    )
+    arguments = case.arguments(DEVICE)
+    expected = reference.int8_attention(*arguments)
+    for tiles in ((16, 32, 4, 1), (32, 64, 4, 2), (64, 128, 4, 1)):
+        assert same_bits(launch_attention(*arguments, tiles=tiles), expected), tiles
+
+
+def test_launch_writes_nothing_outside_its_output() -> None:
+    inputs = make_inputs(1, 2, 17, 33, head_dim=20, value_dim=9)
+    kept = [x.clone() for x in inputs]
+    qflash.attention(*inputs, backend="triton")
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, kept, strict=True))
+
+
+def test_the_comparison_sees_one_wrong_bit() -> None:
+    case = draw_case(0, INTERPRETER)
+    expected = reference.int8_attention(*case.arguments(DEVICE))
+    changed = expected.clone()
+    changed.view(torch.uint8).view(-1)[0] ^= 1
+    assert same_bits(expected, expected.clone())
+    assert not same_bits(changed, expected)
+    assert lay_out(expected, "packed").stride() != expected.stride()

@@ -1,0 +1,614 @@
+"""The compiled CPU kernels return the reference's bits; where they cannot be compiled the back end says why."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import multiprocessing
+import os
+import pathlib
+import platform
+import stat
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qflash
+from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, same_bits
+from qflash import backends, quantization, reference
+from qflash.kernels.cpu import launch as cpu
+from qflash.recipe import PRESETS
+
+CPU = torch.device("cpu")
+LARGE = dataclasses.replace(
+    GPU, batches=(1,), key_heads=(1, 2), groups=(1, 2), tokens=(40, 511, 512, 513, 577, 1000, 1024, 1025, 2049), work=200
+)
+"""Rows around cpu.c's CHUNK of 512 keys and longer, with few enough blocks for a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler(request: pytest.FixtureRequest) -> None:
+    if "without" not in request.node.name and backends.cpu_missing():
+        pytest.skip(str(backends.cpu_missing()))
+
+
+@pytest.mark.parametrize("first", range(0, 600, 30))
+def test_kernel_has_the_reference_bits(first: int) -> None:
+    for number in range(first, first + 30):
+        case = draw_case(number, INTERPRETER)
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("first", range(2000, 2040, 5))
+def test_long_rows_have_the_reference_bits(first: int) -> None:
+    cases = [draw_case(number, LARGE) for number in range(first, first + 5)]
+    assert any(case.keys > 512 and case.recipe.normalization == "two_pass" for case in cases)
+    for case in cases:
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("octave", [-18, -19, -20])
+def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
+    """A key of weight 1 among 299 of 255, at scales for which the output's shift is 1, 0, and 0 because it cannot be less."""
+    query, key = torch.full((1, 1, 2, 16), 127, dtype=torch.int8), torch.full((1, 1, 300, 16), 127, dtype=torch.int8)
+    value = torch.zeros(1, 1, 300, 16, dtype=torch.int8)
+    key[:, :, 0] = -59
+    value[:, :, 0] = torch.arange(-8, 8)
+    one = torch.ones(1, 1, 1, 1)
+    eight_octaves = 8 * math.log(2) / ((127 + 59) * 127 * 16)
+    arguments = query, one, key, one, value, one, None, False, eight_octaves, one * 2.0**octave, torch.int8, qflash.DEFAULT
+    expected = reference.int8_attention(*arguments)
+    exact = value[:, :, :1] / (1 + 299 * 255) * 2.0 ** min(-octave, 19)
+    assert float((expected - exact).abs().max()) < 1
+    assert same_bits(cpu.launch_attention(*arguments), expected)
+
+
+@pytest.mark.parametrize("keys", [16_500, 33_000, 65_536])
+@pytest.mark.parametrize(("bits", "output"), [(7, "value_scale"), (8, "value_scale"), (8, "accumulator"), (15, "accumulator")])
+def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: int) -> None:
+    """Of all lengths of a row's sum."""
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (
+        torch.randint(-128, 128, (1, 1, tokens, channels), generator=generator).to(torch.int8)
+        for tokens, channels in ((12, 2), (keys, 2), (keys, 40))
+    )
+    # sums next to whole multiples of the denominator, too
+    value[..., :20] = torch.arange(-120, 120, 12)
+    query[:, :, :6] = 0
+    one = torch.ones(1, 1, 1, 1)
+    recipe = qflash.DEFAULT.replace(probability_bits=bits, output=output)
+    for dtype in (torch.int8, torch.float32):
+        arguments = query, one, key, one, value, one, None, False, 1e-4, one / 3, dtype, recipe
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), dtype
+
+
+def test_many_roundings_have_the_reference_bits() -> None:
+    query, key, value = make_inputs(1, 1, 2000, 30, head_dim=16, value_dim=256)
+    int8 = [qflash.quantize(x, kind) for x, kind in ((query, "token"), (key, "head"), (value, "channel"))]
+    scale = int8[2].scale * (0.2 + torch.rand((1, 1, 1, 256), generator=torch.Generator().manual_seed(0)))
+    got, expected = (qflash.int8_attention(*int8, output_scale=scale, backend=backend) for backend in ("cpu", "reference"))
+    assert isinstance(got, qflash.QuantizedTensor) and isinstance(expected, qflash.QuantizedTensor)
+    assert same_bits(got.values, expected.values)
+
+
+# What Intel's manual says that five instructions of AVX-512 do, for CPUs that have none of them: sixteen lanes run everywhere.
+AVX512_IN_C = """
+#include <immintrin.h>
+#include <stdint.h>
+#define __AVX512BW__ 1
+typedef union {
+    __m512i all;
+    int8_t bytes[64];
+    int16_t halves[32];
+    int32_t words[16];
+    int64_t longs[8];
+} parts;
+static inline __m512i madd(__m512i a, __m512i b) {
+    parts x = {a}, y = {b}, z;
+    for (int i = 0; i < 16; i++)
+        z.words[i] = x.halves[2 * i] * y.halves[2 * i] + x.halves[2 * i + 1] * y.halves[2 * i + 1];
+    return z.all;
+}
+static inline __m512i add_bytes(__m512i sum, __m512i a, __m512i b) {
+    parts x = {sum}, y = {a}, z = {b};
+    for (int i = 0; i < 64; i++) x.words[i / 4] += (uint8_t)y.bytes[i] * z.bytes[i];
+    return x.all;
+}
+static inline __m512i multiply(__m512i a, __m512i b) {
+    parts x = {a}, y = {b}, z;
+    for (int i = 0; i < 8; i++) z.longs[i] = (int64_t)x.words[2 * i] * y.words[2 * i];
+    return z.all;
+}
+static inline __m512i shift(__m512i a, int by) {
+    parts x = {a};
+    for (int i = 0; i < 8; i++) x.longs[i] = (int64_t)((uint64_t)x.longs[i] >> by);
+    return x.all;
+}
+static inline __m512i blend(int mask, __m512i a, __m512i b) {
+    parts x = {a}, y = {b};
+    for (int i = 0; i < 16; i++) x.words[i] = mask >> i & 1 ? y.words[i] : x.words[i];
+    return x.all;
+}
+#define _mm512_madd_epi16 madd
+#define _mm512_dpbusd_epi32 add_bytes
+#define _mm512_mul_epi32 multiply
+#define _mm512_srli_epi64 shift
+#define _mm512_mask_blend_epi32 blend
+"""
+
+
+@pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni"])
+def test_other_vector_widths_have_the_reference_bits(
+    width: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    known = pathlib.Path("/proc/cpuinfo").read_text() if pathlib.Path("/proc/cpuinfo").is_file() else ""
+    if width in ("avx2", "avx-vnni") and width.replace("-", "_") not in known.split():
+        pytest.skip("this CPU has not these vectors")
+    if width.startswith("avx512") and platform.machine() != "x86_64":
+        pytest.skip("not this kind of CPU")
+    header = tmp_path / "avx512.h"
+    header.write_text(AVX512_IN_C + ("#define __AVX512VNNI__ 1\n" if width == "avx512-vnni" else ""))
+    written_out = ("-w", "-include", str(header))
+    haswell = ("-march=haswell", "-fopenmp")
+    flags = {
+        "baseline": (),
+        "avx2": haswell,
+        "avx-vnni": (*haswell, "-mavxvnni"),
+        "avx512": written_out,
+        "avx512-vnni": written_out,
+    }
+    monkeypatch.setattr(cpu, "_TRIES", (flags[width],))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = cpu.load.__wrapped__()
+    assert len(list((tmp_path / "qflash").iterdir())) == 1
+    monkeypatch.setattr(cpu, "load", lambda: library)
+    for number in range(3000, 3120):
+        case = draw_case(number, INTERPRETER)
+        arguments = case.arguments(CPU)
+        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_threads_leave_the_bits_alone(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(2, 3, 130, 200, head_dim=48)
+    expected = qflash.attention(*inputs, recipe=recipe, backend="reference")
+    for threads in (1, 2, 5, 64):
+        monkeypatch.setattr(cpu, "_threads", lambda work, threads=threads: threads)
+        assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected), threads
+
+
+def quantize_both(x: torch.Tensor, granularity: str, center: bool) -> tuple[torch.Tensor, ...]:
+    """Return values and scale of the compiled kernel, then those of the specification."""
+    y = quantization.center_channels(x) if center else x
+    scale = quantization.scale_from_amplitude(quantization.amplitude(y, granularity))
+    return (*cpu.launch_quantize(x, granularity, center), quantization.quantize_values(y, scale), scale)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantisation_has_the_reference_bits(layout: str, granularity: str, center: bool) -> None:
+    for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
+        for amplitude in (1e-42, 1e-3, 1.0, 1e4):
+            x = make_inputs(2, 3, 37, head_dim=20, seed=number)[0] * amplitude
+            values, scale, expected, expected_scale = quantize_both(lay_out(x.to(dtype), layout), granularity, center)
+            assert same_bits(values, expected) and same_bits(scale, expected_scale), (dtype, amplitude)
+    ties = torch.arange(-254, 254).view(1, 2, 2, 127) / 2
+    ties[..., 0] = 127
+    values, scale, expected, expected_scale = quantize_both(ties, granularity, center)
+    assert same_bits(values, expected) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("channels", [32, 64, 128])
+def test_quantisation_of_usual_heads_has_the_reference_bits(channels: int, granularity: str) -> None:
+    x = make_inputs(2, 3, 37, head_dim=channels)[0]
+    for center in (False, True):
+        values, scale, expected, expected_scale = quantize_both(x, granularity, center)
+        assert same_bits(values, expected) and same_bits(scale, expected_scale), center
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("granularity", quantization.GRANULARITIES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, 0.0])
+def test_quantisation_agrees_on_what_is_not_finite(bad: float, granularity: str, center: bool) -> None:
+    x = make_inputs(2, 2, 9, head_dim=20)[0]
+    x[1, 0, 3, 7] = bad
+    x[0, 1] = bad
+    x[0, 0, 2, 1] = -bad
+    values, scale, expected, expected_scale = quantize_both(x, granularity, center)
+    assert same_bits(values, expected) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_call_has_the_reference_bits(layout: str, recipe: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        inputs = make_inputs(4, 6, 33, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout)
+        generator = torch.Generator().manual_seed(0)
+        bias = torch.randn((4, 1, 33, 70), generator=generator)
+        for options in ({"is_causal": True}, {"attn_mask": bias}, {"attn_mask": bias > 0}):
+            got = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="cpu")
+            expected = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="reference")
+            assert same_bits(got, expected), (dtype, options)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_what_is_not_finite_reaches_the_same_outputs(recipe: str, where: int) -> None:
+    inputs = make_inputs(2, 2, 9, 33, head_dim=16)
+    inputs[where][1, 0, 3, 5] = math.nan
+    expected = qflash.attention(*inputs, recipe=recipe, backend="reference")
+    assert expected.isnan().any()
+    assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans: dict[object, object]) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        kept = len(plans)
+        for seed in range(3):
+            inputs = make_inputs(2, 4, 33, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout, seed=seed)
+            mask = torch.rand((2, 1, 33, 70), generator=torch.Generator().manual_seed(seed)) > 0.3
+            for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask[:1] * 1.0}):
+                got = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe)
+                expected = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="reference")
+                assert same_bits(got, expected), (dtype, seed, options)
+        # float masks go the whole way, and so does what PyTorch prepares; operators keep what they were called for, too
+        assert len(plans) - kept == (0 if recipe == "accurate" else 6)
+
+
+@pytest.mark.usefixtures("plans")
+def test_that_a_call_cannot_be_repeated_is_found_out_once() -> None:
+    with mock.patch.object(cpu, "prepare_attention", wraps=cpu.prepare_attention) as prepare:
+        for keys in (20, 21):
+            for seed in range(3):
+                inputs = make_inputs(1, 2, 9, keys, head_dim=16, seed=seed)
+                mask = torch.randn(9, keys, generator=torch.Generator().manual_seed(seed))
+                assert same_bits(qflash.attention(*inputs, mask), qflash.attention(*inputs, mask, backend="reference"))
+    assert prepare.call_count == 2
+
+
+def test_a_repeated_call_of_other_ranks_has_the_reference_bits(plans: dict[object, object]) -> None:
+    for shape in ((9, 16), (3, 9, 16), (2, 2, 3, 9, 16)):
+        for dtype in (torch.float16, torch.float32):
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
+                inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+                assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))
+                sliced = [torch.randn((*shape[:-1], 24), generator=generator).to(dtype)[..., 8:] for _ in range(3)]
+                assert same_bits(qflash.attention(*sliced), qflash.attention(*sliced, backend="reference"))
+    assert len(plans) >= 6
+    inputs[0].requires_grad_()
+    with pytest.raises(NotImplementedError):
+        qflash.attention(*inputs).sum().backward()
+
+
+def test_a_repeated_int8_call_has_the_reference_bits(plans: dict[object, object]) -> None:
+    bias = qflash.quantize_bias(torch.randn(1, 4, 33, 33))
+    ways = (
+        {}, {"output_scale": 0.02}, {"output_scale": 0.03}, {"out_dtype": torch.float16}, {"attn_mask": bias},
+        {"is_causal": True, "recipe": "accurate"}, {"output_scale": torch.full((1, 4, 1, 16), 0.02)},
+    )  # fmt: skip
+    for seed in range(3):
+        for granularities in (("tensor",) * 3, ("token", "head", "channel")):
+            inputs = make_inputs(2, 4, 33, head_dim=16, seed=seed)
+            int8 = [qflash.quantize(x * (1 + seed), kind) for x, kind in zip(inputs, granularities, strict=True)]
+            for way in ways:
+                got, expected = (qflash.int8_attention(*int8, **way, backend=backend) for backend in ("auto", "reference"))
+                if isinstance(expected, torch.Tensor):
+                    assert isinstance(got, torch.Tensor) and same_bits(got, expected), (seed, granularities, way)
+                else:
+                    assert same_bits(got.values, expected.values), (seed, granularities, way)
+                    assert same_bits(got.scale, expected.scale)
+    # an output scale that is a tensor is looked at in every call
+    assert count_calls(plans) == 2 * (len(ways) - 1)
+    with pytest.raises(ValueError, match="output_scale"):
+        qflash.int8_attention(*int8, output_scale=torch.full((1, 4, 1, 16), -0.02))
+
+
+@pytest.mark.usefixtures("plans")
+def test_repeated_calls_side_by_side_do_not_mix() -> None:
+    inputs = [make_inputs(2, 4, 65, head_dim=32, seed=seed) for seed in range(8)]
+    expected = [qflash.attention(*one, backend="reference") for one in inputs]
+    qflash.attention(*inputs[0])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert all(map(same_bits, pool.map(lambda one: qflash.attention(*one), inputs), expected))
+
+
+def test_tensors_that_have_to_be_copied_first_are_copied_in_every_call() -> None:
+    """Leading dimensions that are no single one, of the tensors or of the mask."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        apart = [torch.randn((3, 2, 2, 9, 16), generator=generator).transpose(0, 1) for _ in range(3)]
+        together = [x.contiguous() for x in apart]
+        hidden = torch.rand((2, 1, 1, 9, 9), generator=generator) > 0.3
+        for inputs, mask in ((apart, None), ((together[0], apart[1], together[2]), None), (together, hidden)):
+            expected = qflash.attention(*inputs, mask, backend="reference")
+            assert same_bits(qflash.attention(*inputs, mask), expected), seed
+            int8 = [qflash.quantize(x, "head", backend="reference") for x in inputs]
+            for scale in (None, 0.007):
+                ways = (qflash.int8_attention(*int8, mask, output_scale=scale, backend=name) for name in ("auto", "reference"))
+                got, wanted = (way.values for way in ways if isinstance(way, qflash.QuantizedTensor))
+                assert same_bits(got, wanted), (seed, scale)
+
+
+def _float_output(*inputs: torch.Tensor) -> torch.Tensor:
+    out = qflash.int8_attention(*(qflash.quantize(x, "head") for x in inputs), out_dtype=torch.float32)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+CALLS = {"attention": qflash.attention, "int8_attention": _float_output}
+
+
+class _DoublingOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function in (torch.ops.qflash.attention.default, torch.ops.qflash.int8_attention.default) else out
+
+
+class _DoublingFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function in (qflash.attention, qflash.int8_attention) else out
+
+
+@pytest.mark.parametrize("mode", [_DoublingOperators, _DoublingFunctions])
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_have_their_say_in_a_repeated_call(name: str, mode: type, plans: dict[object, object]) -> None:
+    inputs, call = make_inputs(2, 2, 9, 12, head_dim=16), CALLS[name]
+    with mode():
+        first = call(*inputs)
+    expected = call(*inputs)
+    assert plans
+    assert same_bits(first, 2 * expected)
+    with mode():
+        assert same_bits(call(*inputs), 2 * expected)
+    assert same_bits(call(*inputs), expected)
+
+
+class _Named(torch.Tensor):
+    """Operators of such tensors return such tensors."""
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_subclasses_have_their_say_in_a_repeated_call(where: int, plans: dict[object, object]) -> None:
+    inputs = list(make_inputs(2, 2, 9, 12, head_dim=16))
+    expected = qflash.attention(*inputs)
+    assert plans
+    inputs[where] = inputs[where].as_subclass(_Named)
+    for _ in range(2):
+        got = qflash.attention(*inputs)
+        assert type(got) is _Named and same_bits(got.as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+@pytest.mark.parametrize("transform", ["vmap", "functionalize", "compile"])
+@pytest.mark.parametrize("name", CALLS)
+def test_transforms_of_a_call_that_was_made_before(name: str, transform: str, plans: dict[object, object]) -> None:
+    inputs, call = make_inputs(2, 2, 9, 12, head_dim=16, seed=1), CALLS[name]
+    expected = [torch.stack([call(*(x[i] for x in one)) for i in range(2)]) for one in (make_inputs(2, 2, 9, 12, 16), inputs)]
+    assert same_bits(call(*inputs), expected[1])
+    assert plans
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    if transform == "compile":
+        torch._dynamo.reset()
+        transformed = torch.compile(call, fullgraph=True, backend=keep)
+    else:
+        transformed = getattr(torch.func, transform)(call)
+    assert same_bits(transformed(*inputs), expected[1])
+    assert same_bits(transformed(*make_inputs(2, 2, 9, 12, 16)), expected[0])
+    assert all(f"qflash.{name}" in graph.code for graph in graphs) and len(graphs) == (transform == "compile")
+
+
+def test_auto_is_the_compiled_kernel_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.resolve_backend("auto", CPU) == "cpu"
+    called: list[str] = []
+    monkeypatch.setattr(reference, "int8_attention", lambda *_: called.append("reference"))
+    qflash.attention(*make_inputs(1, 1, 5))
+    assert not called
+    with pytest.raises(ValueError, match="not on cuda"):
+        backends.resolve_backend("cpu", torch.device("cuda"))
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dict[object, object]) -> None:
+    """A machine that has compiled nothing yet, for this test only."""
+    monkeypatch.setattr(cpu, "load", cpu.load.__wrapped__)
+    monkeypatch.setattr(backends, "cpu_missing", backends.cpu_missing.__wrapped__)
+    backends._warn_of_reference.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("uncached")
+def test_without_a_compiler_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.warns(RuntimeWarning, match="reference here.*no C compiler was found") as warned:
+        assert [backends.resolve_backend("auto", CPU) for _ in range(2)] == ["reference"] * 2
+    assert len(warned) == 1
+    assert backends.resolve_backend("reference", CPU) == "reference"
+    inputs = make_inputs(1, 1, 5)
+    assert same_bits(qflash.attention(*inputs), qflash.attention(*inputs, backend="reference"))
+    with pytest.raises(ValueError, match="no C compiler"):
+        qflash.attention(*inputs, backend="cpu")
+    with pytest.raises(ValueError, match="no C compiler"):
+        qflash.quantize(inputs[0], backend="cpu")
+
+
+@pytest.mark.usefixtures("uncached")
+def test_without_a_working_compiler_its_words_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'fatal error: limits of taste exceeded' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert "limits of taste" in str(backends.cpu_missing())
+    assert not list((tmp_path / "cache" / "qflash").iterdir())
+
+
+def libraries(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted((folder / "cache" / "qflash").glob("cpu-*.so"))
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
+    """The folders that something was compiled into, in a few tenths of a second: what it does is tested elsewhere."""
+    into: list[pathlib.Path] = []
+    build = cpu._build
+    monkeypatch.setattr(cpu, "_TRIES", (("-O0",),))
+    monkeypatch.setattr(cpu, "_build", lambda folder, *rest: into.append(folder) or build(folder, *rest))
+    return into
+
+
+def load_in_processes(count: int) -> list[int | None]:
+    """Load the library in new processes, which a bad one may end, all at once; return their exit statuses."""
+    processes = [multiprocessing.get_context("fork").Process(target=cpu.load) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "another's bytes"])
+def test_a_damaged_library_is_compiled_again(damage: str, tmp_path: pathlib.Path, compilations: list[pathlib.Path]) -> None:
+    cpu.load()
+    cpu.load()
+    assert len(compilations) == 1
+    (path,) = libraries(tmp_path)
+    whole = path.read_bytes()
+    # another file: the process of this test has the library's own in its memory
+    path.unlink()
+    path.write_bytes({"truncated": whole[:8192], "garbage": b"no library", "empty": b""}.get(damage, whole + b"\0"))
+    path.chmod(0o700)
+    assert load_in_processes(1) == [0]
+    assert [one.read_bytes() for one in libraries(tmp_path)] == [whole]
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners and no modes here")
+def test_a_library_that_others_can_have_written_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    for mask in (0o000, 0o002, 0o077):
+        before = os.umask(mask)
+        try:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(mask) / "cache"))
+            cpu.load()
+        finally:
+            os.umask(before)
+        (path,) = libraries(tmp_path / str(mask))
+        assert [stat.S_IMODE(x.stat().st_mode) for x in (path.parent, path)] == [0o700, 0o700]
+    for mode in (0o720, 0o702):
+        compilations.clear()
+        path.chmod(mode)
+        cpu.load()
+        assert len(compilations) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o700
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+        compilations.clear()
+        cpu.load()
+        assert len(compilations) == 1 and path.stat().st_uid == 0
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners and no modes here")
+@pytest.mark.parametrize("fault", ["group", "all", "owner", "a file"])
+def test_a_folder_that_others_can_write_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    folder = tmp_path / "cache" / "qflash"
+    cpu.load()
+    (kept,) = libraries(tmp_path)
+    if fault == "owner":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, -1)
+    elif fault == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    else:
+        folder.chmod(0o770 if fault == "group" else 0o707)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        library = cpu.load()
+    assert library.qflash_attention
+    assert compilations[0] == folder and compilations[1].parent == tmp_path and not compilations[1].exists()
+    assert libraries(tmp_path) == [kept]
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_without_any_folder_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+
+    def no_folder() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    reason = backends.cpu_missing()
+    assert reason is not None and "No usable temporary directory" in reason and "a file" in reason
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_processes_that_start_together_get_the_same_library(tmp_path: pathlib.Path) -> None:
+    assert load_in_processes(3) == [0, 0, 0]
+    assert len(libraries(tmp_path)) == 1
+    assert len(list((tmp_path / "cache" / "qflash").iterdir())) == 1
+
+
+@pytest.mark.usefixtures("uncached")
+def test_every_word_of_cc_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    wrapper = tmp_path / "a wrapper"
+    wrapper.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > "{tmp_path}/said"\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    compiler = cpu._compiler()[0]
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler} -DTWO='a b'")
+    assert backends.cpu_missing() is None
+    assert (tmp_path / "said").read_text().startswith(f"{compiler}|-DTWO=a b|-O3|")
+    # another command may make other code
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler}")
+    assert backends.cpu_missing() is None
+    assert len(compilations) == 2
+    # what it says need not be text
+    wrapper.write_text("#!/bin/sh\nprintf 'error: \\377' >&2\nexit 1\n")
+    monkeypatch.setenv("CC", f"'{wrapper}' {compiler} -DTHREE")
+    reason = backends.cpu_missing()
+    assert reason is not None and "error: \ufffd" in reason and f"{compiler} -DTHREE" in reason
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_a_cc_that_is_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("CC", "gcc 'and no end")
+    reason = backends.cpu_missing()
+    assert reason is not None and "'and no end" in reason and "CC" in reason
+    monkeypatch.setenv("CC", "nonsense-cc -m64")
+    with pytest.warns(RuntimeWarning, match="'nonsense-cc' was not found.*is used instead"):
+        assert backends.cpu_missing() is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = backends.cpu_missing()
+    assert reason is not None and "'nonsense-cc' was not found" in reason
+    for makes in ("", 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"'):
+        (tmp_path / "fake").write_text(f"#!/bin/sh\n{makes}\n")
+        (tmp_path / "fake").chmod(0o755)
+        monkeypatch.setenv("CC", "fake")
+        reason = backends.cpu_missing()
+        assert reason is not None and ("cannot be kept or loaded" if makes else "no library") in reason

@@ -1,0 +1,345 @@
+"""Compiled kernels have the reference's bits where there is no GPU: tests of other modules, their launches run by :mod:`ptx`.
+
+Every launch is run twice, with asynchronous work as soon and as late as may be and warps in either order, and both must agree.
+Of random cases these are the first few; tests/gpu has them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import random
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import JITFunction
+
+import ptx
+from helpers import run_by_address, same_bits
+from qflash import execution, reference
+from qflash.kernels import device, dispatch
+from qflash.kernels.launch_recorder import record
+from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
+from qflash.recipe import DEFAULT
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="run by itself, with TRITON_INTERPRET=0"),
+]
+CPU = torch.device("cpu")
+# four generations of products: mma, wgmma, tcgen05, and mma again
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
+LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+
+Load = Callable[..., ModuleType]
+
+
+def launch_twice(call: dispatch.Call, target: str) -> None:
+    """Run a launch both ways; the second must leave the same bytes as the first."""
+    parts = [part for _, _, part in ptx.Memory(call.arguments.values()).parts]
+    before = [part.copy() for part in parts]
+    ptx.launch(call, target=target)
+    after = [part.copy() for part in parts]
+    for part, x in zip(parts, before, strict=True):
+        part[:] = x
+    ptx.launch(call, late=True, backwards=True, target=target)
+    assert all((part == x).all() for part, x in zip(parts, after, strict=True)), "what it gives depends on when things are done"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Return a function that imports a module of tests and has launches on the CPU compiled for a target and run."""
+    original = JITFunction.run
+
+    def load(name: str, target: str = "sm_90") -> ModuleType:
+        def run(kernel: Any, *values: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
+            if warmup:
+                return original(kernel, *values, grid=grid, warmup=True, **named)
+            arguments = dict(zip(kernel.arg_names, values, strict=False))
+            arguments.update((key, named.pop(key)) for key in kernel.arg_names if key in named)
+            if "GUARD" in arguments:
+                # what is compiled is not for the interpreter
+                arguments["GUARD"] = False
+            x, y, z = (*grid, 1, 1)[:3]
+            launch_twice(dispatch.Call(kernel, (x, y, z), arguments, named), target)
+            return None
+
+        monkeypatch.setattr(JITFunction, "run", run)
+        module = importlib.import_module(name)
+        if hasattr(module, "CUDA"):
+            monkeypatch.setattr(module, "CUDA", CPU)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs share what they would otherwise have to themselves: windows with one bias, or a head's blocks."""
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+
+
+@pytest.fixture
+def few_processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """One to three of them."""
+    processors = 1 + request.node.callspec.params["case"] % 3
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", processors)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = emulated("test_fixed_point", target)
+    monkeypatch.setattr(module, "GUARD", False)
+    module.test_twin_output_multiplier_and_requantize()
+
+
+@pytest.mark.parametrize("kernels", [["windows_kernel"], ["hopper_kernel"], ["long_range", "long_quantize", "long_hopper"]])
+def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
+    """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
+    emulated("test_calls")
+    launched: list[str] = []
+    monkeypatch.setattr(dispatch.Call, "launcher", run_by_address(launched))
+    # a CPU otherwise has what is made for the interpreter
+    real = dispatch._calls
+    monkeypatch.setattr(dispatch, "_calls", lambda *a, **b: real(*a[:10], False, *a[11:], **b))
+    tokens, head_dim = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64)}.get(kernels[0], (300, 64))
+
+    def draw(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(1, 1, tokens, head_dim, generator=generator).half() for _ in range(3)]
+
+    def go(*tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value = tensors
+        out = torch.empty_like(query)
+        if tokens < 300:
+            for call in dispatch.fused_calls(query, key, value, None, False, 0.2, out, DEFAULT):
+                call.run()
+            return out
+        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+        for call in dispatch.attention_calls(
+            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.2, None, out, DEFAULT,
+            tiles=LONG, value_sums=found.value_sums, dealt=True,
+        ):  # fmt: skip
+            call.run()
+        return out
+
+    _, prepare = record(go, draw(0))
+    again = prepare()
+    assert again is not None
+    others = draw(1)
+    got = again(*others)
+    assert [name for name, of in zip(launched, kernels, strict=True) if of not in name] == []
+    assert same_bits(got, execution.attention(*others, None, False, 0.2, DEFAULT.key, "reference"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_window_bias(emulated: Load, target: str) -> None:
+    module = emulated("test_window_bias", target)
+    for sizes in module.SIZES[2:5]:
+        module.test_kernel(sizes, (module.HALF, module.HALF))
+    module.test_kernel_reads_nothing_that_is_not_the_table()
+
+
+@pytest.mark.usefixtures("few_processors")
+@pytest.mark.parametrize("case", range(6))
+def test_windows_int8(emulated: Load, case: int) -> None:
+    emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.usefixtures("few_processors")
+@pytest.mark.parametrize("case", range(6))
+def test_windows_fused(emulated: Load, case: int) -> None:
+    emulated("gpu.test_gpu_windows", TARGETS[case % 4]).test_fused_attention_has_the_reference_bits(case)
+
+
+@pytest.fixture
+def hopper(emulated: Load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tests of Hopper's kernel, with as few heads as there can be."""
+    module = emulated("gpu.test_gpu_hopper")
+    draw = module.draw_shape
+
+    def draw_small(chance: random.Random, head_dims: tuple[int, ...]) -> Any:
+        shape = draw(chance, head_dims)
+        return dataclasses.replace(shape, batch=1, heads=shape.group)
+
+    monkeypatch.setattr(module, "draw_shape", draw_small)
+    return module
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_hopper_int8(hopper: ModuleType, case: int) -> None:
+    hopper.test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_hopper_fused(hopper: ModuleType, case: int) -> None:
+    hopper.test_fused_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("fused", [False, True])
+def test_scores_that_fill_the_registers(fused: bool) -> None:
+    """577 keys by two warps a row: nothing else is under way beside their scores."""
+    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER), queries=70)
+    assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["SUMS"]) == (2, 0, "end")
+    call.run()
+    assert same_bits(out, expected())
+
+
+@pytest.fixture
+def last_queries(hopper: ModuleType, one_processor: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same with two heads and one processor: of fewer heads than processors a program takes whole blocks alone."""
+    whole = hopper.Shape
+    monkeypatch.setattr(hopper, "Shape", lambda batch, heads, *sizes: whole(1, 2, *sizes))
+    return hopper
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(65, 197, 64), (137, 257, 80), (208, 401, 64), (72, 100, 128)])
+def test_last_queries_int8(last_queries: ModuleType, queries: int, keys: int, head_dim: int) -> None:
+    last_queries.test_the_last_few_queries_have_the_reference_bits(queries, keys, head_dim)
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(65, 300, 40), (208, 401, 64)])
+def test_last_queries_fused(last_queries: ModuleType, queries: int, keys: int, head_dim: int) -> None:
+    last_queries.test_the_last_few_queries_are_quantised_alike(queries, keys, head_dim)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    module = emulated("gpu.test_gpu_long_hopper")
+    draw = module.sizes
+
+    def draw_small(chance: random.Random, others: tuple[int, ...]) -> Any:
+        (_, heads, queries, d), (_, few, keys, _), _ = draw(chance, others)
+        size = (1, 1, min(keys, 600), d)
+        return (1, heads // few, min(queries, 100), d), size, size
+
+    monkeypatch.setattr(module, "sizes", draw_small)
+    module.test_int8_attention_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize(("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (520, 128, torch.bfloat16)])
+def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Keys and values quantised by two launches, queries by the third."""
+    long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
+    found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+    out = torch.empty_like(query)
+    calls = dispatch.attention_calls(
+        query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out, DEFAULT,
+        tiles=LONG, value_sums=found.value_sums, dealt=True,
+    )  # fmt: skip
+    assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
+    calls[0].run()
+    assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", range(8))
+def test_general_kernels(emulated: Load, case: int, target: str) -> None:
+    emulated("test_kernels", target).test_kernel_has_the_reference_bits(case)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", range(4))
+def test_general_kernels_fused(emulated: Load, case: int, target: str) -> None:
+    emulated("test_fused", target).test_fused_launch_has_the_bits_of_the_specification(case)
+
+
+def test_quantising_long_rows(emulated: Load) -> None:
+    shape, layouts = (2, 2, 40, 257, 48, 80, 1), ("packed", "tokens_first", "channels_first")
+    emulated("test_long_quantize").test_bits_are_those_of_single_tensors(shape, layouts, torch.bfloat16, True)
+
+
+# --- mistakes that must be noticed ------------------------------------------------------------------------
+
+
+def one_head(
+    tokens: int, head_dim: int, fused: bool, tiles: Tiles, queries: int | None = None
+) -> tuple[list[dispatch.Call], torch.Tensor, Callable[[], torch.Tensor]]:
+    """The launches of a head of so many tokens, or of as many keys, where they leave its output, and what that should be."""
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = [(1, 1, count, head_dim) for count in (queries or tokens, tokens, tokens)]
+    if fused:
+        q, k, v = (torch.randn(size, generator=generator).half() for size in sizes)
+        out = torch.empty_like(q)
+        calls = dispatch.fused_calls(q, k, v, None, False, 0.1, out, DEFAULT, tiles=tiles)
+        return calls, out, lambda: execution.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
+    q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in sizes)
+    one = torch.full((1, 1, 1, 1), 0.02)
+    out = torch.empty_like(q)
+    arguments = q, one, k, one, v, one, None, False, 0.1, one / 9
+    calls = dispatch.attention_calls(*arguments, out, DEFAULT, tiles=tiles)
+    return calls, out, lambda: reference.int8_attention(*arguments, torch.int8, DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "tiles"),
+    [
+        (49, 32, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS)),
+        (100, 64, HELD),
+        (100, 64, HELD._replace(warps=8)),
+        (400, 64, HELD),
+    ],
+    ids=["windows", "sums by products", "warps that share rows", "walked over twice"],
+)
+def test_nothing_is_no_negative_zero(tokens: int, head_dim: int, tiles: Tiles) -> None:
+    (call,), out, expected = one_head(tokens, head_dim, True, tiles)
+    call.arguments["v_ptr"][..., 1::3] = 0
+    ptx.launch(call)
+    assert same_bits(out, expected())
+    assert not out[..., 1::3].any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fused", "tiles", "mistake", "instead"),
+    [
+        (100, False, HELD, r"wgmma\.wait_group\.sync\.aligned\s+\d+", "wgmma.wait_group.sync.aligned 7"),
+        (100, False, HELD, r"cp\.async\.wait_group\s+0", "cp.async.wait_group 7"),
+        (100, True, HELD, r"bar\.sync\s+0;", ""),
+        (400, False, LONG, r"@!complete bra\.uni waitLoop;", ""),
+        (400, False, LONG, r"bar\.sync\s+0;", ""),
+        (100, False, HELD, r"wgmma\.mma_async(.*), 0;", r"wgmma.mma_async\1, 1;"),
+    ],
+    ids=["products", "copies", "barriers", "tiles", "long barriers", "accumulators"],
+)
+def test_what_is_not_waited_for_is_noticed(tokens: int, fused: bool, tiles: Tiles, mistake: str, instead: str) -> None:
+    calls, out, _ = one_head(tokens, 64, fused, tiles)
+
+    def results(edit: Callable[[str], str]) -> list[torch.Tensor]:
+        found = []
+        for late, backwards in ((False, False), (True, True), (False, True), (True, False)):
+            for call in calls:
+                last = call is calls[-1]
+                ptx.launch(call, late=late, backwards=backwards, edit=edit if last else str)
+            found.append(out.clone())
+        return found
+
+    right = results(str)
+    assert all(same_bits(x, right[0]) for x in right)
+
+    def edit(text: str) -> str:
+        edited, count = re.subn(mistake, instead, text)
+        assert count, "there is nothing to forget"
+        return edited
+
+    try:
+        wrong = results(edit)
+    except RuntimeError:
+        return  # it did not even come to an end
+    assert not all(same_bits(x, right[0]) for x in wrong)
+
+
+def test_what_lies_beside_a_tensor_is_not_read() -> None:
+    calls, _, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS))
+    calls[0].arguments["k_ptr"] = calls[0].arguments["k_ptr"][:, :, :48].clone()
+    with pytest.raises(RuntimeError, match="outside every tensor"):
+        ptx.launch(calls[0])

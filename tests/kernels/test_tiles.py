@@ -1,0 +1,629 @@
+"""Tiles: the rules, the table of ``qflash tune``, and what tuning needs besides a GPU."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from qflash.bench.tune import candidates
+from qflash.cli import app
+from qflash.kernels import device as kernels_device
+from qflash.kernels import heuristics, tiles, tuning_table
+from qflash.kernels.gluon.windows import launch
+from qflash.kernels.tiles import Tiles
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning_table, "device_name", lambda index: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(kernels_device, "_processors", lambda index: 132)
+    read_anew()
+    yield tuning_table.table_path()
+    read_anew()
+
+
+def read_anew() -> None:
+    """Know nothing of a table, as a new process does."""
+    tuning_table._table.cache_clear()
+    tuning_table._warn_of_misfits.cache_clear()
+
+
+def rules_tiles() -> Tiles:
+    """Return the rules' tiles for what :func:`choose` asks for."""
+    return heuristics.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0), heads=48)
+
+
+def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
+    return tuning_table.tiles_for(recipe, 64, 64, 197, 197, heads, fused, torch.device("cuda:0"))
+
+
+def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
+    assert not table.exists()
+    assert choose() == rules_tiles()
+
+
+def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
+    rule, best = choose(), Tiles(64, 128, 4, 1, 168, 2)
+    key = tuning_table.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+    assert tuning_table.save_table({key: best}, {}) == table
+    assert choose() == best
+    assert choose(heads=40) == best  # the same power of two
+    assert choose(heads=400) == rule
+    assert choose(fused=True) == rule
+    assert choose(recipe=ACCURATE) == heuristics.choose_tiles(ACCURATE, 64, 64, 197, 197, (9, 0))
+    assert choose(recipe=PAPER) == heuristics.choose_tiles(PAPER, 64, 64, 197, 197, (9, 0))
+    other = Tiles(32, 128, 4, 1)
+    tuning_table.save_table({tuning_table.table_key("another", False, DEFAULT, 64, 64, 197, 197, 48): other}, {})
+    assert choose() == best
+    assert len(json.loads(table.read_text())["tiles"]) == 2
+
+
+def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> None:
+    from qflash.kernels.dispatch import attention_calls
+
+    for keys, dim in ((256, 80), (577, 80), (401, 128)):
+        rule = heuristics.choose_tiles(DEFAULT, dim, dim, keys, keys, (9, 0), heads=48)
+        wide = rule._replace(block_m=128, warps=8, splits=1)
+        assert wide in candidates(rule, dim, keys, keys)
+        tuning_table.save_table({tuning_table.table_key("GPU", False, DEFAULT, dim, dim, keys, keys, 48): wide}, {})
+        assert tuning_table.tiles_for(DEFAULT, dim, dim, keys, keys, 48, False, torch.device("cuda:0")) == wide
+        # where rows do not begin at multiples of eight bytes another kernel has them
+        one = torch.ones(1, 1, 1, 1, device="meta")
+        for row, kernel, block in ((dim, "hopper_kernel", 128), (dim + 1, "long_kernel" if keys > 256 else "short_kernel", 64)):
+            x = torch.zeros(48, 1, keys, row, dtype=torch.int8, device="meta")[..., :dim]
+            call = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, tiles=wide)[-1]
+            assert (call.kernel.__name__, call.arguments["BLOCK_M"]) == (kernel, block)
+
+
+def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> None:
+    def windows(heads: int, **kind: bool) -> Tiles:
+        return heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=heads, **kind)
+
+    assert windows(100).warps == windows(600).warps == 4
+    assert windows(4096).warps == windows(4096, fused=True).warps == windows(4096, fused=True, masked=True).warps == 1
+    assert heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (8, 0), heads=4096).warps == 4
+    assert heuristics.choose_tiles(DEFAULT, 64, 64, 49, 49, (9, 0), heads=4096).warps == 4
+
+
+def test_hopper_has_kernels_of_its_own() -> None:
+    def rule(
+        keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
+    ) -> Tiles:
+        return heuristics.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
+
+    assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
+    assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.HOPPER
+    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.HOPPER
+    assert rule(keys=1281, dim=72).kernel == rule(keys=1152, dim=96).kernel == tiles.HOPPER
+    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=104).kernel == tiles.LONG_HOPPER
+    assert rule(keys=1345, dim=72).kernel == rule(keys=1217, dim=96).kernel == tiles.LONG_HOPPER
+    others = [
+        rule(keys=4096, dim=32),
+        rule(keys=257, queries=32),
+        rule(keys=257, masked=True),
+        rule(keys=64),
+        rule(dim=84),
+        rule(dim=136),
+        rule(queries=32),
+        rule(masked=True),
+        rule(capability=(8, 0)),
+    ]
+    others += [
+        rule(capability=(10, 0)),
+        rule(recipe=PAPER),
+        rule(recipe=ACCURATE),
+        rule(recipe=DEFAULT.replace(exponential="linear")),
+    ]
+    assert not any(other.kernel for other in others)
+    tried = list(candidates(rule(), 64, 197, 197))
+    assert {(t.splits, t.registers) for t in tried if t.kernel} >= {(splits, 168) for splits in (1, 2, 3, 4)}
+    assert any(not t.kernel for t in tried)
+
+
+def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
+    def shares(queries: int, heads: int, each: int, fused: bool, dim: int = 64) -> tuple[int, int]:
+        return heuristics.share_walk(queries, heads, each, 132, dim, fused)[:2]
+
+    # 96 heads on 132 processors: eight of 1056 blocks each rather than eleven for 96 of them
+    assert shares(1370, 96, 1, False) == shares(1370, 96, 1, True) == (0, 132)
+    # where they fill the machine as they are
+    assert shares(1025, 24, 1, False) == (5, 0)
+    assert shares(785, 128, 1, True) == shares(729, 256, 1, True, 72) == (1, 0)
+    # 264 places: as many blocks for all, but from floats, for which four warps have no registers, programs keep to a head
+    assert shares(785, 96, 2, False) == (0, 264)
+    assert shares(785, 96, 2, True) == (2, 0)
+    assert shares(64, 0, 2, True) == (1, 0)
+
+
+def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.kernels import heuristics
+
+    monkeypatch.setattr(heuristics, "_lengths", set())
+    monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 2)
+    assert [heuristics.worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
+    # what further ones take is compiled for any length
+    for dim, kernel in ((64, tiles.LONG_HOPPER), (128, tiles.LONG_HOPPER), (32, tiles.GENERAL)):
+        assert heuristics.choose_tiles(DEFAULT, dim, dim, 577, 577, (9, 0), walk=False).kernel == kernel
+    assert heuristics.choose_tiles(DEFAULT, 64, 64, 257, 257, (9, 0), walk=False).kernel == tiles.HOPPER
+
+
+@pytest.mark.parametrize("across", [1, 2])
+def test_tiles_of_a_row_cover_it_and_little_more(across: int) -> None:
+    for keys in range(65, 2000):
+        widths = tiles.row_widths(keys, across)
+        assert keys <= sum(widths) < keys + 32 and sum(widths[:-1]) < keys
+        assert all(width in (8, 16, 32, 64, 128) for width in widths) and list(widths) == sorted(widths, reverse=True)
+        assert across == 1 or min(widths) >= 32
+    assert tiles.is_held(288) and not tiles.is_held(289)
+    assert tiles.is_held(608, 2) and not tiles.is_held(609, 2)
+
+
+def test_programs_that_a_processor_has_room_for() -> None:
+    # of 228 KiB, each takes one besides its own
+    assert [tiles.most_programs(kib * 1024) for kib in (228, 227, 114, 113, 76, 75)] == [0, 1, 1, 2, 2, 3]
+    assert tiles.most_programs(tiles.shared_bytes(577, 64)) == tiles.most_programs(tiles.shared_bytes(577, 64, 8)) == 2
+    assert tiles.most_programs(tiles.shared_bytes(1024, 64)) == 1
+    # tiles for the keys, a row of 64 bytes each, and for the values, and 32 rows at least; sums and scales of channels
+    assert tiles.shared_bytes(577, 64) == 2 * 608 * 64 + 1024
+    assert tiles.shared_bytes(577, 64, 8) == (608 + 640) * 64 + 1024 + 8 * (64 + 640)
+
+
+def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, channels: int = 1):
+    """Return the launch that the rules choose for so many heads, None if it is not for the kernel that has them for itself.
+
+    On int8 V has ``channels`` scales.
+    """
+    from qflash.kernels.dispatch import attention_calls, fused_calls
+
+    sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
+    rule = heuristics.choose_tiles(*sizes, heads=heads, fused=fused)
+    if rule.kernel != tiles.HOPPER:
+        return None
+    dtype = torch.float16 if fused else torch.int8
+    q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
+    several = torch.ones(1, 1, 1, channels, device="meta")
+    if fused:
+        (call,) = fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
+    else:
+        (call,) = attention_calls(q, one, k, one, k, several, None, False, 0.1, one, out, DEFAULT, tiles=rule)
+    assert call.kernel.__name__ == "hopper_kernel"
+    return call
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "grid", "block", "warps"),
+    [
+        (197, 64, 6, False, 4, 64, 4),
+        (197, 64, 24, True, 4, 64, 8),
+        (197, 64, 48, False, 2, 128, 8),
+        (197, 64, 40, False, 3, 64, 4),
+        (197, 64, 48, True, 2, 128, 8),
+        (197, 64, 96, False, 4, 64, 4),
+        (197, 64, 96, True, 1, 128, 8),
+        (197, 64, 192, True, 2, 64, 4),
+        (197, 64, 384, False, 1, 64, 4),
+        (197, 64, 384, True, 1, 64, 4),
+        (197, 64, 768, True, 1, 64, 4),
+        # programs that a processor has room for two of
+        (257, 64, 16, False, 5, 64, 4),
+        (257, 64, 16, True, 5, 64, 8),
+        (257, 64, 128, False, 1, 64, 4),
+        (257, 64, 48, False, 5, 64, 4),
+        (257, 64, 96, True, 2, 64, 4),
+        (257, 64, 1024, False, 1, 64, 4),
+        # rows that are not held whole, or by two warps
+        (401, 64, 12, False, 7, 64, 8),
+        (577, 64, 12, True, 10, 64, 8),
+        (577, 64, 16, False, 5, 128, 8),
+        (577, 64, 128, True, 1, 128, 8),
+        (577, 64, 768, True, 1, 64, 4),
+        (577, 64, 768, False, 1, 64, 4),
+        (401, 64, 96, False, 4, 64, 4),
+        (401, 64, 768, True, 1, 64, 4),
+        (1025, 64, 16, True, 5, 128, 8),
+        # wider heads
+        (256, 72, 16, False, 4, 64, 8),
+        (256, 72, 128, False, 2, 64, 4),
+        (257, 80, 128, False, 1, 64, 4),
+        (256, 72, 128, True, 1, 128, 8),
+        (257, 80, 1024, True, 1, 64, 4),
+        (256, 128, 16, False, 4, 64, 8),
+        (257, 128, 1024, True, 1, 64, 8),
+        (577, 80, 16, True, 5, 128, 8),
+        (577, 80, 96, True, 1, 128, 8),
+        (577, 80, 1024, True, 1, 64, 4),
+        (577, 80, 1024, False, 1, 64, 4),
+        (401, 128, 128, True, 1, 128, 8),
+        (401, 128, 1024, True, 1, 64, 4),
+    ],
+)
+def test_heads_are_shared_out_by_load(
+    tokens: int, dim: int, heads: int, fused: bool, grid: int, block: int, warps: int
+) -> None:
+    call = hopper_call(heads, tokens, tokens, dim, fused)
+    across = 16 * warps // block
+    held = tiles.is_held(tokens, across)
+    # a few queries past whole blocks
+    few = grid <= (2 if fused and held else 1) and warps == 4 and tokens % 64 <= 8
+    few = few and (held or tiles.most_programs(tiles.shared_bytes(tokens, dim, 8)) > 1)
+    pays = dim <= 64 and (tokens > 256 or heads <= 396) if held else tokens > 512 and dim <= 64
+    if not fused:
+        pays = heads > 132
+    assert call.arguments["TAIL"] == (8 if few and pays else 0)
+    spread = few and pays and grid == 2 and tokens <= 256
+    assert call.arguments["SPREAD"] == spread
+    assert call.grid == ((1, heads, grid) if spread else (grid, 1, heads))
+    assert (call.arguments["BLOCK_M"], call.options["num_warps"], call.arguments["BLOCKS"]) == (block, warps, 0)
+    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
+    assert call.arguments["WALK"] == (grid < -(-tokens // block))
+    assert call.arguments["ACROSS"] == across
+    # sums of V by products where a program has a block or two, and registers that wide outputs need unless two warps share them
+    room = (dim <= 64 or across > 1) and not tiles.is_crowded(tokens)
+    products = held and room and grid * heads <= 132 and 2 * grid * block >= tokens
+    # else products begin at them where other programs hide that this takes longer
+    begin = grid * heads > 132 or (fused and across == 1) if held else heads > 132
+    begin = begin and not (held and fused and call.arguments["TAIL"])
+    assert call.arguments["SUMS"] == ("products" if products else "begin" if begin else "end")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "registers"),
+    [
+        (197, 64, 768, False, 168),
+        (197, 64, 384, True, 168),
+        (257, 64, 384, False, 168),
+        (264, 64, 1024, False, 168),
+        # one round of two a processor; last queries not apart, or too many of them; wider heads; from floats
+        (257, 64, 264, False, None),
+        (257, 32, 1024, False, None),
+        (272, 64, 1024, False, None),
+        (257, 80, 1024, False, None),
+        (257, 64, 1024, True, None),
+    ],
+)
+def test_a_third_program_a_processor(tokens: int, dim: int, heads: int, fused: bool, registers: int | None) -> None:
+    assert hopper_call(heads, tokens, tokens, dim, fused).options.get("maxnreg") == registers
+
+
+def test_no_third_program_where_it_would_spill_for_scales_of_channels() -> None:
+    assert "maxnreg" not in hopper_call(1024, 257, 257, 64, False, channels=64).options
+    assert hopper_call(1024, 197, 197, 64, False, channels=64).options["maxnreg"] == 168
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "fused", "programs", "block", "share"),
+    [
+        (577, 64, 96, True, 120, 128, 4),
+        (577, 64, 192, False, 120, 128, 8),
+        (785, 64, 96, False, 250, 64, 5),
+        (785, 64, 96, True, 112, 128, 6),
+        (1025, 64, 96, False, 124, 128, 7),
+        (1025, 64, 768, True, 131, 128, 53),
+        (1370, 64, 24, True, 132, 128, 2),
+        (1370, 64, 48, False, 132, 128, 4),
+        (1370, 64, 96, True, 132, 128, 8),
+        (577, 80, 96, False, 120, 128, 4),
+        (577, 80, 192, False, 120, 128, 8),
+        (729, 72, 1024, False, 131, 128, 47),
+    ],
+)
+def test_programs_that_go_from_head_to_head_share_blocks_evenly(
+    tokens: int, dim: int, heads: int, fused: bool, programs: int, block: int, share: int
+) -> None:
+    call = hopper_call(heads, tokens, tokens, dim, fused)
+    given, blocks = call.arguments, -(-tokens // block)
+    assert call.grid == (programs, 1, 1)
+    assert (given["BLOCK_M"], given["share"], given["BLOCKS"], given["HEADS"]) == (block, share, blocks, 1)
+    assert given["total"] == heads * blocks and given["total"] - share <= (programs - 1) * share < given["total"]
+    assert given["WALK"] and given["SUMS"] == ("begin" if heads > 132 else "end")
+
+
+@pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])
+def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_device, "STAND_IN_PROCESSORS", processors)
+    chance = random.Random(processors)
+    for _ in range(400):
+        dim, fused = 8 * chance.randint(1, 16), chance.random() < 0.5
+        keys, heads = chance.choice((chance.randint(65, 300), chance.randint(289, 1900))), chance.randint(1, 40) ** 2
+        queries = chance.choice((keys, chance.randint(33, 2000)))
+        call = hopper_call(heads, queries, keys, dim, fused)
+        if call is None:
+            continue
+        given, warps = call.arguments, call.options["num_warps"]
+        programs = call.grid[2 if given["SPREAD"] else 0]
+        blocks = -(-queries // given["BLOCK_M"])
+        assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys)
+        if given["BLOCKS"]:
+            assert call.grid[1:] == (1, 1) and (programs - 1) * given["share"] < given["total"] <= programs * given["share"]
+            assert programs <= processors * 8 // warps and given["WALK"]
+            assert given["BLOCKS"] in (blocks, queries // given["BLOCK_M"]) and given["BLOCKS"] * heads == given["total"]
+        else:
+            assert 1 <= programs <= blocks and given["WALK"] == (programs < blocks)
+        assert (given["TURN"] == 0) == tiles.is_held(keys, given["ACROSS"])
+        if given["TAIL"]:
+            keeps = programs < blocks and programs <= (2 if fused and given["TURN"] == 0 else 1)
+            assert keeps or given["BLOCKS"] == queries // given["BLOCK_M"]
+            assert warps == 4 and given["SUMS"] != "products"
+            assert 0 < queries % given["BLOCK_M"] <= given["TAIL"]
+
+
+def test_spans_of_a_head_cover_its_channels() -> None:
+    for channels in range(8, 129, 8):
+        spans = tiles.channel_spans(channels)
+        assert sum(spans) == channels
+        widths, value_widths = [tiles.kernel_width(span) for span in spans], [tiles.value_width(span) for span in spans]
+        assert all(width >= span for width, span in zip(value_widths, spans, strict=True))
+        # the tensor core takes 32 channels of queries and keys at a time, of values eight
+        assert all(value <= key and key % 32 == 0 for value, key in zip(value_widths, widths, strict=True))
+    assert tiles.channel_spans(64) == (64,) and tiles.channel_spans(104) == (104,)
+    assert tiles.channel_spans(72) == (64, 8) and tiles.channel_spans(96) == (64, 32)
+    assert tiles.shared_bytes(577, 80) == 608 * (96 + 80) + 16 * 96
+    assert tiles.shared_bytes(577, 80, 8) == 640 * 96 + 608 * (64 + 64) + 16 * 96 + 8 * (96 + 640)
+
+
+def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):
+    from qflash.kernels.dispatch import attention_calls, fused_calls
+
+    x = torch.zeros(windows, heads, 49, 32, dtype=torch.float16 if fused else torch.int8, device="meta")
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    if fused:
+        (call,) = fused_calls(x, x, x, bias, False, 0.1, out, DEFAULT, **options)
+    else:
+        scales = (one, x, one, x, one)
+        (call,) = attention_calls(x, *scales, bias, False, 0.1, one, out, DEFAULT, capability=(8, 0), **options)
+    return call
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "period", "each", "programs", "warps"),
+    [(8, None, (1, 1), (1, 1), (4, 4)), (132, None, (1, 1), (1, 1), (4, 4)), (133, None, (1, 1), (1, 1), (2, 4)),
+     (308, None, (1, 1), (1, 1), (2, 4)), (309, None, (1, 1), (1, 1), (2, 1)), (353, None, (1, 1), (1, 1), (1, 1)),
+     (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)), (4096, 1, (6, 8), (1, 1), (1, 1)),
+     (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (1, 1), (4, 4)),
+     (64, 64, (1, 1), (1, 1), (4, 4)), (128, 64, (1, 1), (1, 1), (4, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
+     (177, 59, (1, 1), (2, 2), (1, 1)), (4096, 4096, (1, 1), (1, 1), (1, 1))],
+)  # fmt: skip
+def test_windows_with_the_same_bias_share_a_program(
+    windows: int, period: int | None, each: tuple[int, int], programs: tuple[int, int], warps: tuple[int, int], fused: bool
+) -> None:
+    """So many windows a program; programs a window, and their warps: on int8, where a bias is fixed point, and from floats."""
+    dtype = torch.float16 if fused else torch.int32
+    bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
+    call = windows_call(windows, bias=bias, fused=fused)
+    assert call.kernel.__name__ == "windows_kernel"
+    assert call.options["num_warps"] == warps[fused]
+    assert call.arguments["DIVIDED"] == (warps[fused] == 4 and (fused or windows > 44))
+    periods = period or 1
+    groups = -(-windows // periods // each[fused])
+    total = groups * programs[fused] * 3 * periods
+    assert call.arguments["SEVERAL"] == (each[fused] > 1)
+    assert call.arguments["STAGED"] == (each[fused] > 1 and fused)
+    assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
+    assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs[fused]
+    assert call.arguments["share"] * 132 + call.arguments["longer"] == total
+    together = bias is not None and not fused and warps[fused] == 1
+    assert call.arguments["TOGETHER"] == together
+    assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs[fused], 3, periods))
+
+
+def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
+    """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
+    from qflash.kernels.dispatch import attention_calls, fused_calls
+
+    head = 3 * 49 * 32 * 4  # bytes of a window's query, key, value and output, in int8
+    most = (50 << 20) // head
+    policies = [windows_call(windows).arguments["POLICY"] for windows in (most, most + 1)]
+    policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (most // 2, most // 2 + 1)]
+    assert policies == ["", "evict_first"] * 2
+
+    def fused(tokens: int, key_heads: int) -> str:
+        q, k = (torch.zeros(64, heads, tokens, 64, dtype=torch.float16, device="meta") for heads in (12, key_heads))
+        (call,) = fused_calls(q, k, k, None, False, 0.1, torch.empty_like(q), DEFAULT)
+        assert call.kernel.__name__ == "hopper_kernel"
+        return call.arguments["POLICY"]
+
+    assert [fused(577, 12), fused(577, 4), fused(197, 12)] == ["evict_first", "", ""]
+    x, one = torch.zeros(64, 12, 577, 64, dtype=torch.int8, device="meta"), torch.ones(1, 1, 1, 1, device="meta")
+    (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT, capability=(9, 0))
+    assert call.kernel.__name__ == "hopper_kernel" and call.arguments["POLICY"] == ""
+
+
+def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_device, "STAND_IN_PROCESSORS", 2)
+    for windows, together in ((40000, True), (50000, False)):
+        call = windows_call(windows, bias=torch.zeros(windows, 3, 49, 49, dtype=torch.int32, device="meta"))
+        assert call.arguments["TOGETHER"] == together
+        assert max(call.grid[1:]) <= 65535
+
+
+@given(st.integers(1, 1 << 15), st.data())
+def test_a_rounded_inverse_divides(divisor: int, data: st.DataObject) -> None:
+    """What :mod:`qflash.kernels.gluon.windows.attention` does instead of dividing, below the limit of the rule."""
+    unit = launch._UNIT
+    n = data.draw(st.integers(0, unit // divisor - 1))
+    for m in (n, n // divisor * divisor, n // divisor * divisor + divisor - 1):
+        if m * divisor < unit:
+            assert m * -(-unit // divisor) >> 30 == m // divisor
+
+
+def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None:
+    def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> int:
+        return heuristics.choose_tiles(recipe, dim, dim, queries, keys, capability).kernel
+
+    assert rule() == rule(keys=33) == rule(keys=64, queries=9) == rule(capability=(9, 0)) == tiles.WINDOWS
+    others = [
+        rule(keys=32),
+        rule(dim=16),
+        rule(queries=65),
+        rule(queries=8),
+        rule(capability=(7, 5)),
+        rule(recipe=PAPER),
+        rule(recipe=ACCURATE),
+    ]
+    assert set(others) == {tiles.GENERAL}
+    boolean = torch.ones(1, 1, 49, 49, dtype=torch.bool, device="meta")
+    assert windows_call(8, bias=boolean).kernel.__name__ == "short_kernel"
+    assert {t.splits for t in candidates(Tiles(64, 64, 4, 1, kernel=tiles.WINDOWS), 32, 49, 49) if t.kernel} == {0, 1, 2, 4}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
+    from qflash.kernels.dispatch import attention_calls
+
+    x, one = torch.zeros(1, 1, 197, 64, dtype=torch.int8, device=device), torch.ones(1, 1, 1, 1, device=device)
+    (call,) = attention_calls(
+        x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT,
+        tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER), guard=device == "cpu",
+    )  # fmt: skip
+    assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
+
+
+KEY = tuning_table.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+"""What :func:`choose` looks for."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"tiles": []}', '{"tiles": {"x": [1, 2]}}', '{"tiles": {"x": ["a", 2, 3, 4]}}',
+        '{"tiles": {"x": [1e999, 2, 3, 4]}}', "[" * 100_000, '{"tiles": ' + "9" * 5000 + "}", "\udcff",
+    ],
+    ids=lambda text: ascii(text[:40]),
+)  # fmt: skip
+def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
+    table.parent.mkdir(parents=True)
+    table.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
+        got = [choose(), choose()]
+    assert got == [rules_tiles()] * 2
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [256, 128, 4, 1], [100, 128, 4, 1], [64, 128, -1, 1], [64, 128, 4, 1, 168, 99], [64, 128, 4, 1, 0, 0, 9],
+        [64, 128, 4, 1, 168.0, 2], [64, 128, 4, True, 168, 2], [64, 128, 4], [64, 128, 4, 1, 168, 2, 0, 0, 0], "64", None, 64,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_tuning_would_not_write_is_not_taken_from_the_table(table: pathlib.Path, entry: object) -> None:
+    table.parent.mkdir(parents=True)
+    good = tuning_table.table_key("GPU", True, DEFAULT, 64, 64, 197, 197, 48)
+    table.write_text(json.dumps({"tiles": {KEY: entry, good: [64, 128, 4, 1, 168, 2]}}))
+    with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
+        got = [choose(), choose()]
+    assert got == [rules_tiles()] * 2
+    assert len(warned) == 1
+    assert choose(fused=True) == Tiles(64, 128, 4, 1, 168, 2)
+
+
+numbers = st.integers(-1, 300) | st.sampled_from((16, 32, 64, 128, 4, 1, 0, 168)) | st.floats() | st.booleans()
+json_values = st.recursive(
+    st.none() | st.text(max_size=5) | numbers | st.integers(),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.sampled_from(("tiles", KEY)) | st.text(max_size=5), inner),
+    max_leaves=12,
+)
+entries = st.lists(numbers, min_size=3, max_size=9) | st.sampled_from(
+    [list(x) for x in candidates(rules_tiles(), 64, 197, 197)]
+)
+
+
+@given(
+    st.binary(max_size=50)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | (entries | json_values).map(lambda entry: json.dumps({"tiles": {KEY: entry, "other": [64, 128, 4, 1]}}).encode())
+)
+def test_no_table_breaks_a_call_or_brings_tiles_that_tuning_would_not(content: bytes) -> None:
+    rule = rules_tiles()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True):
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(tuning_table, "device_name", lambda index: "GPU")
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(kernels_device, "_processors", lambda index: 132)
+        tuning_table.table_path().parent.mkdir()
+        tuning_table.table_path().write_bytes(content)
+        read_anew()
+        got = choose()
+        read_anew()
+    assert got in set(candidates(rule, 64, 197, 197)) and all(type(number) is int for number in got)
+    if got != rule:
+        entry = json.loads(content)["tiles"][KEY]
+        assert [type(number) for number in entry] == [int] * len(entry) and list(got)[: len(entry)] == entry
+
+
+def test_what_tuning_keeps_is_found_for_every_number_of_heads(table: pathlib.Path) -> None:
+    device = torch.device("cuda:0")
+    for measured in (511, 512, 513, 1023, 1024, 1025, 3000):
+        for fused in (False, True):
+            rule = heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=measured, fused=fused)
+            for best in candidates(rule, 32, 49, 49):
+                tuning_table.save_table({tuning_table.table_key("GPU", fused, DEFAULT, 32, 32, 49, 49, measured): best}, {})
+                assert tuning_table.tiles_for(DEFAULT, 32, 32, 49, 49, measured, fused, device) == best
+
+
+def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Tiles(64, 128, 4, 1, 168, 2)
+    tuning_table.save_table({KEY: best}, {})
+    # what another process adds meanwhile stays
+    other = json.loads(table.read_text())
+    other["tiles"]["other"] = [64, 128, 4, 1]
+    table.write_text(json.dumps(other))
+    tuning_table.save_table({"third": best}, {})
+    assert set(json.loads(table.read_text())["tiles"]) == {KEY, "other", "third"}
+    before = table.read_bytes()
+
+    def full(self: pathlib.Path, text: str, **options: object) -> int:
+        self.write_bytes(text.encode()[:20])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        tuning_table.save_table({"fourth": best}, {})
+    assert table.read_bytes() == before and list(table.parent.iterdir()) == [table]
+
+
+def test_without_a_home_there_is_no_table(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nowhere() -> pathlib.Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", nowhere)
+    assert choose() == rules_tiles()
+    with pytest.raises(OSError, match="XDG_CACHE_HOME"):
+        tuning_table.save_table({}, {})
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"),
+    [(49, 49, 32), (197, 197, 64), (257, 257, 64), (577, 577, 64), (16, 4096, 64), (4096, 4096, 128)],
+)
+def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
+    rule = heuristics.choose_tiles(DEFAULT, dim, dim, queries, keys, (9, 0))
+    found = list(candidates(rule, dim, queries, keys))
+    assert found[0] == rule
+    assert len(found) == len(set(found)) > 1
+    assert all(one.block_m <= tiles.most_queries(dim) for one in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_tune_says_that_it_needs_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["tune", "--workload", "A7"])
+    assert result.exit_code == 2
+    assert "CUDA device" in result.output

@@ -1,0 +1,128 @@
+"""The demo on a few images: what it returns, prints and writes. Also its measures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from qflash.bench.metrics import mse, sqnr
+from qflash.bench.workloads import WORKLOADS, get_workload, paper_inputs
+from qflash.optional_packages import require_packages
+
+pytest.importorskip("timm")
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+from qflash.report import demo
+from qflash.report.html import INK
+
+torch.set_num_threads(2)
+IMAGES = 32
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "report"
+    console = Console(file=io.StringIO(), width=120)
+    report = demo.run_demo(folder, IMAGES, device="cpu", console=console)
+    return report, console.file.getvalue(), folder  # type: ignore[attr-defined]
+
+
+def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -> None:
+    report, _, _ = outcome
+    assert report["images"] == IMAGES
+    assert report["held_out"] == 540
+    assert report["device"]["type"] == "cpu"
+    assert set(report["models"]) == {"vit", "swin"}
+    layers = {"vit": 2, "swin": 3}
+    for name, model in report["models"].items():
+        assert model["float"]["top1_percent"] > 90.0
+        assert set(model["recipes"]) == set(demo.RECIPES)
+        for got in model["recipes"].values():
+            assert got["agreement_percent"] > 90.0
+            assert len(got["layers_sqnr_db"]) == layers[name]
+            assert min(got["layers_sqnr_db"].values()) > 20.0
+        quality = [model["recipes"][recipe]["logits_sqnr_db"] for recipe in demo.RECIPES]
+        assert quality == sorted(quality)
+    assert [row["name"] for row in report["workloads"]] == [w.name for w in WORKLOADS]
+    for row in report["workloads"]:
+        quality = [row["recipes"][recipe]["sqnr_db"] for recipe in demo.RECIPES]
+        assert 28.0 < quality[0] < quality[1] < quality[2] < row["ceiling"]["sqnr_db"] + 0.1
+        assert row["timings_us"] is None
+    assert {row["name"]: row["paper_sqnr_db"] for row in report["workloads"] if row["paper_sqnr_db"]} == demo.PAPER_SQNR_DB
+
+
+def test_files_and_print(outcome: tuple[dict[str, Any], str, Path]) -> None:
+    report, printed, folder = outcome
+    assert json.loads((folder / "demo.json").read_text()) == report
+    page = (folder / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "currentColor" in page
+    assert "prefers-color-scheme: dark" in page
+    assert not any(word in page for word in ("<script", "<link", "src=", "@import", "url(http", INK))
+    for text in (page, printed):
+        assert "no GPU ran" in text
+        assert "accurate" in text
+        assert "A7" in text
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"timm, sklearn, matplotlib.*qflash\[demo\]"):
+        demo.run_demo(tmp_path)
+
+
+def test_limit_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit"):
+        demo.run_demo(tmp_path, 0)
+
+
+def test_what_is_not_finite_becomes_none() -> None:
+    assert demo._finite({"a": [math.nan, 1.0], "b": math.inf, "c": "x"}) == {"a": [None, 1.0], "b": None, "c": "x"}
+
+
+def test_metrics() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert sqnr(x, x) == math.inf
+    assert sqnr(x, x + torch.tensor([0.5, 0.0])) == pytest.approx(20.0)
+    assert sqnr(torch.zeros(2), x) == -math.inf
+    assert math.isnan(sqnr(x, torch.tensor([math.nan, 0.0])))
+    assert math.isnan(sqnr(torch.tensor([math.inf, 0.0]), x))
+    assert math.isnan(sqnr(x, torch.tensor([math.inf, 0.0])))
+    assert mse(x, x.half() + 1) == pytest.approx(1.0)
+    for measure in (sqnr, mse):
+        with pytest.raises(ValueError, match="shape"):
+            measure(x, x[:1])
+
+
+def test_workloads() -> None:
+    assert get_workload("A4").shape(2) == (128, 3, 49, 32)
+    assert get_workload("A3").shape(1) == (1, 12, 197, 64)
+    with pytest.raises(ValueError, match="A7"):
+        get_workload("A8")
+    with pytest.raises(ValueError, match="batch"):
+        get_workload("A1").shape(0)
+
+
+def test_paper_inputs() -> None:
+    state = torch.get_rng_state()
+    inputs = paper_inputs(get_workload("A7"), 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(x.shape == (2, 24, 49, 32) and x.dtype == torch.float16 for x in inputs)
+    assert all(-4.0 <= x.min() < -3.9 and 3.9 < x.max() <= 4.0 for x in inputs)
+    assert not torch.equal(inputs[0], inputs[1])
+    assert torch.equal(inputs[2], paper_inputs(get_workload("A7"), 2)[2])
+    assert not torch.equal(inputs[2], paper_inputs(get_workload("A7"), 2, seed=1)[2])
+
+
+def test_missing_packages_are_named() -> None:
+    require_packages("this", "json")
+    with pytest.raises(ImportError, match=r"this also needs no_such_package, nor_this: pip install"):
+        require_packages("this", "no_such_package", "json", "nor_this")

@@ -1,0 +1,312 @@
+"""The reproduction report: what it reads, its verdicts, and the page in a browser (phone and desk, light and dark)."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+from qflash.bench import ablation, accuracy, energy, latency, paper_results
+from qflash.bench import profile as profiling
+from qflash.cli import app
+from qflash.report import reproduction
+
+CPU = torch.device("cpu")
+GPU = {"device_type": "cuda", "device": "NVIDIA Test", "date": "2026-01-02T03:04:05+00:00"}
+SPEED = {"qflash int8": 4.0, "i-vit": 20.0, "sdpa flash": 5.0, "sdpa cudnn": 6.0}
+
+
+def bench_record() -> dict[str, Any]:
+    """Rows with the fields ``qflash bench`` writes, for a GPU that does not exist."""
+    rows = []
+    for name, batch in itertools.product(("A1", "A2", "A4", "A7"), (1, 8)):
+        for method, us in SPEED.items():
+            row = dict.fromkeys(latency.FIELDS) | {
+                "workload": name,
+                "batch": batch,
+                "method": method,
+                "causal": False,
+                "bias": False,
+            }
+            row |= {"mode": "kernel" if "int8" in method else "end-to-end", "input": "uniform", "dtype": "float16"}
+            row |= {"median_us": us * batch, "q1_us": us * batch, "q3_us": us * batch, "ratio": 5.0 / us, "sqnr_db": 36.0}
+            rows.append(row)
+    return {"what": "latency of attention with its accuracy", "environment": GPU, "timing": "by hand", "rows": rows}
+
+
+def energy_record(ours: float) -> dict[str, Any]:
+    found = {"sdpa flash": energy.Reading(2.0, 1.0, 1000), "qflash int8": energy.Reading(ours, 1.0, 1000)}
+    rows = [
+        dict.fromkeys(energy.FIELDS)
+        | {"workload": "A2", "batch": 8, "bias": False, "method": name}
+        | energy.summarise([r], 100.0)
+        for name, r in found.items()
+    ]
+    return {"what": "energy of one attention call", "environment": GPU, "timing": "", "idle_watts": 100.0, "rows": rows}
+
+
+def profile_record() -> dict[str, Any]:
+    rows = [
+        dict.fromkeys(profiling.FIELDS) | {"workload": "A2", "batch": 8, "method": "qflash int8", "imma_percent": 7.5},
+        dict.fromkeys(profiling.FIELDS) | {"workload": "A2", "batch": 8, "method": "sdpa flash", "hmma_percent": 11.25},
+    ]
+    what = "tensor-core utilisation of one attention call, percent of the peak while a multiprocessor is active"
+    return {"what": what, "environment": GPU, "timing": "", "rows": rows}
+
+
+def ablate_record() -> dict[str, Any]:
+    """Rows with the fields ``qflash ablate`` writes on a GPU."""
+    blank = dict.fromkeys((*ablation.FIELDS, "speedup"))
+    rows = []
+    for label, us in {"sdpa flash": 9.0, "V0": 10.0, "V1": 8.0, "V2": 8.5, "V3": 12.5, "V4 paper": 5.0}.items():
+        row = blank | {"part": "kernel", "group": "kernel", "label": label, "input": "A2, batch 1024", "speedup": 10.0 / us}
+        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us, "sqnr_db": ablation.summary([30.0])})
+    for label, gops in {"multiply": 9.0, "multiply and shift": 6.0, "divide": 0.5}.items():
+        rows.append(blank | {"part": "throughput", "group": "int32", "label": label, "gops": gops, "input": "by hand"})
+    return {"what": "ablation of the integer attention", "environment": GPU, "timing": "by hand", "rows": rows}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small CPU results of the real commands and made-up GPU results."""
+    folder = tmp_path_factory.mktemp("results")
+    ablation.run_ablate(parts=("kernel", "throughput"), device=CPU, batch=1, rounds=1, output=folder)
+    cases = accuracy.make_cases(("paper",), ("A7",), batch=8)
+    accuracy.run_accuracy(cases, ("fp32", "qflash-paper", "qflash-default", "i-vit"), seeds=1, output=folder)
+    (folder / "speed.json").write_text(json.dumps(bench_record()))
+    (folder / "energy.json").write_text(json.dumps(energy_record(1.5)))
+    (folder / "profile.json").write_text(json.dumps(profile_record()))
+    (folder / "other.json").write_text('{"what": "something else"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    repository = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    return reproduction.run_report(folder, results=results, gpu_results=repository)
+
+
+def claim(found: reproduction.Found, text: str) -> reproduction.Claim:
+    (one,) = [item for item in reproduction.claims(found) if text in item.text]
+    return one
+
+
+def test_results_are_known_by_what_they_say(results: Path) -> None:
+    found = reproduction.read_results([results])
+    assert set(found) == {"ablate", "accuracy", "bench", "energy", "profile"}
+    assert found["bench"][0]["file"] == "speed.json"
+
+
+def test_verdicts_follow_the_figures(results: Path) -> None:
+    found = reproduction.read_results([results])
+    swin = claim(found, "Swin at batch 8")
+    assert swin.mark == "differs"
+    assert "5.00 times" in (swin.ours or "")
+    assert claim(found, "ViT/DeiT at batch 1").mark == "agrees"
+    assert claim(found, "comparable to FP16").mark == "agrees"
+    peak = claim(found, "int8 tensor peak")
+    assert (peak.mark, peak.ours) == ("agrees", "IMMA 7.50 % against HMMA 11.25 %")
+    more = profile_record()
+    more["rows"][0]["imma_percent"] = 11.5
+    assert claim(found | {"profile": [more]}, "int8 tensor peak").mark == "differs"
+    clean = {"float_instructions": {}, "integer": True}
+    floats = {"float_instructions": {"FMUL at attention.py:1": 2}, "integer": False}
+    for rows, mark in (([clean, floats], "agrees"), ([clean, floats | {"integer": True}], "differs")):
+        assert claim(found | {"verify": [{"file": "v.json", "rows": rows}]}, "integer domain").mark == mark
+    less = claim(found, "Table 3): this library's")
+    assert less.mark == "agrees"
+    assert "-25.0 %" in (less.ours or "")
+    assert claim(found | {"energy": [energy_record(3.0)]}, "Table 3): this library's").mark == "differs"
+    for text in ("V3 faster than V0", "ImageNet", "SQNR of qattn on A2"):
+        assert claim(found, text).mark == "not run"
+    row = next(r for r in found["accuracy"][0]["rows"] if r["method"] == "qflash-paper")
+    agreed = abs(row["sqnr_db"] - 31.02) <= 1.0
+    assert claim(found, "SQNR of qflash-paper on A7").mark == ("agrees" if agreed else "differs")
+    row["sqnr_db"] = 40.0
+    assert claim(found, "SQNR of qflash-paper on A7").mark == "differs"
+
+
+def test_of_several_records_the_newest_counts(results: Path) -> None:
+    found = reproduction.read_results([results])
+    older = json.loads(json.dumps(found["accuracy"][0]))
+    for row in older["rows"]:
+        row["sqnr_db"] = 100.0 if row["method"] == "qflash-paper" else 0.0
+    text = "better than I-ViT's"
+    assert claim(found | {"accuracy": [*found["accuracy"], older]}, text).ours == claim(found, text).ours
+
+
+def test_steps_on_a_gpu_come_before_those_without(results: Path) -> None:
+    found = reproduction.read_results([results])
+    found["ablate"].append(ablate_record())
+    assert claim(found, "V1 faster than V0").mark == "agrees"
+    assert "+25.0 %" in (claim(found, "V1 faster than V0").ours or "")
+    assert claim(found, "V3 faster than V0").mark == "differs"
+    assert "+100.0 %" in (claim(found, "V4 faster than V0").ours or "")
+    assert claim(found, "Integer division").ours == "12.0 times lower"
+    committed = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "ablate_cpu.json"
+    found["ablate"].append(json.loads(committed.read_text()))
+    assert claim(found, "Scale accumulation collapses").mark == "agrees"
+    assert claim(found, "Per-token scales").mark == "differs"
+    text = reproduction.render(found)
+    assert "kernel, integer exponential" in text
+    assert "NVIDIA Test, 2026-01-02. by hand." in text
+
+
+def test_nothing_found_is_said_to_be_not_run() -> None:
+    items = reproduction.claims({})
+    assert {item.mark for item in items} == {"not run"}
+    text = reproduction.render({})
+    for command in ("bench", "profile", "energy", "accuracy", "evaluate", "ablate"):
+        assert f"qflash {command}" in text
+
+
+def test_published_tables_are_whole() -> None:
+    assert all(len(row) == len(paper_results.MODELS) for row in paper_results.TOP1.values())
+    assert set(paper_results.TOP1) | {"Flash-2"} == set(paper_results.METHODS)
+    assert set(paper_results.UTILISATION) | set(paper_results.ENERGY_UJ) <= set(paper_results.METHODS)
+    assert paper_results.ENERGY_UJ["QFlash"] / paper_results.ENERGY_UJ["Flash-2"] - 1 == pytest.approx(-0.188, abs=5e-4)
+
+
+def test_page_names_every_table_and_loads_nothing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for title in ("Figure 3", "Table 2", "Table 3", "Table 5", "appendix A", "SQNR and MSE", "NVIDIA Test", "2026-01-02"):
+        assert title in text
+    assert text.count("<svg") >= 3
+    assert not any(word in text for word in ("<script", "<link", "src=", "@import", "url(http", "#123456"))
+
+
+def test_command_refuses_bad_folders(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "none"), "--output", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "results must be a folder" in result.output
+    (tmp_path / "bad.json").write_text("{")
+    result = CliRunner().invoke(app, ["report", "--results", str(tmp_path), "--output", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "bad.json is not JSON" in result.output
+
+
+class Browser:
+    """Headless Chromium over its debugging pipe: JSON messages ended by a zero byte."""
+
+    def __init__(self, program: str, profile: Path) -> None:
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+
+        def wire() -> None:  # the program reads from descriptor 3 and writes to 4
+            first, second = os.dup(theirs_in), os.dup(theirs_out)
+            os.dup2(first, 3)
+            os.dup2(second, 4)
+
+        options = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--hide-scrollbars",
+        )
+        self._process = subprocess.Popen(
+            [program, *options, "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            pass_fds=(3, 4),
+            preexec_fn=wire,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._numbers = itertools.count(1)
+        self._rest = b""
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session: str | None = None
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            piece = os.read(self._in, 1 << 16)
+            if not piece:
+                raise RuntimeError("the browser ended")
+            self._rest += piece
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        message = {"id": next(self._numbers), "method": method, "params": parameters}
+        if getattr(self, "_session", None):
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == message["id"]:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def wait(self, method: str) -> None:
+        while not any(event.get("method") == method for event in self.events):
+            self.events.append(self._read())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        os.close(self._in)
+        os.close(self._out)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium or Chrome on this machine")
+    opened = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_in_a_browser(browser: Browser, page: Path, width: int, scheme: str) -> None:
+    for domain in ("Page", "Network", "Runtime", "Log"):
+        browser.call(f"{domain}.enable")
+    phone = width < 600
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=phone)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.events.clear()
+    browser.call("Page.navigate", url=page.as_uri())
+    browser.wait("Page.loadEventFired")
+
+    def value(expression: str) -> Any:
+        return browser.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"]["value"]
+
+    assert value("window.innerWidth") == width  # a page wider than a phone would be zoomed out
+    assert value("document.documentElement.scrollWidth") <= width
+    assert (
+        value("getComputedStyle(document.body).backgroundColor")
+        == {"light": "rgb(252, 252, 251)", "dark": "rgb(21, 24, 28)"}[scheme]
+    )
+    assert value("document.querySelectorAll('svg').length") >= 3
+    said = [
+        e
+        for e in browser.events
+        if e.get("method") in ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+    ]
+    assert not said
+    asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
+    assert asked == [page.as_uri()]
+    if folder := os.environ.get("QFLASH_SCREENSHOTS"):
+        height = value("document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = browser.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        Path(folder, f"report-{width}-{scheme}.png").write_bytes(base64.b64decode(shot["data"]))

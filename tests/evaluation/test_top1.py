@@ -366,3 +366,17 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no network" in result.output
     assert calls[1][1] == ["fp32"]
     assert runner.invoke(app, ["evaluate"]).exit_code == 2
+
+
+def test_the_digest_is_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    real = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    top1._source_digest.__wrapped__()
+    package = Path(qflash.__file__).parent
+    assert {package / "api.py", package / "kernels" / "dispatch.py"} <= set(read)

@@ -287,7 +287,7 @@ def _integer_verdict(
 @functools.cache
 def _source_digest() -> str:
     """Return the SHA-256 of this package's source: another method may be behind the same name tomorrow."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import qflash
-from qflash.kernels.launch_recorder import Call
+from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.kernels.tiles import most_queries
 from qflash.recipe import PRESETS, Recipe
 
@@ -43,8 +43,8 @@ def count_calls(plans: Iterable[Any]) -> int:
     return sum(not callable(key[1]) for key in plans)
 
 
-def run_by_address(launched: list[str]) -> Callable[[Call], Callable[..., None]]:
-    """Return what stands in for ``Call.launcher`` on a CPU: what it returns runs the call, and notes the kernel's name.
+def run_by_address(launched: list[str]) -> Callable[[KernelLaunch], Callable[..., None]]:
+    """Return what stands in for ``KernelLaunch.launcher`` on a CPU: what it returns runs the call, and notes the kernel's name.
 
     Arguments that are addresses become tensors that lie there, like those of the call it was made of.
     """
@@ -54,7 +54,7 @@ def run_by_address(launched: list[str]) -> Callable[[Call], Callable[..., None]]
         memory = (ctypes.c_char * (last * dtype.itemsize)).from_address(address)
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
-    def launcher(call: Call) -> Callable[..., None]:
+    def launcher(call: KernelLaunch) -> Callable[..., None]:
         def launch(*values: Any) -> None:
             arguments = dict(call.arguments)
             for name, x in zip(call.kernel.arg_names, values, strict=True):

@@ -358,7 +358,7 @@ def launch(
     """Compile a launch on tensors of the CPU and run it.
 
     Args:
-        call: the launch (:class:`qflash.kernels.dispatch.Call`).
+        call: the launch (:class:`qflash.kernels.launch_recorder.KernelLaunch`).
         late: whether asynchronous work is done as late as may be, instead of at once.
         backwards: whether the last warp takes its turn first.
         target: what it is compiled for.

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import plan_cache, quantization, reference
+from .attention_call import AttentionCall, Scales, float_call
 from .backends import resolve_backend
 from .recipe import Recipe
 
 
 def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a tensor of any rank, finding its scales. Returns ``(values, scale)``."""
-    return _quantize(x, granularity, False, backend)
+    return find_scales(x, granularity, False, backend)
 
 
-def _quantize(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def find_scales(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`quantize`, with every channel's midrange subtracted first if ``center``."""
     resolved = resolve_backend(backend, x.device)
     if resolved != "reference":
         if resolved == "cpu":
@@ -72,30 +75,31 @@ def kept(
 
 def _repeatable(
     operator: Callable[..., torch.Tensor],
-    whole_way: Callable[..., torch.Tensor],
     tensors: plan_cache.Tensors,
     choices: tuple[Any, ...],
-    prepare_on_cpu: Callable[[torch.Tensor], Callable[..., torch.Tensor] | None],
+    call: Callable[..., AttentionCall],
 ) -> torch.Tensor:
-    """Return ``whole_way(*tensors, *choices)``, found again if there was such a call before.
+    """Return what an operator returns, found again if there was such a call before.
 
     Args:
-        choices: of which the last is the back end.
-        prepare_on_cpu: returns what repeats the call with the back end for CPUs, from its output.
+        operator: :func:`attention` or :func:`int8_attention`.
+        choices: its arguments besides ``tensors``, of which the last is the back end.
+        call: makes a call of the tensors.
     """
     run = kept(operator, tensors, choices)
     if run is not None:
         return run(*tensors)
+    backend = choices[-1]
 
     def go(*tensors: torch.Tensor | None) -> torch.Tensor:
-        return whole_way(*tensors, *choices)
+        return attend(call(*tensors), backend)
 
     place = plan_cache.place_of(tensors)
     if place is None or plan_cache.is_unrepeatable(tensors, (operator, *choices)):
         return go(*tensors)
     query = tensors[0]
     assert query is not None
-    resolved = resolve_backend(choices[-1], query.device)
+    resolved = resolve_backend(backend, query.device)
     if resolved == "triton" and place != plan_cache.CPU:
         from .kernels.launch_recorder import record
 
@@ -104,7 +108,11 @@ def _repeatable(
         out = go(*tensors)
 
         def prepare() -> Callable[..., torch.Tensor] | None:
-            return prepare_on_cpu(out) if resolved == "cpu" else None
+            if resolved != "cpu":
+                return None
+            from .kernels.cpu.launch import prepare_attention
+
+            return prepare_attention(call(*tensors), out)
 
     plan_cache.remember(tensors, (operator, *choices), tensors, out.shape, prepare)
     return out
@@ -126,51 +134,20 @@ def int8_attention(
     backend: str,
 ) -> torch.Tensor:
     """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
-    tensors = query, query_scale, key, key_scale, value, value_scale, mask, output_scale
 
-    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        from .kernels.cpu.launch import prepare_int8_attention
+    def call(*tensors: torch.Tensor | None) -> AttentionCall:
+        query, query_scale, key, key_scale, value, value_scale, mask, output_scale = tensors
+        assert query is not None and key is not None and value is not None
+        assert key_scale is not None and value_scale is not None
+        scales = Scales(query_scale, key_scale, value_scale, output_scale)
+        return AttentionCall(query, key, value, scales, mask, is_causal, scale, out_dtype, Recipe.from_key(recipe))
 
-        return prepare_int8_attention(
-            query, query_scale, key, key_scale, value, value_scale, mask, output_scale, is_causal, scale, out,
-            Recipe.from_key(recipe),
-        )  # fmt: skip
-
-    return _repeatable(int8_attention, _int8_attention, tensors, (is_causal, scale, out_dtype, recipe, backend), prepare_on_cpu)
-
-
-def _int8_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    out_dtype: torch.dtype,
-    recipe: str,
-    backend: str,
-    like: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Go the whole way. ``like`` is the query whose order the output has, if that is not the int8 one."""
-    if mask is not None and mask.dtype.is_floating_point:
-        mask = quantize_bias(mask, backend)
-    arguments = (
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
-        Recipe.from_key(recipe),
-    )  # fmt: skip
-    resolved = resolve_backend(backend, query.device)
-    if resolved != "reference":
-        if resolved == "cpu":
-            from .kernels.cpu.launch import launch_attention
-        else:
-            from .kernels.dispatch import launch_attention
-
-        return launch_attention(*arguments, like=like)
-    return reference.int8_attention(*arguments, like=like)
+    return _repeatable(
+        int8_attention,
+        (query, query_scale, key, key_scale, value, value_scale, mask, output_scale),
+        (is_causal, scale, out_dtype, recipe, backend),
+        call,
+    )
 
 
 def attention(
@@ -185,50 +162,62 @@ def attention(
 ) -> torch.Tensor:
     """Quantise by the recipe, then attend in integers; the output has the query's dtype."""
 
-    def prepare_on_cpu(out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        from .kernels.cpu.launch import prepare_attention
+    def call(*tensors: torch.Tensor | None) -> AttentionCall:
+        query, key, value, mask = tensors
+        assert query is not None and key is not None and value is not None
+        return float_call(query, key, value, mask, is_causal, scale, Recipe.from_key(recipe))
 
-        return prepare_attention(query, key, value, mask, is_causal, scale, out, Recipe.from_key(recipe))
-
-    return _repeatable(attention, _attention, (query, key, value, mask), (is_causal, scale, recipe, backend), prepare_on_cpu)
+    return _repeatable(attention, (query, key, value, mask), (is_causal, scale, recipe, backend), call)
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    recipe: str,
-    backend: str,
-) -> torch.Tensor:
-    """Go the whole way."""
-    choices = Recipe.from_key(recipe)
-    dtype, like = query.dtype, query
+def attend(call: AttentionCall, backend: str) -> torch.Tensor:
+    """Go the whole way: quantise float tensors by the recipe, turn a float bias into fixed point, run the back end."""
+    return _attend_floats(call, backend) if call.scales is None else _attend_int8(call, backend)
+
+
+def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
+    if call.mask is not None and call.mask.dtype.is_floating_point:
+        call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
+    resolved = resolve_backend(backend, call.query.device)
+    if resolved == "reference":
+        return reference.int8_attention(call)
+    if resolved == "cpu":
+        from .kernels.cpu.launch import launch_attention
+    else:
+        from .kernels.dispatch import launch_attention
+
+    return launch_attention(call)
+
+
+def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
+    query, key, value, mask, recipe, scale = call.query, call.key, call.value, call.mask, call.recipe, call.softmax_scale
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.dispatch import fusable, launch_fused, launch_long
-        from .kernels.tiles import is_short
-        from .kernels.triton.quantize_streaming import quantizes_long
+        from .kernels.dispatch import fusable, launch_fused, launch_long, quantizes_streaming
 
-        if fusable(query, key, value, mask, is_causal, choices):
-            return launch_fused(query, key, value, mask, is_causal, scale, choices)
-        if quantizes_long(choices, query.shape[0]) and not is_short(choices, query.shape[3], value.shape[3], key.shape[2]):
+        if fusable(call):
+            return launch_fused(call)
+        if quantizes_streaming(call):
             fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask
-            return launch_long(query, key, value, fixed, is_causal, scale, choices)
-    center = choices.smooth_key
-    if choices.balance or choices.rotate:
+            return launch_long(dataclasses.replace(call, mask=fixed))
+    center = recipe.smooth_key
+    if recipe.balance or recipe.rotate:
         if center:
             key, center = quantization.center_channels(key), False
-        if choices.balance:
+        if recipe.balance:
             query, key = quantization.balance_channels(query, key)
-        if choices.rotate:
+        if recipe.rotate:
             query, key = quantization.hadamard_transform(query), quantization.hadamard_transform(key)
             scale = scale * query.shape[-1]
-    query_values, query_scale = _quantize(query, choices.query_granularity, False, backend)
-    key_values, key_scale = _quantize(key, choices.key_granularity, center, backend)
-    value_values, value_scale = _quantize(value, choices.value_granularity, False, backend)
-    return _int8_attention(
-        query_values, query_scale, key_values, key_scale, value_values, value_scale, mask, None, is_causal, scale, dtype,
-        recipe, backend, like,
-    )  # fmt: skip
+    query_values, query_scale = find_scales(query, recipe.query_granularity, False, backend)
+    key_values, key_scale = find_scales(key, recipe.key_granularity, center, backend)
+    value_values, value_scale = find_scales(value, recipe.value_granularity, False, backend)
+    quantised = dataclasses.replace(
+        call,
+        query=query_values,
+        key=key_values,
+        value=value_values,
+        scales=Scales(query_scale, key_scale, value_scale, None),
+        softmax_scale=scale,
+        like=call.query,
+    )
+    return _attend_int8(quantised, backend)

@@ -15,6 +15,7 @@ import math
 import torch
 
 from . import fixed_point as fp
+from .attention_call import AttentionCall
 from .fixed_point import Checker
 from .memory_format import empty_output
 from .recipe import Recipe
@@ -112,40 +113,11 @@ class _Scores:
         return (row_max - s) * self.multiplier.to(self.work)
 
 
-def int8_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    output_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    recipe: Recipe,
-    *,
-    like: torch.Tensor | None = None,
-    tile: int = DEFAULT_TILE,
-    checked: bool = False,
-) -> torch.Tensor:
+def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bool = False) -> torch.Tensor:
     """Attention on int8 tensors whose softmax runs in integers (Algorithm 1 with better arithmetic).
 
     Args:
-        query, key, value: int8 ``(batch, heads, tokens, channels)``; key and value may have fewer heads
-            (grouped-query attention).
-        query_scale: float32, broadcastable, last dimension 1.
-        key_scale: float32, broadcastable, last dimension 1.
-        value_scale: float32, broadcastable, token dimension 1.
-        mask: bool (True takes part) or int32 fixed-point bias (:func:`qflash.quantize_bias`), of shape
-            ``(period, heads | 1, queries | 1, keys | 1)``; it repeats over the batch.
-        is_causal: query i sees keys 0 to i.
-        softmax_scale: positive factor of the scores, dimensionless.
-        output_scale: float32 scale of an int8 output; read only when ``out_dtype`` is int8.
-        out_dtype: int8, float16, bfloat16 or float32.
-        recipe: the numerical choices that concern int8 tensors (exponential, P, normalisation, output).
-        like: a tensor whose order in memory the output takes (:func:`qflash.memory_format.empty_output`); ``query`` if None.
+        call: int8 tensors with their scales; a bias is in fixed point.
         tile: keys per step. It changes memory, never a bit, except that ``normalization="online"`` ignores
             it for the recipe's ``key_block``.
         checked: compute in int64 and require every declared bound.
@@ -156,9 +128,12 @@ def int8_attention(
     Raises:
         OverflowError: in checked mode, an intermediate left its declared range.
     """
-    batch, heads, queries, _ = query.shape
-    keys, channels = key.shape[2], value.shape[3]
-    out = empty_output(query if like is None else like, channels, out_dtype)
+    query, key, value, scales, mask, recipe, out_dtype = (
+        call.query, call.key, call.value, call.scales, call.mask, call.recipe, call.out_dtype,
+    )  # fmt: skip
+    assert scales is not None and scales.query is not None
+    batch, heads, queries, keys = call.batch, call.heads, call.queries, call.keys
+    out = empty_output(call.order, call.value_dim, out_dtype)
     if out.numel() == 0:
         return out
     if keys == 0:
@@ -168,7 +143,8 @@ def int8_attention(
     def per_head(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(group, dim=1) if group > 1 and x.shape[1] > 1 else x
 
-    key, value, key_scale, value_scale = map(per_head, (key, value, key_scale, value_scale))
+    query_scale, output_scale = scales.query, scales.output
+    key, value, key_scale, value_scale = map(per_head, (key, value, scales.key, scales.value))
     if output_scale is not None:
         output_scale = per_head(output_scale) if output_scale.shape[1] != heads else output_scale
     if mask is not None and 1 < mask.shape[0] < batch:
@@ -187,9 +163,9 @@ def int8_attention(
             key[start:stop],
             part(query_scale, start, stop),
             part(key_scale, start, stop),
-            softmax_scale,
+            call.softmax_scale,
             None if mask is None else part(mask, start, stop),
-            is_causal,
+            call.is_causal,
             check,
             torch.int64 if checked else torch.int32,
         )

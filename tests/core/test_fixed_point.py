@@ -14,6 +14,7 @@ import qflash
 from helpers import DEVICE, random_scales
 from qflash import fixed_point as fp
 from qflash import reference
+from qflash.attention_call import int8_call
 from qflash.kernels.common import fixed_point as integer
 from qflash.recipe import Recipe
 
@@ -284,8 +285,8 @@ def checked_attention(
     one = torch.ones(1, 1, 1, 1)
     key_scale = one if key_scale is None else key_scale
     arguments = (query, one, key, key_scale, value, one, mask, False, scale, None, torch.float32, recipe)
-    safe = reference.int8_attention(*arguments, checked=True)
-    assert torch.equal(safe, reference.int8_attention(*arguments)), "int32 differs from int64"
+    safe = reference.int8_attention(int8_call(*arguments), checked=True)
+    assert torch.equal(safe, reference.int8_attention(int8_call(*arguments))), "int32 differs from int64"
 
 
 SAFE_RECIPES = [

@@ -11,6 +11,7 @@ import torch
 import qflash
 from helpers import dequantize_all, exact_attention, make_inputs, outlier_inputs, quantize_all
 from qflash import reference
+from qflash.attention_call import int8_call
 from qflash.bench.metrics import sqnr
 from qflash.bench.workloads import get_workload, paper_inputs
 from qflash.recipe import Recipe
@@ -126,7 +127,7 @@ def test_any_amplitude_is_as_good_as_float_softmax(tokens: int, head_dim: int) -
                 tensors = quantize_all(inputs, None if grain == "per tensor" else recipe)
                 arguments = [part for x in tensors for part in (x.values, x.scale)]
                 options = (None, False, head_dim**-0.5, None, torch.float32, recipe)
-                out = reference.int8_attention(*arguments, *options, checked=tokens <= 197)
+                out = reference.int8_attention(int8_call(*arguments, *options), checked=tokens <= 197)
                 grains = tuple(x.granularity for x in tensors)
                 if grains not in ceilings:
                     ceilings[grains] = exact_attention(*dequantize_all(tensors))

@@ -10,6 +10,7 @@ import torch
 import qflash
 from helpers import DEVICE, INTERPRETER, dequantize_all, draw_case, exact_attention, make_inputs, quantize_all, same_bits
 from qflash import backends, reference
+from qflash.attention_call import int8_call
 from qflash.bench.metrics import sqnr
 from qflash.recipe import Recipe
 
@@ -65,10 +66,13 @@ def test_every_rung_of_the_ladder_is_a_gain() -> None:
 @pytest.mark.parametrize("number", range(1000, 1060))
 def test_tile_and_checked_mode_leave_the_bits_alone(number: int) -> None:
     arguments = draw_case(number, INTERPRETER).arguments(torch.device("cpu"))
-    expected = reference.int8_attention(*arguments)
+    expected = reference.int8_attention(int8_call(*arguments))
     for tile in (16, 64, 1024):
         for checked in (False, True):
-            assert same_bits(reference.int8_attention(*arguments, tile=tile, checked=checked), expected), (tile, checked)
+            assert same_bits(reference.int8_attention(int8_call(*arguments), tile=tile, checked=checked), expected), (
+                tile,
+                checked,
+            )
 
 
 def test_online_depends_on_its_key_block() -> None:
@@ -228,10 +232,10 @@ def test_chunks_of_the_batch_leave_the_bits_alone(monkeypatch: pytest.MonkeyPatc
     for number in (2001, 2002, 2003, 2004, 2005, 2006):
         case = draw_case(number, INTERPRETER)
         arguments = case.arguments(torch.device("cpu"))
-        expected = reference.int8_attention(*arguments)
+        expected = reference.int8_attention(int8_call(*arguments))
         with monkeypatch.context() as patch:
             patch.setattr(reference, "_ROWS_AT_ONCE", 1)
-            assert same_bits(reference.int8_attention(*arguments), expected)
+            assert same_bits(reference.int8_attention(int8_call(*arguments)), expected)
 
 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])

@@ -30,6 +30,7 @@ from helpers import (
     same_bits,
 )
 from qflash import execution, reference
+from qflash.attention_call import float_call, int8_call
 from qflash.kernels.launch_recorder import record
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +58,8 @@ def test_kernel_has_the_reference_bits(geometry: int) -> None:
         amplitude = (case.amplitude, 1.0, 0.01, 30.0)[draw % 4]
         varied = dataclasses.replace(case, data=1000 * geometry + draw, amplitude=amplitude, extreme=draw % 3 == 2)
         arguments = varied.arguments(CUDA)
-        got = launch_attention(*arguments, tiles=case.tiles)
-        assert same_bits(got, reference.int8_attention(*arguments)), varied
+        got = launch_attention(int8_call(*arguments), tiles=case.tiles)
+        assert same_bits(got, reference.int8_attention(int8_call(*arguments))), varied
 
 
 @pytest.mark.parametrize("geometry", range(FUSED_GEOMETRIES))
@@ -70,7 +71,7 @@ def test_fused_launch_has_the_reference_bits(geometry: int) -> None:
         amplitude = (case.amplitude, 1.0, 0.01, 30.0)[draw % 4]
         varied = dataclasses.replace(case, data=1000 * geometry + draw, amplitude=amplitude)
         query, key, value, mask, is_causal, scale, recipe = varied.arguments(CUDA)
-        got = launch_fused(query, key, value, mask, is_causal, scale, recipe, tiles=case.tiles)
+        got = launch_fused(float_call(query, key, value, mask, is_causal, scale, recipe), tiles=case.tiles)
         expected = execution.attention(query, key, value, mask, is_causal, scale, recipe.key, "reference")
         assert same_bits(got, expected), varied
 
@@ -188,8 +189,8 @@ def test_a_call_of_several_launches_is_repeated(tokens: int, head_dim: int, reci
 @pytest.mark.parametrize("geometry", range(200, 212))
 def test_reference_has_the_same_bits_on_cpu_and_gpu(geometry: int) -> None:
     case = dataclasses.replace(draw_case(geometry, GPU), batch=1, mask_dims=(1, True, True, True))
-    on_gpu = reference.int8_attention(*case.arguments(CUDA))
-    assert same_bits(on_gpu.cpu(), reference.int8_attention(*case.arguments(torch.device("cpu"))))
+    on_gpu = reference.int8_attention(int8_call(*case.arguments(CUDA)))
+    assert same_bits(on_gpu.cpu(), reference.int8_attention(int8_call(*case.arguments(torch.device("cpu")))))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "token", "channel"])
@@ -198,8 +199,8 @@ def test_quantisation_has_the_reference_bits(dtype: torch.dtype, granularity: st
     for seed, layout in enumerate(LAYOUTS):
         x = lay_out(make_inputs(2, 3, 300 + seed, head_dim=64, seed=seed, dtype=dtype)[1] * 3 + 1, layout)
         for center in (False, True):
-            got = execution._quantize(x.to(CUDA), granularity, center, "triton")
-            expected = execution._quantize(x, granularity, center, "reference")
+            got = execution.find_scales(x.to(CUDA), granularity, center, "triton")
+            expected = execution.find_scales(x, granularity, center, "reference")
             assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True)), (layout, center)
 
 

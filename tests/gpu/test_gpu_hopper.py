@@ -15,8 +15,9 @@ import triton.language as tl
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, same_bits
 from qflash import execution, reference
+from qflash.attention_call import float_call, int8_call
 from qflash.kernels.common.quantize_ops import inverse_scale
-from qflash.kernels.tiles import HOPPER, HOPPER_BLOCKS, Tiles, fits_block, fits_hopper, is_held
+from qflash.kernels.tiles import SM90_BLOCKS, SM90_RESIDENT, AttentionShape, Tiles, fits_block, fits_sm90_resident, is_held
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -27,13 +28,13 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "kernel": HOPPER}
+HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "kernel": SM90_RESIDENT}
 PLAIN = ("contiguous", "tokens_first", "packed")
 SCALES = ("tensor", "head", "token", "channel")
 
 
 def tiles(chance: random.Random, shape: Shape) -> tuple[int, ...]:
-    block_m, warps = chance.choice([block for block in HOPPER_BLOCKS if fits_block(*block, shape.head_dim, shape.keys)])
+    block_m, warps = chance.choice([block for block in SM90_BLOCKS if fits_block(*block, shape.head_dim, shape.keys)])
     hand = HAND | {"block_m": block_m, "warps": warps, "registers": chance.choice((0, 168))}
     blocks = -(-shape.queries // block_m)
     if chance.random() < 0.3:
@@ -80,7 +81,9 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
     if chance.random() < 0.4:
         # walked over twice, or by two warps a row held
         walked = (289, 300, 321, 384, 385, 401, 416, 425, 512, 545, 577, 600, 608, 609, 650, 785, 833, 880, 1025, 1370, 1700)
-        keys = chance.choice([keys for keys in walked if fits_hopper(DEFAULT, head_dim, head_dim, 64, keys)])
+        keys = chance.choice(
+            [keys for keys in walked if fits_sm90_resident(AttentionShape(DEFAULT, head_dim, head_dim, 64, keys))]
+        )
     return Shape(
         chance.randint(1, 3),
         group * chance.randint(1, 3),
@@ -93,7 +96,7 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chance = random.Random(geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 16, 40, 72, 80, 96))
@@ -137,10 +140,10 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         out = torch.empty(sizes[0], dtype=dtype, device=CUDA)
         factor = shape.head_dim**-0.5
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, factor, out_scale)
-        (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
+        (call,) = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=chosen)
         either_way(chance, call)
         call.run()
-        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shape, chosen, draw, dtype)
+        assert same_bits(out, reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))), (shape, chosen, draw, dtype)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 @pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head, or programs that go from head to head: up to 16 queries past whole blocks go a way of their own."""
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     # more heads than processors: of fewer a program takes blocks alone
@@ -172,18 +175,18 @@ def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, h
         out = torch.empty(shape.sizes()[0], dtype=dtype, device=CUDA)
         out_scale = scales[3] if dtype == torch.int8 else None
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, head_dim**-0.5, out_scale)
-        (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
+        (call,) = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=chosen)
         assert call.kernel.__name__ == "hopper_kernel"
         assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
         call.run()
-        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), draw
+        assert same_bits(out, reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))), draw
 
 
 @pytest.mark.parametrize("head_dim", [40, 64])
 @pytest.mark.parametrize("keys", [100, 197, 257, 288, 300, 401, 577, 768])
 @pytest.mark.parametrize("queries", [65, 137, 208])
 def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_dim: int) -> None:
-    from qflash.kernels.dispatch import fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     sizes = Shape(2, 2, 1, queries, keys, head_dim).sizes()
@@ -195,7 +198,7 @@ def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_
         chosen = Tiles(**HAND, **shared(queries, keys))
         if keys <= 288 and queries > 128:
             chosen = chosen._replace(splits=2)
-        (call,) = fused_calls(q, k, v, None, False, head_dim**-0.5, out, recipe, tiles=chosen)
+        (call,) = attention_launches(float_call(q, k, v, None, False, head_dim**-0.5, recipe), out, tiles=chosen)
         assert call.kernel.__name__ == "hopper_kernel"
         assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
         assert call.arguments["SPREAD"] == (keys <= 256 and queries > 128)
@@ -214,7 +217,7 @@ RECIPES = [
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chance = random.Random(1000 + geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 24, 40, 72, 80, 96))
@@ -229,7 +232,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
             floats[1][0, 0] = 0  # a head of zeros
         q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
         out = torch.empty_like(floats[0])
-        (call,) = fused_calls(q, k, v, None, False, shape.head_dim**-0.5, out, recipe, tiles=chosen)
+        (call,) = attention_launches(float_call(q, k, v, None, False, shape.head_dim**-0.5, recipe), out, tiles=chosen)
         either_way(chance, call)
         call.arguments["POLICY"] = eviction_policy(geometry)
         call.run()
@@ -258,7 +261,7 @@ def test_lengths_that_are_not_compiled_for_go_elsewhere(head_dim: int, monkeypat
     monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 1)
     for tokens, taken in ((401, True), (402, False), (401, True)):
         q, k, v = (torch.randn(1, 2, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))
-        assert dispatch.fusable(q, k, v, None, False, DEFAULT) == taken
+        assert dispatch.fusable(float_call(q, k, v, None, False, 1.0, DEFAULT)) == taken
         assert same_bits(qflash.attention(q, k, v), qflash.attention(q, k, v, backend="reference"))
 
 
@@ -279,7 +282,7 @@ def test_reciprocals_of_scales_are_correctly_rounded() -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_calls, fused_calls
+    from qflash.kernels.dispatch import attention_launches
     from qflash.kernels.tiles import Tiles
 
     chosen = Tiles(**HAND)
@@ -296,7 +299,11 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         causal: bool = False,
         recipe: Recipe = DEFAULT,
     ) -> str:
-        calls = attention_calls(q, one, x, key_scale, x, one, mask, causal, 0.1, one, torch.empty_like(x), recipe, tiles=chosen)
+        calls = attention_launches(
+            int8_call(q, one, x, key_scale, x, one, mask, causal, 0.1, one, torch.empty_like(x).dtype, recipe),
+            torch.empty_like(x),
+            tiles=chosen,
+        )
         return calls[-1].kernel.__name__
 
     assert kernel(x) == "hopper_kernel"
@@ -304,6 +311,8 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
     assert set(others) == {"short_kernel"}
     wide = x.float()
     assert (
-        fused_calls(wide, wide, wide, None, False, 0.1, torch.empty_like(wide), DEFAULT, tiles=chosen)[0].kernel.__name__
+        attention_launches(float_call(wide, wide, wide, None, False, 0.1, DEFAULT), torch.empty_like(wide), tiles=chosen)[
+            0
+        ].kernel.__name__
         == "short_kernel"
     )

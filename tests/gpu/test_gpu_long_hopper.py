@@ -12,7 +12,8 @@ import torch
 import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import execution, plan_cache, reference
-from qflash.kernels.tiles import LONG_HOPPER, Tiles
+from qflash.attention_call import int8_call
+from qflash.kernels.tiles import SM90_STREAMING, Tiles
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long
 from qflash.recipe import DEFAULT, Recipe
 
@@ -25,7 +26,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 PLAIN = ("contiguous", "tokens_first", "packed")
-TILES = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+TILES = Tiles(64, 128, 4, 3, 168, kernel=SM90_STREAMING)
 """Rows whose keys fit shared memory are another kernel's first."""
 
 
@@ -43,7 +44,7 @@ def sizes(chance: random.Random, others: tuple[int, ...]) -> tuple[tuple[int, in
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chance = random.Random(geometry)
     shapes = sizes(chance, (48, 80))
@@ -67,11 +68,11 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
         dtype = chance.choice((torch.float16, torch.bfloat16, torch.float32)) if out_scale is None else torch.int8
         out = torch.empty(shapes[0], dtype=dtype, device=CUDA)
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, shapes[0][3] ** -0.5, out_scale)
-        calls = attention_calls(*arguments, out, DEFAULT, tiles=TILES)
+        calls = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=TILES)
         assert [call.kernel.__name__ for call in calls] == ["pack_value_kernel", "long_hopper_kernel"]
         for call in calls:
             call.run()
-        assert same_bits(out, reference.int8_attention(*arguments, dtype, DEFAULT)), (shapes, draw, dtype)
+        assert same_bits(out, reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))), (shapes, draw, dtype)
 
 
 @pytest.mark.parametrize("geometry", range(20))
@@ -101,7 +102,7 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)
@@ -118,9 +119,9 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         recipe: Recipe = DEFAULT,
     ) -> str:
         out = torch.empty_like(x)
-        return attention_calls(x, one, key, key_scale, x, one, mask, causal, 0.1, one, out, recipe, tiles=TILES)[
-            -1
-        ].kernel.__name__
+        return attention_launches(
+            int8_call(x, one, key, key_scale, x, one, mask, causal, 0.1, one, out.dtype, recipe), out, tiles=TILES
+        )[-1].kernel.__name__
 
     assert kernel(x) == kernel(x[:1].expand(2, -1, -1, -1)) == "long_hopper_kernel"
     others = kernel(apart), kernel(x, token), kernel(x, mask=mask), kernel(x, causal=True), kernel(x, recipe=qflash.ACCURATE)

@@ -12,6 +12,7 @@ import torch
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, move_far, same_bits
 from qflash import execution, reference
+from qflash.attention_call import float_call, int8_call
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.recipe import DEFAULT, Recipe
 
@@ -98,7 +99,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_int8_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chance = random.Random(case)
     geometry = draw_geometry(chance)
@@ -135,11 +136,11 @@ def test_int8_attention_has_the_reference_bits(case: int) -> None:
         chosen = tiles(chance)
         out = torch.empty(sizes[0], dtype=dtype, device=CUDA)
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], mask, False, 32**-0.5, out_scale)
-        (call,) = attention_calls(*arguments, out, DEFAULT, tiles=chosen)
+        (call,) = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
         call.arguments["POLICY"] = eviction_policy(case)
         call.run()
-        expected = reference.int8_attention(*arguments, dtype, DEFAULT)
+        expected = reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))
         assert same_bits(out, expected), (geometry, batch, chosen, draw, dtype, None if bias is None else bias.shape)
 
 
@@ -154,7 +155,7 @@ RECIPES = [
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_fused_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.dispatch import fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chance = random.Random(1000 + case)
     geometry, recipe = draw_geometry(chance), chance.choice(RECIPES)
@@ -172,7 +173,7 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
         mask = None if bias is None else lay_out_bias(chance, bias.to(chance.choice((dtype, torch.float32))))
         chosen = tiles(chance)
         out = torch.empty_like(floats[0])
-        (call,) = fused_calls(q, k, v, mask, False, 32**-0.5, out, recipe, tiles=chosen)
+        (call,) = attention_launches(float_call(q, k, v, mask, False, 32**-0.5, recipe), out, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
         call.arguments["POLICY"] = eviction_policy(case)
         call.run()
@@ -193,7 +194,7 @@ def test_the_rules_take_it_at_every_load(windows: int, biased: bool) -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     chosen = Tiles(64, 64, 4, 1, kernel=WINDOWS)
     one = torch.ones(1, 1, 1, 1, device=CUDA)
@@ -209,7 +210,11 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         causal: bool = False,
         recipe: Recipe = DEFAULT,
     ) -> str:
-        calls = attention_calls(q, one, x, key_scale, x, one, mask, causal, 0.1, one, torch.empty_like(x), recipe, tiles=chosen)
+        calls = attention_launches(
+            int8_call(q, one, x, key_scale, x, one, mask, causal, 0.1, one, torch.empty_like(x).dtype, recipe),
+            torch.empty_like(x),
+            tiles=chosen,
+        )
         return calls[-1].kernel.__name__
 
     assert kernel(x) == kernel(x, mask=boolean.int()) == "windows_kernel"

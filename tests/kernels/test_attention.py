@@ -10,6 +10,7 @@ import torch
 import qflash
 from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, same_bits
 from qflash import reference
+from qflash.attention_call import int8_call
 from qflash.kernels.dispatch import launch_attention
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu draws the same cases larger on a GPU")
@@ -21,7 +22,9 @@ CASES = 240
 def test_kernel_has_the_reference_bits(number: int) -> None:
     case = draw_case(number, INTERPRETER)
     arguments = case.arguments(DEVICE)
-    assert same_bits(launch_attention(*arguments, tiles=case.tiles), reference.int8_attention(*arguments)), case
+    assert same_bits(
+        launch_attention(int8_call(*arguments), tiles=case.tiles), reference.int8_attention(int8_call(*arguments))
+    ), case
 
 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])
@@ -67,9 +70,9 @@ def test_tiles_leave_the_bits_alone() -> None:
         case, batch=1, heads=1, key_heads=1, queries=33, keys=97, value_dim=64, mask="none", recipe=qflash.DEFAULT
     )
     arguments = case.arguments(DEVICE)
-    expected = reference.int8_attention(*arguments)
+    expected = reference.int8_attention(int8_call(*arguments))
     for tiles in ((16, 32, 4, 1), (32, 64, 4, 2), (64, 128, 4, 1)):
-        assert same_bits(launch_attention(*arguments, tiles=tiles), expected), tiles
+        assert same_bits(launch_attention(int8_call(*arguments), tiles=tiles), expected), tiles
 
 
 def test_launch_writes_nothing_outside_its_output() -> None:
@@ -81,7 +84,7 @@ def test_launch_writes_nothing_outside_its_output() -> None:
 
 def test_the_comparison_sees_one_wrong_bit() -> None:
     case = draw_case(0, INTERPRETER)
-    expected = reference.int8_attention(*case.arguments(DEVICE))
+    expected = reference.int8_attention(int8_call(*case.arguments(DEVICE)))
     changed = expected.clone()
     changed.view(torch.uint8).view(-1)[0] ^= 1
     assert same_bits(expected, expected.clone())

@@ -8,8 +8,9 @@ import torch
 import qflash
 from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.kernels.dispatch import fusable, fused_calls, launch_fused
-from qflash.kernels.tiles import HOPPER, Tiles, shared_bytes
+from qflash.attention_call import float_call
+from qflash.kernels.dispatch import attention_launches, fusable, launch_fused
+from qflash.kernels.tiles import SM90_RESIDENT, Tiles, shared_bytes
 from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from qflash.verify.compile import compile_call
 
@@ -22,13 +23,13 @@ def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> t
 def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
     case = draw_fused_case(seed, small=True)
     arguments = case.arguments(DEVICE)
-    assert same_bits(launch_fused(*arguments, tiles=case.tiles), by_the_specification(*arguments)), case
+    assert same_bits(launch_fused(float_call(*arguments), tiles=case.tiles), by_the_specification(*arguments)), case
 
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(197, 64), (49, 32)])
 def test_paper_shapes(tokens: int, head_dim: int) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 1, tokens, head_dim=head_dim, dtype=torch.float16)]
-    got = launch_fused(*inputs, None, False, head_dim**-0.5, DEFAULT)
+    got = launch_fused(float_call(*inputs, None, False, head_dim**-0.5, DEFAULT))
     assert same_bits(got, by_the_specification(*inputs, None, False, head_dim**-0.5, DEFAULT))
 
 
@@ -45,7 +46,7 @@ def test_what_one_launch_can_do() -> None:
         shapes = (1, 2, 197, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim)
         query, key, value = (torch.empty(shape, dtype=torch.float16, device=device) for shape in shapes)
         mask = torch.empty(1, 1, 197, keys, dtype=torch.bool, device=device) if masked else None
-        return fusable(query, key if aligned else key.mT.contiguous().mT, value, mask, False, recipe)
+        return fusable(float_call(query, key if aligned else key.mT.contiguous().mT, value, mask, False, 1.0, recipe))
 
     assert can(DEFAULT, 64, 64, 197)
     assert can(DEFAULT.replace(query_granularity="head", value_granularity="head"), 128, 16, 128)
@@ -67,10 +68,10 @@ def test_what_one_launch_can_do() -> None:
     assert not can(DEFAULT, 84, 84, 257)
     query = torch.empty(1, 2, 257, 64, device="meta")
     with pytest.raises(ValueError, match="257 keys"):
-        fused_calls(query, query, query, None, False, 1.0, query, DEFAULT)
+        attention_launches(float_call(query, query, query, None, False, 1.0, DEFAULT), query)
     inputs = make_inputs(1, 1, 8)
     with pytest.raises(ValueError, match="one launch cannot"):
-        launch_fused(*(x.to(DEVICE) for x in inputs), None, False, 1.0, PAPER)
+        launch_fused(float_call(*(x.to(DEVICE) for x in inputs), None, False, 1.0, PAPER))
 
 
 @pytest.mark.parametrize("recipe", [DEFAULT, ACCURATE])
@@ -111,8 +112,8 @@ def _compile_for_hopper() -> None:
         ((729, 72), (128, 8), torch.float16),
     ):
         x = torch.empty(1, 3, keys, head_dim, dtype=dtype, device="meta")
-        tiles = Tiles(block_m, 128, warps, 1, splits={65: 1, 480: 8, 577: 10}.get(keys, 2), kernel=HOPPER)
-        (call,) = fused_calls(x, x, x, None, False, 0.1, torch.empty_like(x), DEFAULT, tiles=tiles)
+        tiles = Tiles(block_m, 128, warps, 1, splits={65: 1, 480: 8, 577: 10}.get(keys, 2), kernel=SM90_RESIDENT)
+        (call,) = attention_launches(float_call(x, x, x, None, False, 0.1, DEFAULT), torch.empty_like(x), tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)
         if call.arguments["TURN"]:

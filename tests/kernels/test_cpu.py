@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, same_bits
 from qflash import backends, quantization, reference
+from qflash.attention_call import int8_call
 from qflash.kernels.cpu import launch as cpu
 from qflash.recipe import PRESETS
 
@@ -42,7 +43,7 @@ def test_kernel_has_the_reference_bits(first: int) -> None:
     for number in range(first, first + 30):
         case = draw_case(number, INTERPRETER)
         arguments = case.arguments(CPU)
-        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+        assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
 
 
 @pytest.mark.parametrize("first", range(2000, 2040, 5))
@@ -51,7 +52,7 @@ def test_long_rows_have_the_reference_bits(first: int) -> None:
     assert any(case.keys > 512 and case.recipe.normalization == "two_pass" for case in cases)
     for case in cases:
         arguments = case.arguments(CPU)
-        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+        assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
 
 
 @pytest.mark.parametrize("octave", [-18, -19, -20])
@@ -64,10 +65,10 @@ def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
     one = torch.ones(1, 1, 1, 1)
     eight_octaves = 8 * math.log(2) / ((127 + 59) * 127 * 16)
     arguments = query, one, key, one, value, one, None, False, eight_octaves, one * 2.0**octave, torch.int8, qflash.DEFAULT
-    expected = reference.int8_attention(*arguments)
+    expected = reference.int8_attention(int8_call(*arguments))
     exact = value[:, :, :1] / (1 + 299 * 255) * 2.0 ** min(-octave, 19)
     assert float((expected - exact).abs().max()) < 1
-    assert same_bits(cpu.launch_attention(*arguments), expected)
+    assert same_bits(cpu.launch_attention(int8_call(*arguments)), expected)
 
 
 @pytest.mark.parametrize("keys", [16_500, 33_000, 65_536])
@@ -86,7 +87,7 @@ def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: 
     recipe = qflash.DEFAULT.replace(probability_bits=bits, output=output)
     for dtype in (torch.int8, torch.float32):
         arguments = query, one, key, one, value, one, None, False, 1e-4, one / 3, dtype, recipe
-        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), dtype
+        assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), dtype
 
 
 def test_many_roundings_have_the_reference_bits() -> None:
@@ -172,7 +173,7 @@ def test_other_vector_widths_have_the_reference_bits(
     for number in range(3000, 3120):
         case = draw_case(number, INTERPRETER)
         arguments = case.arguments(CPU)
-        assert same_bits(cpu.launch_attention(*arguments), reference.int8_attention(*arguments)), case
+        assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
 
 
 @pytest.mark.parametrize("recipe", PRESETS)

@@ -22,9 +22,10 @@ from triton.runtime import JITFunction
 import ptx
 from helpers import run_by_address, same_bits
 from qflash import execution, reference
-from qflash.kernels import device, dispatch
+from qflash.attention_call import float_call, int8_call
+from qflash.kernels import device, dispatch, launch_recorder
 from qflash.kernels.launch_recorder import record
-from qflash.kernels.tiles import HOPPER, LONG_HOPPER, WINDOWS, Tiles
+from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, Tiles
 from qflash.recipe import DEFAULT
 
 pytestmark = [
@@ -35,13 +36,13 @@ CPU = torch.device("cpu")
 # four generations of products: mma, wgmma, tcgen05, and mma again
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-HELD = Tiles(64, 128, 4, 1, splits=1, kernel=HOPPER)
-LONG = Tiles(64, 128, 4, 3, 168, kernel=LONG_HOPPER)
+HELD = Tiles(64, 128, 4, 1, splits=1, kernel=SM90_RESIDENT)
+LONG = Tiles(64, 128, 4, 3, 168, kernel=SM90_STREAMING)
 
 Load = Callable[..., ModuleType]
 
 
-def launch_twice(call: dispatch.Call, target: str) -> None:
+def launch_twice(call: launch_recorder.KernelLaunch, target: str) -> None:
     """Run a launch both ways; the second must leave the same bytes as the first."""
     parts = [part for _, _, part in ptx.Memory(call.arguments.values()).parts]
     before = [part.copy() for part in parts]
@@ -68,7 +69,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Load:
                 # what is compiled is not for the interpreter
                 arguments["GUARD"] = False
             x, y, z = (*grid, 1, 1)[:3]
-            launch_twice(dispatch.Call(kernel, (x, y, z), arguments, named), target)
+            launch_twice(launch_recorder.KernelLaunch(kernel, (x, y, z), arguments, named), target)
             return None
 
         monkeypatch.setattr(JITFunction, "run", run)
@@ -105,10 +106,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
     """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
     emulated("test_calls")
     launched: list[str] = []
-    monkeypatch.setattr(dispatch.Call, "launcher", run_by_address(launched))
-    # a CPU otherwise has what is made for the interpreter
-    real = dispatch._calls
-    monkeypatch.setattr(dispatch, "_calls", lambda *a, **b: real(*a[:10], False, *a[11:], **b))
+    monkeypatch.setattr(launch_recorder.KernelLaunch, "launcher", run_by_address(launched))
     tokens, head_dim = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64)}.get(kernels[0], (300, 64))
 
     def draw(seed: int) -> list[torch.Tensor]:
@@ -119,14 +117,30 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
         query, key, value = tensors
         out = torch.empty_like(query)
         if tokens < 300:
-            for call in dispatch.fused_calls(query, key, value, None, False, 0.2, out, DEFAULT):
+            for call in dispatch.attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
                 call.run()
             return out
         found = dispatch.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
-        for call in dispatch.attention_calls(
-            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.2, None, out, DEFAULT,
-            tiles=LONG, value_sums=found.value_sums, dealt=True,
-        ):  # fmt: skip
+        for call in dispatch.attention_launches(
+            int8_call(
+                query,
+                None,
+                found.key,
+                found.key_scale,
+                found.value,
+                found.value_scale,
+                None,
+                False,
+                0.2,
+                None,
+                out.dtype,
+                DEFAULT,
+            ),
+            out,
+            tiles=LONG,
+            value_sums=found.value_sums,
+            dealt=True,
+        ):
             call.run()
         return out
 
@@ -187,7 +201,7 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_scores_that_fill_the_registers(fused: bool) -> None:
     """577 keys by two warps a row: nothing else is under way beside their scores."""
-    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=HOPPER), queries=70)
+    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=SM90_RESIDENT), queries=70)
     assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["SUMS"]) == (2, 0, "end")
     call.run()
     assert same_bits(out, expected())
@@ -233,10 +247,15 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
     found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
     out = torch.empty_like(query)
-    calls = dispatch.attention_calls(
-        query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out, DEFAULT,
-        tiles=LONG, value_sums=found.value_sums, dealt=True,
-    )  # fmt: skip
+    calls = dispatch.attention_launches(
+        int8_call(
+            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out.dtype, DEFAULT
+        ),
+        out,
+        tiles=LONG,
+        value_sums=found.value_sums,
+        dealt=True,
+    )
     assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
     calls[0].run()
     assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
@@ -264,21 +283,21 @@ def test_quantising_long_rows(emulated: Load) -> None:
 
 def one_head(
     tokens: int, head_dim: int, fused: bool, tiles: Tiles, queries: int | None = None
-) -> tuple[list[dispatch.Call], torch.Tensor, Callable[[], torch.Tensor]]:
+) -> tuple[list[launch_recorder.KernelLaunch], torch.Tensor, Callable[[], torch.Tensor]]:
     """The launches of a head of so many tokens, or of as many keys, where they leave its output, and what that should be."""
     generator = torch.Generator().manual_seed(tokens)
     sizes = [(1, 1, count, head_dim) for count in (queries or tokens, tokens, tokens)]
     if fused:
         q, k, v = (torch.randn(size, generator=generator).half() for size in sizes)
         out = torch.empty_like(q)
-        calls = dispatch.fused_calls(q, k, v, None, False, 0.1, out, DEFAULT, tiles=tiles)
+        calls = dispatch.attention_launches(float_call(q, k, v, None, False, 0.1, DEFAULT), out, tiles=tiles)
         return calls, out, lambda: execution.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
     q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in sizes)
     one = torch.full((1, 1, 1, 1), 0.02)
     out = torch.empty_like(q)
     arguments = q, one, k, one, v, one, None, False, 0.1, one / 9
-    calls = dispatch.attention_calls(*arguments, out, DEFAULT, tiles=tiles)
-    return calls, out, lambda: reference.int8_attention(*arguments, torch.int8, DEFAULT)
+    calls = dispatch.attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=tiles)
+    return calls, out, lambda: reference.int8_attention(int8_call(*arguments, torch.int8, DEFAULT))
 
 
 @pytest.mark.parametrize(

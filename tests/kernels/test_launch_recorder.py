@@ -11,7 +11,8 @@ import torch
 
 from helpers import DEVICE, make_inputs, run_by_address, same_bits
 from qflash import execution, plan_cache
-from qflash.kernels.launch_recorder import Call, Recording, record
+from qflash.attention_call import float_call, int8_call
+from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder, record
 from qflash.kernels.triton.quantize import launch_quantize
 from qflash.recipe import PRESETS
 
@@ -24,16 +25,16 @@ NAMES = list(PRESETS)
 def by_interpreter(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launch repeated calls in the interpreter; returns the names of the kernels that were."""
     launched: list[str] = []
-    monkeypatch.setattr(Call, "launcher", run_by_address(launched))
+    monkeypatch.setattr(KernelLaunch, "launcher", run_by_address(launched))
     return launched
 
 
 def attend(recipe: str, is_causal: bool = False) -> Callable[..., torch.Tensor]:
-    return lambda *tensors: execution._attention(*tensors, is_causal, 0.2, PRESETS[recipe].key, "triton")
+    return lambda *tensors: execution.attend(float_call(*tensors, is_causal, 0.2, PRESETS[recipe]), "triton")
 
 
 def expected(tensors: Tensors, recipe: str, is_causal: bool = False) -> torch.Tensor:
-    return execution._attention(*tensors, is_causal, 0.2, PRESETS[recipe].key, "reference")
+    return execution.attend(float_call(*tensors, is_causal, 0.2, PRESETS[recipe]), "reference")
 
 
 def draw(
@@ -102,15 +103,15 @@ def test_an_operator_notes_a_call_once(
         execution, "resolve_backend", lambda backend, device: "reference" if backend == "reference" else "triton"
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    whole_way = execution._attention
+    whole_way = execution.attend
     with (
         mock.patch("qflash.kernels.launch_recorder.record", wraps=record) as recorded,
-        mock.patch.object(execution, "_attention", wraps=whole_way) as noted,
+        mock.patch.object(execution, "attend", wraps=whole_way) as noted,
     ):
         for seed in range(3):
             tensors = draw(seed, 300, mask)
             got = execution.attention(*tensors, False, 0.2, PRESETS[recipe].key, "triton")
-            assert same_bits(got, whole_way(*tensors, False, 0.2, PRESETS[recipe].key, "reference"))
+            assert same_bits(got, whole_way(float_call(*tensors, False, 0.2, PRESETS[recipe]), "reference"))
     assert recorded.call_count == 1
     assert [call.args[-1] for call in noted.call_args_list] == ["triton"] * (1 if kept else 3)
     assert [len(plans), len(plan_cache._unrepeatable)] == [kept, not kept]
@@ -145,7 +146,12 @@ def test_int8(keys: int, out_dtype: torch.dtype) -> None:
         return (*parts, bias, given)
 
     def go(backend: str) -> Callable[..., torch.Tensor]:
-        return lambda *tensors: execution._int8_attention(*tensors, False, 0.2, out_dtype, PRESETS["default"].key, backend)
+        def run(*tensors: torch.Tensor | None) -> torch.Tensor:
+            *given, output_scale = tensors
+            call = int8_call(*given, False, 0.2, output_scale, out_dtype, PRESETS["default"])  # type: ignore[arg-type]
+            return execution.attend(call, backend)
+
+        return run
 
     _, prepare = record(go("triton"), quantised(0))
     again = prepare()
@@ -158,7 +164,7 @@ def test_int8(keys: int, out_dtype: torch.dtype) -> None:
 def test_quantisation(granularity: str) -> None:
     """Scales in all but one are found by kernels; the one of a whole tensor is put together in PyTorch."""
     x = torch.randn(2, 3, 600, 40)
-    with Recording() as recording:
+    with LaunchRecorder() as recording:
         values, _ = launch_quantize(x, granularity)
     again = recording.repeat((x,), values)
     assert (again is None) == (granularity == "tensor")
@@ -186,17 +192,17 @@ def test_quantisation(granularity: str) -> None:
 )
 def test_what_is_more_than_launches_is_noticed(step: Callable[[torch.Tensor], Any], pure: bool) -> None:
     x = torch.ones(16)
-    with Recording() as recording:
+    with LaunchRecorder() as recording:
         step(x)
     assert recording.is_pure == pure
-    assert recording.calls == []
+    assert recording.launches == []
 
 
 def test_launches_behind_a_failure_are_nobodys() -> None:
-    with pytest.raises(ZeroDivisionError), Recording() as recording:
+    with pytest.raises(ZeroDivisionError), LaunchRecorder() as recording:
         _ = 1 // 0
     launch_quantize(torch.randn(1, 1, 4, 16), "token")
-    assert recording.calls == []
+    assert recording.launches == []
 
 
 def test_what_was_there_before_is_not_repeated() -> None:
@@ -205,7 +211,7 @@ def test_what_was_there_before_is_not_repeated() -> None:
 
     table, index = torch.randn(5, 2), torch.randint(0, 5, (4, 4))
     for mask in (None, torch.zeros(3, 4, 4)):
-        with Recording() as recording:
+        with LaunchRecorder() as recording:
             out = launch_window_bias(table, index, mask)
         assert recording.repeat((table,), out) is None
         again = recording.repeat((table, index, mask), out)

@@ -10,7 +10,8 @@ import torch
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.kernels.dispatch import attention_calls
+from qflash.attention_call import int8_call
+from qflash.kernels.dispatch import attention_launches
 from qflash.kernels.gluon.sm90.launch import last_step, long_steps
 from qflash.kernels.triton.launch import pack_value
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quantizes_long
@@ -41,7 +42,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
         (key, "head", center, found.key, found.key_scale),
         (value, "channel", False, found.value, found.value_scale),
     ):
-        expected, expected_scale = execution._quantize(x, granularity, middle, "reference")
+        expected, expected_scale = execution.find_scales(x, granularity, middle, "reference")
         assert same_bits(scale, expected_scale), granularity
         assert same_bits(got, expected), granularity
     assert torch.equal(found.value_sums.sum(2), found.value.to(torch.int64).sum(2))
@@ -58,7 +59,7 @@ def test_what_is_not_finite(which: int, special: float) -> None:
     found = launch_quantize_long(*inputs, True)
     scales = found.query_scale, found.key_scale, found.value_scale
     for index, (scale, x, granularity) in enumerate(zip(scales, inputs, ("token", "head", "channel"), strict=True)):
-        expected, expected_scale = execution._quantize(x, granularity, index == 1, "reference")
+        expected, expected_scale = execution.find_scales(x, granularity, index == 1, "reference")
         assert same_bits(scale, expected_scale)
         assert bool(torch.isnan(scale).any()) == (index == which)
         # what stands where a scale is NaN comes out as NaN, whatever it is
@@ -141,14 +142,32 @@ def _compile_for_hopper() -> None:
         query, key = empty(1, 4, 512, d, dtype=dtype), empty(1, 2, 512, 16 * -(-d // 16))[..., :d]
         value = empty(1, 2, width, 512)[:, :, :d].mT
         sums = empty(1, 2, 2, width, dtype=torch.int32)
-        calls = attention_calls(
-            query, None, key, number(1, 2, 1, 1), value, number(1, 2, 1, d), None, False, 0.1, None,
-            torch.empty_like(query), DEFAULT, capability=(9, 0), value_sums=sums, dealt=True,
-        )  # fmt: skip
+        calls = attention_launches(
+            int8_call(
+                query,
+                None,
+                key,
+                number(1, 2, 1, 1),
+                value,
+                number(1, 2, 1, d),
+                None,
+                False,
+                0.1,
+                None,
+                torch.empty_like(query).dtype,
+                DEFAULT,
+            ),
+            torch.empty_like(query),
+            capability=(9, 0),
+            value_sums=sums,
+            dealt=True,
+        )
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
         print_products(calls[0])
     x, one = empty(1, 4, 4096, 64), number(1, 1, 1, 1)
-    print_products(attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, capability=(9, 0))[-1])
+    print_products(
+        attention_launches(int8_call(x, one, x, one, x, one, None, False, 0.1, one, x.dtype, DEFAULT), x, capability=(9, 0))[-1]
+    )
 
 
 def test_the_hopper_kernel_compiles() -> None:
@@ -170,9 +189,9 @@ def test_attention_takes_values_in_order_without_packing_them_again() -> None:
     found = launch_quantize_long(*inputs, True)
     arguments = (found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1)
     out, guard = torch.empty_like(inputs[0]), DEVICE.type == "cpu"
-    calls = attention_calls(*arguments, None, out, DEFAULT, guard=guard, value_sums=found.value_sums)
+    calls = attention_launches(int8_call(*arguments, None, out.dtype, DEFAULT), out, guard=guard, value_sums=found.value_sums)
     assert [call.kernel.__name__ for call in calls] == ["long_kernel"]
-    again = attention_calls(*arguments, None, out, DEFAULT, guard=guard)
+    again = attention_launches(int8_call(*arguments, None, out.dtype, DEFAULT), out, guard=guard)
     assert [call.kernel.__name__ for call in again] == ["pack_value_kernel", "long_kernel"]
 
 

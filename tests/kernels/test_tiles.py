@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from qflash.attention_call import float_call, int8_call
 from qflash.bench.tune import candidates
 from qflash.cli import app
 from qflash.kernels import device as kernels_device
 from qflash.kernels import heuristics, tiles, tuning_table
 from qflash.kernels.gluon.windows import launch
-from qflash.kernels.tiles import Tiles
+from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
 
@@ -35,6 +36,20 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[p
     read_anew()
 
 
+def test_a_table_of_other_kernels_is_ignored(table: pathlib.Path) -> None:
+    tuning_table.save_table({KEY: Tiles(64, 128, 4, 1, 168, 2, tiles.SM90_RESIDENT)}, {})
+    stored = json.loads(table.read_text())
+    for version in (None, 0, tuning_table.KERNELS_VERSION + 1, str(tuning_table.KERNELS_VERSION)):
+        table.write_text(json.dumps(stored | {"kernels": version}))
+        read_anew()
+        with pytest.warns(UserWarning, match=r"other kernels \(version .*, now \d+\) and is ignored \(`qflash tune`"):
+            assert choose() == rules_tiles()
+    # what is written then is of these kernels, without the entries of others
+    tuning_table.save_table({"another": rules_tiles()}, {})
+    read_anew()
+    assert choose() == rules_tiles() and set(json.loads(table.read_text())["tiles"]) == {"another"}
+
+
 def read_anew() -> None:
     """Know nothing of a table, as a new process does."""
     tuning_table._table.cache_clear()
@@ -43,11 +58,11 @@ def read_anew() -> None:
 
 def rules_tiles() -> Tiles:
     """Return the rules' tiles for what :func:`choose` asks for."""
-    return heuristics.choose_tiles(DEFAULT, 64, 64, 197, 197, (9, 0), heads=48)
+    return heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 197, 197, heads=48), (9, 0))
 
 
 def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
-    return tuning_table.tiles_for(recipe, 64, 64, 197, 197, heads, fused, torch.device("cuda:0"))
+    return tuning_table.tiles_for(AttentionShape(recipe, 64, 64, 197, 197, heads, fused), torch.device("cuda:0"))
 
 
 def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
@@ -57,59 +72,65 @@ def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
 
 def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     rule, best = choose(), Tiles(64, 128, 4, 1, 168, 2)
-    key = tuning_table.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+    key = tuning_table.table_key("GPU", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False))
     assert tuning_table.save_table({key: best}, {}) == table
     assert choose() == best
     assert choose(heads=40) == best  # the same power of two
     assert choose(heads=400) == rule
     assert choose(fused=True) == rule
-    assert choose(recipe=ACCURATE) == heuristics.choose_tiles(ACCURATE, 64, 64, 197, 197, (9, 0))
-    assert choose(recipe=PAPER) == heuristics.choose_tiles(PAPER, 64, 64, 197, 197, (9, 0))
+    assert choose(recipe=ACCURATE) == heuristics.choose_tiles(AttentionShape(ACCURATE, 64, 64, 197, 197), (9, 0))
+    assert choose(recipe=PAPER) == heuristics.choose_tiles(AttentionShape(PAPER, 64, 64, 197, 197), (9, 0))
     other = Tiles(32, 128, 4, 1)
-    tuning_table.save_table({tuning_table.table_key("another", False, DEFAULT, 64, 64, 197, 197, 48): other}, {})
+    tuning_table.save_table(
+        {tuning_table.table_key("another", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False)): other}, {}
+    )
     assert choose() == best
     assert len(json.loads(table.read_text())["tiles"]) == 2
 
 
 def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     for keys, dim in ((256, 80), (577, 80), (401, 128)):
-        rule = heuristics.choose_tiles(DEFAULT, dim, dim, keys, keys, (9, 0), heads=48)
+        rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, keys, keys, heads=48), (9, 0))
         wide = rule._replace(block_m=128, warps=8, splits=1)
         assert wide in candidates(rule, dim, keys, keys)
-        tuning_table.save_table({tuning_table.table_key("GPU", False, DEFAULT, dim, dim, keys, keys, 48): wide}, {})
-        assert tuning_table.tiles_for(DEFAULT, dim, dim, keys, keys, 48, False, torch.device("cuda:0")) == wide
+        tuning_table.save_table(
+            {tuning_table.table_key("GPU", AttentionShape(DEFAULT, dim, dim, keys, keys, 48, False)): wide}, {}
+        )
+        assert tuning_table.tiles_for(AttentionShape(DEFAULT, dim, dim, keys, keys, 48, False), torch.device("cuda:0")) == wide
         # where rows do not begin at multiples of eight bytes another kernel has them
         one = torch.ones(1, 1, 1, 1, device="meta")
         for row, kernel, block in ((dim, "hopper_kernel", 128), (dim + 1, "long_kernel" if keys > 256 else "short_kernel", 64)):
             x = torch.zeros(48, 1, keys, row, dtype=torch.int8, device="meta")[..., :dim]
-            call = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, x, DEFAULT, tiles=wide)[-1]
+            call = attention_launches(
+                int8_call(x, one, x, one, x, one, None, False, 0.1, one, x.dtype, DEFAULT), x, tiles=wide
+            )[-1]
             assert (call.kernel.__name__, call.arguments["BLOCK_M"]) == (kernel, block)
 
 
 def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> None:
     def windows(heads: int, **kind: bool) -> Tiles:
-        return heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=heads, **kind)
+        return heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=heads, **kind), (9, 0))
 
     assert windows(100).warps == windows(600).warps == 4
     assert windows(4096).warps == windows(4096, fused=True).warps == windows(4096, fused=True, masked=True).warps == 1
-    assert heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (8, 0), heads=4096).warps == 4
-    assert heuristics.choose_tiles(DEFAULT, 64, 64, 49, 49, (9, 0), heads=4096).warps == 4
+    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=4096), (8, 0)).warps == 4
+    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 49, 49, heads=4096), (9, 0)).warps == 4
 
 
 def test_hopper_has_kernels_of_its_own() -> None:
     def rule(
         keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
     ) -> Tiles:
-        return heuristics.choose_tiles(recipe, dim, dim, queries, keys, capability, masked=masked)
+        return heuristics.choose_tiles(AttentionShape(recipe, dim, dim, queries, keys, masked=masked), capability)
 
-    assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.HOPPER
-    assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.HOPPER
-    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.HOPPER
-    assert rule(keys=1281, dim=72).kernel == rule(keys=1152, dim=96).kernel == tiles.HOPPER
-    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=104).kernel == tiles.LONG_HOPPER
-    assert rule(keys=1345, dim=72).kernel == rule(keys=1217, dim=96).kernel == tiles.LONG_HOPPER
+    assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.SM90_RESIDENT
+    assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.SM90_RESIDENT
+    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.SM90_RESIDENT
+    assert rule(keys=1281, dim=72).kernel == rule(keys=1152, dim=96).kernel == tiles.SM90_RESIDENT
+    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=104).kernel == tiles.SM90_STREAMING
+    assert rule(keys=1345, dim=72).kernel == rule(keys=1217, dim=96).kernel == tiles.SM90_STREAMING
     others = [
         rule(keys=4096, dim=32),
         rule(keys=257, queries=32),
@@ -155,9 +176,9 @@ def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 2)
     assert [heuristics.worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
     # what further ones take is compiled for any length
-    for dim, kernel in ((64, tiles.LONG_HOPPER), (128, tiles.LONG_HOPPER), (32, tiles.GENERAL)):
-        assert heuristics.choose_tiles(DEFAULT, dim, dim, 577, 577, (9, 0), walk=False).kernel == kernel
-    assert heuristics.choose_tiles(DEFAULT, 64, 64, 257, 257, (9, 0), walk=False).kernel == tiles.HOPPER
+    for dim, kernel in ((64, tiles.SM90_STREAMING), (128, tiles.SM90_STREAMING), (32, tiles.PORTABLE)):
+        assert heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), walk=False).kernel == kernel
+    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 257, 257), (9, 0), walk=False).kernel == tiles.SM90_RESIDENT
 
 
 @pytest.mark.parametrize("across", [1, 2])
@@ -186,20 +207,21 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
 
     On int8 V has ``channels`` scales.
     """
-    from qflash.kernels.dispatch import attention_calls, fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
-    sizes = (DEFAULT, dim, dim, queries, keys, (9, 0))
-    rule = heuristics.choose_tiles(*sizes, heads=heads, fused=fused)
-    if rule.kernel != tiles.HOPPER:
+    rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys, heads, fused), (9, 0))
+    if rule.kernel != tiles.SM90_RESIDENT:
         return None
     dtype = torch.float16 if fused else torch.int8
     q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(q)
     several = torch.ones(1, 1, 1, channels, device="meta")
     if fused:
-        (call,) = fused_calls(q, k, k, None, False, 0.1, out, DEFAULT, tiles=rule)
+        (call,) = attention_launches(float_call(q, k, k, None, False, 0.1, DEFAULT), out, tiles=rule)
     else:
-        (call,) = attention_calls(q, one, k, one, k, several, None, False, 0.1, one, out, DEFAULT, tiles=rule)
+        (call,) = attention_launches(
+            int8_call(q, one, k, one, k, several, None, False, 0.1, one, out.dtype, DEFAULT), out, tiles=rule
+        )
     assert call.kernel.__name__ == "hopper_kernel"
     return call
 
@@ -376,15 +398,17 @@ def test_spans_of_a_head_cover_its_channels() -> None:
 
 
 def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):
-    from qflash.kernels.dispatch import attention_calls, fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
     x = torch.zeros(windows, heads, 49, 32, dtype=torch.float16 if fused else torch.int8, device="meta")
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
     if fused:
-        (call,) = fused_calls(x, x, x, bias, False, 0.1, out, DEFAULT, **options)
+        (call,) = attention_launches(float_call(x, x, x, bias, False, 0.1, DEFAULT), out, **options)
     else:
         scales = (one, x, one, x, one)
-        (call,) = attention_calls(x, *scales, bias, False, 0.1, one, out, DEFAULT, capability=(8, 0), **options)
+        (call,) = attention_launches(
+            int8_call(x, *scales, bias, False, 0.1, one, out.dtype, DEFAULT), out, capability=(8, 0), **options
+        )
     return call
 
 
@@ -423,7 +447,7 @@ def test_windows_with_the_same_bias_share_a_program(
 
 def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
     """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
-    from qflash.kernels.dispatch import attention_calls, fused_calls
+    from qflash.kernels.dispatch import attention_launches
 
     head = 3 * 49 * 32 * 4  # bytes of a window's query, key, value and output, in int8
     most = (50 << 20) // head
@@ -433,13 +457,17 @@ def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
 
     def fused(tokens: int, key_heads: int) -> str:
         q, k = (torch.zeros(64, heads, tokens, 64, dtype=torch.float16, device="meta") for heads in (12, key_heads))
-        (call,) = fused_calls(q, k, k, None, False, 0.1, torch.empty_like(q), DEFAULT)
+        (call,) = attention_launches(float_call(q, k, k, None, False, 0.1, DEFAULT), torch.empty_like(q))
         assert call.kernel.__name__ == "hopper_kernel"
         return call.arguments["POLICY"]
 
     assert [fused(577, 12), fused(577, 4), fused(197, 12)] == ["evict_first", "", ""]
     x, one = torch.zeros(64, 12, 577, 64, dtype=torch.int8, device="meta"), torch.ones(1, 1, 1, 1, device="meta")
-    (call,) = attention_calls(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT, capability=(9, 0))
+    (call,) = attention_launches(
+        int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
+        torch.empty_like(x),
+        capability=(9, 0),
+    )
     assert call.kernel.__name__ == "hopper_kernel" and call.arguments["POLICY"] == ""
 
 
@@ -463,7 +491,7 @@ def test_a_rounded_inverse_divides(divisor: int, data: st.DataObject) -> None:
 
 def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None:
     def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> int:
-        return heuristics.choose_tiles(recipe, dim, dim, queries, keys, capability).kernel
+        return heuristics.choose_tiles(AttentionShape(recipe, dim, dim, queries, keys), capability).kernel
 
     assert rule() == rule(keys=33) == rule(keys=64, queries=9) == rule(capability=(9, 0)) == tiles.WINDOWS
     others = [
@@ -475,7 +503,7 @@ def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None
         rule(recipe=PAPER),
         rule(recipe=ACCURATE),
     ]
-    assert set(others) == {tiles.GENERAL}
+    assert set(others) == {tiles.PORTABLE}
     boolean = torch.ones(1, 1, 49, 49, dtype=torch.bool, device="meta")
     assert windows_call(8, bias=boolean).kernel.__name__ == "short_kernel"
     assert {t.splits for t in candidates(Tiles(64, 64, 4, 1, kernel=tiles.WINDOWS), 32, 49, 49) if t.kernel} == {0, 1, 2, 4}
@@ -483,17 +511,19 @@ def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
-    from qflash.kernels.dispatch import attention_calls
+    from qflash.kernels.dispatch import attention_launches
 
     x, one = torch.zeros(1, 1, 197, 64, dtype=torch.int8, device=device), torch.ones(1, 1, 1, 1, device=device)
-    (call,) = attention_calls(
-        x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x), DEFAULT,
-        tiles=Tiles(64, 128, 4, 1, kernel=tiles.HOPPER), guard=device == "cpu",
-    )  # fmt: skip
+    (call,) = attention_launches(
+        int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
+        torch.empty_like(x),
+        tiles=Tiles(64, 128, 4, 1, kernel=tiles.SM90_RESIDENT),
+        guard=device == "cpu",
+    )
     assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
 
 
-KEY = tuning_table.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
+KEY = tuning_table.table_key("GPU", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False))
 """What :func:`choose` looks for."""
 
 
@@ -507,6 +537,7 @@ KEY = tuning_table.table_key("GPU", False, DEFAULT, 64, 64, 197, 197, 48)
 )  # fmt: skip
 def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str) -> None:
     table.parent.mkdir(parents=True)
+    text = text.replace('{"tiles"', f'{{"kernels": {tuning_table.KERNELS_VERSION}, "tiles"')
     table.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
         got = [choose(), choose()]
@@ -524,8 +555,10 @@ def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str
 )  # fmt: skip
 def test_what_tuning_would_not_write_is_not_taken_from_the_table(table: pathlib.Path, entry: object) -> None:
     table.parent.mkdir(parents=True)
-    good = tuning_table.table_key("GPU", True, DEFAULT, 64, 64, 197, 197, 48)
-    table.write_text(json.dumps({"tiles": {KEY: entry, good: [64, 128, 4, 1, 168, 2]}}))
+    good = tuning_table.table_key("GPU", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, True))
+    table.write_text(
+        json.dumps({"kernels": tuning_table.KERNELS_VERSION, "tiles": {KEY: entry, good: [64, 128, 4, 1, 168, 2]}})
+    )
     with pytest.warns(UserWarning, match=r"qflash.tiles\.json.*ignored") as warned:
         got = [choose(), choose()]
     assert got == [rules_tiles()] * 2
@@ -547,7 +580,11 @@ entries = st.lists(numbers, min_size=3, max_size=9) | st.sampled_from(
 @given(
     st.binary(max_size=50)
     | json_values.map(lambda value: json.dumps(value).encode())
-    | (entries | json_values).map(lambda entry: json.dumps({"tiles": {KEY: entry, "other": [64, 128, 4, 1]}}).encode())
+    | (entries | json_values).map(
+        lambda entry: json.dumps(
+            {"kernels": tuning_table.KERNELS_VERSION, "tiles": {KEY: entry, "other": [64, 128, 4, 1]}}
+        ).encode()
+    )
 )
 def test_no_table_breaks_a_call_or_brings_tiles_that_tuning_would_not(content: bytes) -> None:
     rule = rules_tiles()
@@ -571,10 +608,12 @@ def test_what_tuning_keeps_is_found_for_every_number_of_heads(table: pathlib.Pat
     device = torch.device("cuda:0")
     for measured in (511, 512, 513, 1023, 1024, 1025, 3000):
         for fused in (False, True):
-            rule = heuristics.choose_tiles(DEFAULT, 32, 32, 49, 49, (9, 0), heads=measured, fused=fused)
+            rule = heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=measured, fused=fused), (9, 0))
             for best in candidates(rule, 32, 49, 49):
-                tuning_table.save_table({tuning_table.table_key("GPU", fused, DEFAULT, 32, 32, 49, 49, measured): best}, {})
-                assert tuning_table.tiles_for(DEFAULT, 32, 32, 49, 49, measured, fused, device) == best
+                tuning_table.save_table(
+                    {tuning_table.table_key("GPU", AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused)): best}, {}
+                )
+                assert tuning_table.tiles_for(AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused), device) == best
 
 
 def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,7 +654,7 @@ def test_without_a_home_there_is_no_table(table: pathlib.Path, monkeypatch: pyte
     [(49, 49, 32), (197, 197, 64), (257, 257, 64), (577, 577, 64), (16, 4096, 64), (4096, 4096, 128)],
 )
 def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
-    rule = heuristics.choose_tiles(DEFAULT, dim, dim, queries, keys, (9, 0))
+    rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys), (9, 0))
     found = list(candidates(rule, dim, queries, keys))
     assert found[0] == rule
     assert len(found) == len(set(found)) > 1

@@ -11,7 +11,6 @@ import json
 import pathlib
 import random
 import sys
-import types
 from collections.abc import Hashable
 from typing import Any
 
@@ -22,8 +21,9 @@ import triton.language as tl
 
 from helpers import run_compiling
 from qflash import execution
+from qflash.attention_call import float_call, int8_call
 from qflash.kernels.device import STAND_IN
-from qflash.kernels.launch_recorder import Call, Recording
+from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder
 from qflash.quantization import scale_shape
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 from qflash.verify import cases as verify_cases
@@ -58,8 +58,7 @@ def _print_planted() -> None:
         (float_kernel, floats, "sm_80"),
     )  # fmt: skip
     reports = [
-        proof.examine(types.SimpleNamespace(kernel=kernel, grid=(1,), arguments=given, options={"num_warps": 4}), "", target)
-        for kernel, given, target in calls
+        proof.examine(KernelLaunch(kernel, (1,), given, {"num_warps": 4}), "", target) for kernel, given, target in calls
     ]
     print(json.dumps([report.to_dict() for report in reports]))
 
@@ -128,7 +127,7 @@ def distinct(target: str) -> dict[Hashable, verify_cases.Case]:
     return verify_cases.distinct(target)
 
 
-def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[Call]:
+def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[KernelLaunch]:
     """Draw a call of an operator and return its launches, spelt out without :mod:`.verify.cases`, which has such sizes."""
     keys, channels = rng.choice(verify_cases.TOKENS), rng.choice(verify_cases.HEAD_DIMS)
     recipe = rng.choice((DEFAULT, DEFAULT, PAPER, ACCURATE))
@@ -148,9 +147,9 @@ def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[Call]
     options = kind == "causal", channels**-0.5
     place = STAND_IN.set(tuple(divmod(int(target[3:]), 10)))
     try:
-        with Recording(launching=False) as recording:
+        with LaunchRecorder(launching=False) as recording:
             if dtype != torch.int8:
-                execution._attention(*tensors, mask, *options, recipe.key, "triton")
+                execution.attend(float_call(*tensors, mask, *options, recipe), "triton")
             else:
                 kinds = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
                 scales = [
@@ -158,10 +157,10 @@ def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[Call]
                     for x, kind in zip(tensors, kinds, strict=True)
                 ]
                 given = [x for pair in zip(tensors, scales, strict=True) for x in pair]
-                execution._int8_attention(*given, mask, scales[2], *options, torch.int8, recipe.key, "triton")
+                execution.attend(int8_call(*given, mask, *options, scales[2], torch.int8, recipe), "triton")
     finally:
         STAND_IN.reset(place)
-    return recording.calls
+    return recording.launches
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.launch_recorder import Call
+from ..kernels.launch_recorder import KernelLaunch, ScoreTile
 from .online import BLOCK
 
 # added to a number below 2**22 this rounds it to nearest, ties to even, in its lowest bits
@@ -190,7 +190,7 @@ def float_softmax_call(
     product: str,
     *,
     tiles: tuple[int, ...] | None = None,
-) -> Call:
+) -> KernelLaunch:
     """Spell out the launch that fills ``out``.
 
     Args:
@@ -237,4 +237,5 @@ def float_softmax_call(
         "GUARD": query.device.type == "cpu",
     }
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    return Call(float_softmax_kernel, (batch * heads * blocks, 1, 1), arguments, options)
+    scores = ScoreTile(chosen.block_m, chosen.block_n, whole=False)
+    return KernelLaunch(float_softmax_kernel, (batch * heads * blocks, 1, 1), arguments, options, "baseline", scores)

@@ -29,7 +29,7 @@ from .method import FLOAT, Bits, Method
 from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
-    from ..kernels.launch_recorder import Call
+    from ..kernels.launch_recorder import KernelLaunch
 
 
 class Operands(NamedTuple):
@@ -76,7 +76,7 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
     return out if value_scale is None else out * value_scale
 
 
-def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
+def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> KernelLaunch:
     """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
     from .float_softmax_kernels import float_softmax_call, pack_value
 

@@ -12,7 +12,7 @@ from ..backends import triton_unavailable
 from ..validation import FLOAT_DTYPES, check_attention_shapes, check_tensor
 
 if TYPE_CHECKING:
-    from ..kernels.launch_recorder import Call
+    from ..kernels.launch_recorder import KernelLaunch
 
 LOG2_E = math.log2(math.e)
 
@@ -122,7 +122,7 @@ def attend(
     *,
     quantize_operands: Callable[..., Any],
     formula: Callable[..., torch.Tensor],
-    kernel_call: Callable[..., Call],
+    kernel_call: Callable[..., KernelLaunch],
 ) -> torch.Tensor:
     """Quantise and attend, with the kernel where it can run and no mask is given; see :class:`qflash.baselines.Method`.
 
@@ -151,7 +151,7 @@ def prepare_kernel(
     *,
     title: str,
     quantize_operands: Callable[..., Any],
-    kernel_call: Callable[..., Call],
+    kernel_call: Callable[..., KernelLaunch],
 ) -> Callable[[], torch.Tensor]:
     """Quantise, and return a call that launches the kernel alone; it returns the same float16 tensor every time.
 

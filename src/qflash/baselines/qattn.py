@@ -29,7 +29,7 @@ from .method import Method
 from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel
 
 if TYPE_CHECKING:
-    from ..kernels.launch_recorder import Call
+    from ..kernels.launch_recorder import KernelLaunch
 
 Operands = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
 """Query, key and value, int8 with one scale each."""
@@ -63,7 +63,7 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
     return online_softmax(scores, row.reshape(1, 1, 1, 1), product, attn_mask, block=block) * value.scale
 
 
-def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> Call:
+def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> KernelLaunch:
     """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
     from .float_softmax_kernels import float_softmax_call
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ..api import quantize
+from ..attention_call import float_call, int8_call
 from ..kernels.device import processors_of
-from ..kernels.dispatch import attention_calls, fusable, fused_calls
+from ..kernels.dispatch import attention_launches, fusable
 from ..kernels.heuristics import candidates, choose_tiles
-from ..kernels.tiles import Tiles
+from ..kernels.tiles import AttentionShape, Tiles
 from ..kernels.tuning_table import save_table, table_key
 from ..paths import make_cache_folder
-from ..quantization import QuantizedTensor
 from ..recipe import DEFAULT
 from . import problems as bench_problems
 from . import timers
@@ -56,39 +56,26 @@ def tune_shape(
         (torch.rand((batch, heads, size, head_dim), generator=generator, dtype=torch.float32, device=device) * 8 - 4).half()
         for size in sizes
     )
-    rule = choose_tiles(
-        DEFAULT,
-        head_dim,
-        head_dim,
-        queries,
-        keys,
-        torch.cuda.get_device_capability(device),
-        heads=batch * heads,
-        fused=fused,
-    )
+    about = AttentionShape(DEFAULT, head_dim, head_dim, queries, keys, batch * heads, fused)
+    rule = choose_tiles(about, torch.cuda.get_device_capability(device))
     factor = head_dim**-0.5
     if fused:
-        out = torch.empty_like(query)
+        call = float_call(query, key, value, None, False, factor, DEFAULT)
     else:
-        tensors: list[QuantizedTensor] = [quantize(x) for x in (query, key, value)]
-        out = torch.empty_like(tensors[0].values)
+        q, k, v = (quantize(x) for x in (query, key, value))
+        given = (q.values, q.scale, k.values, k.scale, v.values, v.scale)
+        call = int8_call(*given, None, False, factor, v.scale, torch.int8, DEFAULT)
+    out = torch.empty_like(call.query)
     expected: torch.Tensor | None = None
     times: dict[Tiles, float] = {}
     for tiles in candidates(rule, head_dim, queries, keys, processors_of(device)):
         try:
-            if fused:
-                calls = fused_calls(query, key, value, None, False, factor, out, DEFAULT, tiles=tiles)
-            else:
-                q, k, v = tensors
-                calls = attention_calls(
-                    q.values, q.scale, k.values, k.scale, v.values, v.scale, None, False, factor, v.scale, out, DEFAULT,
-                    tiles=tiles,
-                )  # fmt: skip
+            launches = attention_launches(call, out, tiles=tiles)
             out.zero_()
 
-            def run(calls: list[Any] = calls) -> None:
-                for call in calls:
-                    call.run()
+            def run(launches: list[Any] = launches) -> None:
+                for launch in launches:
+                    launch.run()
 
             run()
             if expected is None:
@@ -109,7 +96,7 @@ def _fusable(shape: tuple[int, int, int, int], keys: int, device: torch.device) 
     """Tell whether one launch can quantise and attend there, as :func:`tune_shape` would ask for it."""
     batch, heads, _, head_dim = shape
     query, key = (torch.empty(size, dtype=torch.float16, device=device) for size in (shape, (batch, heads, keys, head_dim)))
-    return fusable(query, key, key, None, False, DEFAULT)
+    return fusable(float_call(query, key, key, None, False, head_dim**-0.5, DEFAULT))
 
 
 def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -> list[dict[str, Any]]:
@@ -139,8 +126,9 @@ def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -
                     problem.shape, problem.keys, fused=fused, device=device, tick=lambda: progress.advance(task)
                 )
                 if best != rule:
-                    key = table_key(name, fused, DEFAULT, head_dim, head_dim, queries, problem.keys, windows_batch * heads)
-                    found[key] = best
+                    load = windows_batch * heads
+                    about = AttentionShape(DEFAULT, head_dim, head_dim, queries, problem.keys, load, fused)
+                    found[table_key(name, about)] = best
                 rows.append(
                     {
                         "shape": "x".join(map(str, problem.shape)),
@@ -151,6 +139,6 @@ def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -
                         "best_us": round(after, 3),
                     }
                 )
-    about: dict[str, object] = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-    save_table(found, about)
+    origin: dict[str, object] = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    save_table(found, origin)
     return rows

@@ -13,18 +13,18 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..recipe import Recipe
-from .device import cache_bytes_of, processors_of
+from .device import cache_bytes_of
 from .tiles import (
-    HOPPER,
-    HOPPER_BLOCKS,
-    LONG_HOPPER,
     SHORT_ROW,
+    SM90_BLOCKS,
+    SM90_RESIDENT,
+    SM90_STREAMING,
     WINDOWS,
+    AttentionShape,
     Tiles,
     fits_block,
-    fits_hopper,
-    fits_long_hopper,
+    fits_sm90_resident,
+    fits_sm90_streaming,
     fits_windows,
     is_crowded,
     is_held,
@@ -36,8 +36,32 @@ from .tiles import (
 )
 
 
-def _split_walked(tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, processors: int) -> Tiles:
-    """:func:`split` for rows that :mod:`.sm90.attention_resident` walks over twice."""
+class Work(NamedTuple):
+    """What the rules for sharing a call out among programs look at.
+
+    Attributes:
+        queries, keys: tokens of a head.
+        heads: heads times batch.
+        head_dim: channels, the most of query and value.
+        fused: whether the kernel quantises, too.
+        masked: whether there is a mask or a bias.
+        by_channel: whether value or output have a scale a channel.
+        processors: streaming multiprocessors of the GPU.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+    fused: bool
+    masked: bool
+    by_channel: bool
+    processors: int
+
+
+def _split_reread(tiles: Tiles, work: Work) -> Tiles:
+    """:func:`split_sm90_resident` where keys are read twice, because registers do not hold a row's scores."""
+    queries, keys, heads, head_dim, fused, *_, processors = work
     room = most_programs(shared_bytes(keys, head_dim))
     if not tiles.splits and queries > 64:
         if fits_block(64, 8, head_dim, keys) and head_dim <= 64 and triton.cdiv(queries, 64) * heads <= processors:
@@ -67,10 +91,9 @@ def tail_columns(tiles: Tiles, queries: int, head_dim: int) -> int:
     return (8 if left <= 8 else 16) if tiles.warps == 4 and head_dim > 32 and 0 < left <= 16 else 0
 
 
-def _split_held(
-    tiles: Tiles, queries: int, keys: int, heads: int, head_dim: int, fused: bool, by_channel: bool, processors: int
-) -> Tiles:
-    """:func:`split` for rows that :mod:`.sm90.attention_resident` holds whole."""
+def _split_held(tiles: Tiles, work: Work) -> Tiles:
+    """:func:`split_sm90_resident` where registers hold a row's scores."""
+    queries, keys, heads, head_dim, fused, _, by_channel, processors = work
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
     places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
@@ -100,41 +123,41 @@ def _split_held(
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
 
 
-def split(
-    tiles: Tiles,
-    queries: int,
-    keys: int,
-    heads: int,
-    head_dim: int,
-    narrow: bool,
-    fused: bool,
-    masked: bool,
-    by_channel: bool,
-    device: torch.device,
-) -> Tiles:
-    """Fill in how many programs share a head, so that the machine is full but keys are not fetched more often than needed."""
-    processors = processors_of(device)
-    if tiles.kernel == HOPPER:
-        if tiles.programs:
-            return tiles._replace(splits=0)
-        if is_held(keys, tiles.across):
-            return _split_held(tiles, queries, keys, heads, head_dim, fused, by_channel, processors)
-        return _split_walked(tiles, queries, keys, heads, head_dim, fused, processors)
-    splits = min(triton.cdiv(queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, heads)))
+def split_sm90_resident(tiles: Tiles, work: Work) -> Tiles:
+    """Fill in how many programs share a head, so that the GPU is full but keys are fetched no more often than needed."""
+    if tiles.programs:
+        return tiles._replace(splits=0)
+    return (_split_held if is_held(work.keys, tiles.across) else _split_reread)(tiles, work)
+
+
+def split_windows(tiles: Tiles, work: Work) -> Tiles:
+    """Fill in how many warps share a window, in one program or several.
+
+    The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is waited
+    for longer than keys are prepared.
+    """
+    fused, masked, processors = work.fused, work.masked, work.processors
+    loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
+    splits = tiles.splits or (4 if work.heads <= loads[0] * processors else 2 if work.heads <= loads[1] * processors else 1)
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(work.queries, 16)))
+    # one program is sooner launched than several; beside a bias two warps of one would have to pass on its marks
+    warps = 1 if masked and splits < 4 else splits
+    # sixteen programs a processor instead of fourteen
+    registers = 128 if fused and not masked else 0
+    return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
+
+
+def split_resident(tiles: Tiles, work: Work, narrow: bool) -> Tiles:
+    """Fill in how many programs share a head of :mod:`.triton.attention_resident`, and how many registers a thread has.
+
+    Args:
+        narrow: up to 64 channels, 8-bit P, no bias beside int8: a program then fits a third of a processor.
+    """
+    fused, processors = work.fused, work.processors
+    splits = min(triton.cdiv(work.queries, tiles.block_m), tiles.splits or max(1, 3 * processors // max(1, work.heads)))
     registers = tiles.registers
-    if tiles.kernel == WINDOWS:
-        # The queries of few windows are shared out among warps; one warp a window loads and prepares the keys once. A bias is
-        # waited for longer than keys are prepared.
-        loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
-        splits = tiles.splits or (4 if heads <= loads[0] * processors else 2 if heads <= loads[1] * processors else 1)
-        splits = min(splits, triton.next_power_of_2(triton.cdiv(queries, 16)))
-        # one program is sooner launched than several; beside a bias two warps of one would have to pass on its marks
-        warps = 1 if masked and splits < 4 else splits
-        # sixteen programs a processor instead of fourteen
-        registers = 128 if fused and not masked else 0
-        return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
     if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
-        programs = splits * heads
+        programs = splits * work.heads
         if fused and programs > 2 * processors:
             # three programs a processor instead of two, where there are enough of them
             registers = 168
@@ -160,10 +183,14 @@ def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return "evict_first" if query.shape[1] == key.shape[1] and size > cache_bytes_of(query.device) else ""
 
 
-def division(
-    tiles: Tiles, queries: int, keys: int, head_dim: int, heads: int, batch: int, fused: bool, processors: int
-) -> dict[str, int | str]:
-    """Return the constants of :mod:`.sm90.attention_resident` that divide a call's work among programs."""
+def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
+    """Return the constants of :mod:`.sm90.attention_resident` that divide a call's work among programs.
+
+    Args:
+        tiles: from :func:`split_sm90_resident`.
+        heads: of one batch element.
+    """
+    queries, keys, all_heads, head_dim, fused, *_, processors = work
     across, splits = tiles.across, tiles.splits
     blocks = triton.cdiv(queries, tiles.block_m)
     twice = not is_held(keys, across)
@@ -172,19 +199,19 @@ def division(
     # all heads or a processor has two of them
     walks = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
     if not fused:
-        pays = batch * heads > processors
+        pays = all_heads > processors
     elif head_dim > 64:
         pays = False
     else:
-        pays = not tiles.registers if twice else keys > SHORT_ROW or batch * heads <= 3 * processors
+        pays = not tiles.registers if twice else keys > SHORT_ROW or all_heads <= 3 * processors
     tail = tail_columns(tiles, queries, head_dim) if walks and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
     # Products that begin at the sums of V's channels are fewer instructions, but start later, which other programs hide (all
     # of it measured). Beside last queries from floats registers have no room for them.
-    programs = splits * batch * heads
+    programs = splits * all_heads
     if twice:
-        begin = batch * heads > processors
+        begin = all_heads > processors
     else:
         begin = programs > processors or (fused and across == 1)
         begin = begin and not (fused and tail)
@@ -270,44 +297,30 @@ def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: i
     return min(found, key=lambda shares: shares.duration)
 
 
-def choose_tiles(
-    recipe: Recipe,
-    head_dim: int,
-    value_dim: int,
-    queries: int,
-    keys: int,
-    capability: tuple[int, int],
-    *,
-    heads: int = 1,
-    fused: bool = False,
-    masked: bool = False,
-    walk: bool = True,
-) -> Tiles:
+def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, walk: bool = True) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
 
     Args:
-        heads: heads times batch.
-        fused: whether the kernel quantises, too.
-        masked: whether there is a mask or a bias, a causal one included.
-        walk: whether :mod:`.sm90.attention_resident` may walk over rows that it does not hold, for which it is compiled for
-            every length.
+        walk: whether :mod:`.sm90.attention_resident` may read keys twice where registers do not hold a row's scores; it is
+            compiled for every such length.
     """
+    recipe, head_dim, value_dim, queries, keys, heads, fused, masked = shape
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
     wide = head_dim > 64 or recipe.probability_bits == 15
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
-    if hopper and not masked and fits_hopper(recipe, head_dim, value_dim, queries, keys):
+    if hopper and not masked and fits_sm90_resident(shape):
         if is_held(keys):
             # heads that wide are quantised by eight warps, which have the registers for it
             warps = 8 if fused and widest_span(head_dim) > 64 else 4
-            return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=HOPPER)
+            return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=SM90_RESIDENT)
         if walk:
-            return Tiles(64, 128, 4, 3, kernel=HOPPER)
-    if is_short(recipe, head_dim, value_dim, keys):
+            return Tiles(64, 128, 4, 3, kernel=SM90_RESIDENT)
+    if is_short(shape):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
         general = Tiles(block_m, block_n, 8 if wide and not hopper and block_m == 64 else 4, 1)
-        if capability >= (8, 0) and fits_windows(recipe, head_dim, value_dim, queries, keys):
+        if capability >= (8, 0) and fits_windows(shape):
             general = general._replace(kernel=WINDOWS)
         if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
             # Thousands of windows fill the machine with programs of one warp, which has nobody to wait for.
@@ -326,8 +339,8 @@ def choose_tiles(
         return Tiles(block_m, 128, 4, 3)
     # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
     general = Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
-    if fits_long_hopper(recipe, head_dim, value_dim, queries, keys):
-        return general._replace(kernel=LONG_HOPPER)
+    if fits_sm90_streaming(shape):
+        return general._replace(kernel=SM90_STREAMING)
     return general
 
 
@@ -336,12 +349,12 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors:
     yield rule
     seen = {rule}
     blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
-    hopper = rule.kernel == HOPPER
+    hopper = rule.kernel == SM90_RESIDENT
     if keys <= SHORT_ROW or hopper:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
         by_hand = (
             rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
-            for m, warps in HOPPER_BLOCKS
+            for m, warps in SM90_BLOCKS
             # three programs a processor, if they have four warps each
             for registers in ((0, 168) if warps == 4 else (0,))
             for splits in range(1, 1 + -(-queries // m))
@@ -350,7 +363,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors:
         # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
         going_on = (
             rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
-            for m, warps in HOPPER_BLOCKS
+            for m, warps in SM90_BLOCKS
             if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
         )
         tried: Iterable[Tiles] = (

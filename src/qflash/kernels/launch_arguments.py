@@ -2,50 +2,91 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from .. import fixed_point as fp
+from ..attention_call import AttentionCall
 from ..memory_format import empty_output
-from ..recipe import Recipe
-from .tiles import (
-    Tiles,
-)
+from .device import processors_of
+from .heuristics import Work
+from .tiles import AttentionShape, Tiles
 
 MOST_BLOCKS = 65535
+"""Most programs in the second and third dimension of a grid."""
 
 
-def kernel_constants(
-    recipe: Recipe, head_dim: int, value_dim: int, mask: str, is_causal: bool, key_token: bool, guard: bool
-) -> dict[str, Any]:
-    """Return the constexpr arguments that follow from the recipe and the shapes (tiles excepted)."""
-    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
-    most = fp.most_multiplier(head_dim, mask == "bias")
-    return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-        "MASK": mask,
-        "CAUSAL": is_causal,
-        "KEY_TOKEN": key_token,
-        "QUADRATIC": recipe.exponential == "quadratic",
-        "BITS": recipe.probability_bits,
-        "NEAREST": recipe.probability_rounding == "nearest",
-        "OFFSET": offset,
-        "FLOOR_OUTPUT": recipe.output == "value_scale",
-        "COLUMN_BITS": fp.column_bits(head_dim),
-        "MOST": most,
-        "MOST_BITS": most.bit_length(),
-        "CHECK": is_causal or mask != "none",
-        "GUARD": guard,
-    }
+@dataclasses.dataclass(frozen=True)
+class KernelRequest:
+    """What a family of kernels is asked for.
+
+    Attributes:
+        call: int8 tensors with their scales, or float tensors to be quantised in the same launch.
+        out: the tensor to fill.
+        guard: compile for Triton's interpreter, without inline assembly.
+        value_sums: of the channels of chunks of V (batch, heads, chunks, channels), if its tokens are neighbours in memory
+            already, as :func:`.triton.quantize_streaming.launch_quantize_long` leaves them.
+        dealt: these tokens have the order of :mod:`.sm90.attention_streaming`, which is then the kernel. Query may be float
+            then, without a scale: it is quantised on the way, with a scale a token.
+    """
+
+    call: AttentionCall
+    out: torch.Tensor
+    guard: bool = False
+    value_sums: torch.Tensor | None = None
+    dealt: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether the kernel quantises all three tensors."""
+        return self.call.scales is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no mask, one key scale a head, and compiled code: what the kernels for Hopper take."""
+        return not (self.call.is_masked or self.call.has_token_keys or self.guard)
+
+    @property
+    def has_channel_values(self) -> bool:
+        """Whether there is a scale for each of V's channels."""
+        scales = self.call.scales
+        return self.call.recipe.value_granularity == "channel" if scales is None else scales.value.shape[3] > 1
+
+    @property
+    def has_channel_output(self) -> bool:
+        """Whether there is a scale for each channel of an int8 output."""
+        scales = self.call.scales
+        return scales is not None and scales.output is not None and scales.output.shape[3] > 1
+
+    @property
+    def shape(self) -> AttentionShape:
+        """What the rules for tiles look at."""
+        return shape_of(self.call, self.fused)
+
+    @property
+    def work(self) -> Work:
+        """What the rules for sharing a call out among programs look at."""
+        call = self.call
+        return Work(
+            call.queries, call.keys, call.batch * call.heads, max(call.head_dim, call.value_dim), self.fused,
+            call.mask is not None, self.has_channel_values or self.has_channel_output, processors_of(call.query.device),
+        )  # fmt: skip
+
+
+def shape_of(call: AttentionCall, fused: bool) -> AttentionShape:
+    """Return what the rules for tiles look at; ``fused`` if one launch is to quantise, too."""
+    return AttentionShape(
+        call.recipe, call.head_dim, call.value_dim, call.queries, call.keys, call.batch * call.heads, fused, call.is_masked
+    )
 
 
 def side_by_side(x: torch.Tensor, piece: int = 16) -> bool:
-    """Whether channels are neighbours and every row can be copied ``piece`` bytes at a time."""
+    """Tell whether channels are neighbours and every row can be copied ``piece`` bytes at a time."""
     whole = piece // x.element_size()
     return (
         x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(x.stride(dim) % whole == 0 for dim in range(3) if x.shape[dim] > 1)
@@ -53,10 +94,12 @@ def side_by_side(x: torch.Tensor, piece: int = 16) -> bool:
 
 
 def broadcast_strides(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides, 0 along dimensions of size 1."""
     return tuple(0 if x.shape[dim] == 1 else x.stride(dim) for dim in dims)
 
 
 def launch_options(tiles: Tiles) -> dict[str, Any]:
+    """Return Triton's own options of a launch."""
     # a product and a sum fused by the compiler would round differently; where one is meant it is spelt out
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False}
     if tiles.registers:
@@ -64,16 +107,113 @@ def launch_options(tiles: Tiles) -> dict[str, Any]:
     return options
 
 
-class Scales(NamedTuple):
-    """Scales of int8 tensors, as the kernels take them; of query None if it is float."""
+def kernel_constants(request: KernelRequest) -> dict[str, Any]:
+    """Return the constexpr arguments that follow from the recipe and the shapes (tiles excepted)."""
+    call, recipe = request.call, request.call.recipe
+    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    most = fp.most_multiplier(call.head_dim, call.mask_kind == "bias")
+    return {
+        "HEAD_DIM": call.head_dim,
+        "VALUE_DIM": call.value_dim,
+        "BLOCK_D": max(32, triton.next_power_of_2(call.head_dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(call.value_dim)),
+        "MASK": call.mask_kind,
+        "CAUSAL": call.is_causal,
+        "KEY_TOKEN": call.has_token_keys,
+        "QUADRATIC": recipe.exponential == "quadratic",
+        "BITS": recipe.probability_bits,
+        "NEAREST": recipe.probability_rounding == "nearest",
+        "OFFSET": offset,
+        "FLOOR_OUTPUT": recipe.output == "value_scale",
+        "COLUMN_BITS": fp.column_bits(call.head_dim),
+        "MOST": most,
+        "MOST_BITS": most.bit_length(),
+        "CHECK": call.is_masked,
+        "GUARD": request.guard,
+    }
 
-    query: torch.Tensor | None
-    key: torch.Tensor
-    value: torch.Tensor
-    output: torch.Tensor | None
+
+def mask_period(call: AttentionCall) -> int:
+    """Return after how many batch elements a mask repeats; 0 without one, or where it is given for each or for all."""
+    return 0 if call.mask is None or call.mask.shape[0] in (1, call.batch) else call.mask.shape[0]
 
 
-def new_output(like: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # the interpreter truncates where bfloat16 must round, so there PyTorch does that one conversion
-    stored = torch.float32 if like.device.type == "cpu" and dtype == torch.bfloat16 else dtype
-    return empty_output(like, value.shape[3], stored)
+def call_arguments(request: KernelRequest, tiles: Tiles) -> dict[str, Any]:
+    """Return the numbers and constants that all launches of a call have in common, of every family."""
+    call = request.call
+    mantissa, exponent = fp.split_float(call.softmax_scale * math.log2(math.e))
+    if call.scales is None:
+        query_token = call.recipe.query_granularity == "token"
+    else:
+        query_token = call.scales.query is None or call.scales.query.shape[2] > 1
+    return {
+        "queries": call.queries,
+        "constant_mantissa": mantissa,
+        "constant_exponent": exponent,
+        "GROUP": call.heads // call.key.shape[1],
+        "MASK_PERIOD": mask_period(call),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "VALUE_ROWS": call.value.stride(2) != 1 or call.value.shape[2] == 1,
+        "QUERY_TOKEN": query_token,
+        "VALUE_CHANNEL": request.has_channel_values,
+        "OUTPUT_CHANNEL": request.has_channel_output,
+        **kernel_constants(request),
+    }
+
+
+class Part(NamedTuple):
+    """Batch elements that one launch takes.
+
+    Attributes:
+        start, batch: the first, and how many.
+        arguments: pointers and strides.
+    """
+
+    start: int
+    batch: int
+    arguments: dict[str, Any]
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor from this part's first batch element on."""
+        return x if self.start == 0 or x.shape[0] == 1 else x[self.start :]
+
+
+def parts(request: KernelRequest) -> Iterator[Part]:
+    """Return the parts of a call that grids have room for, of up to 65535 batch elements."""
+    call, query = request.call, request.call.query
+    mask = query if call.mask is None else call.mask.view(torch.uint8) if call.mask.dtype == torch.bool else call.mask
+    mask_strides = (0, 0, 0, 0) if call.mask is None else broadcast_strides(mask, (0, 1, 2, 3))
+    scales = call.scales
+    if scales is None:
+        # the kernel finds the scales and reads none; any tensor fills the places
+        given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
+    else:
+        given = {"qs": query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
+        given["os"] = scales.value if scales.output is None else scales.output
+    # a mask of one image's windows repeats over the batch; one that is given for every batch element is sliced with it
+    period = mask_period(call)
+    step = MOST_BLOCKS // max(period, 1) * max(period, 1)
+    for start in range(0, call.batch, step):
+        part = Part(start, min(step, call.batch - start), {})
+        arguments = part.arguments
+        for name, x in (("q", query), ("k", call.key), ("v", call.value), ("o", request.out)):
+            arguments[f"{name}_ptr"] = part.of(x)
+            arguments.update({f"{name}_stride_{axis}": x.stride(dim) for dim, axis in enumerate("zhnd")})
+        for name, x in given.items():
+            arguments[f"{name}_ptr"] = part.of(x)
+            axes = ((0, "z"), (1, "h"), (2, "n")) if name in ("qs", "ks") else ((0, "z"), (1, "h"), (3, "d"))
+            strides = (0, 0, 0) if x is query else broadcast_strides(x, tuple(dim for dim, _ in axes))
+            arguments.update({f"{name}_stride_{axis}": stride for (_, axis), stride in zip(axes, strides, strict=True)})
+        arguments["mask_ptr"] = mask if period else part.of(mask)
+        arguments.update({f"mask_stride_{axis}": stride for axis, stride in zip("zhmn", mask_strides, strict=True)})
+        yield part
+
+
+def new_output(call: AttentionCall) -> torch.Tensor:
+    """Return the output that kernels fill: of the call's type, but for bfloat16 in the interpreter.
+
+    That truncates where bfloat16 must round, so there PyTorch does that one conversion.
+    """
+    narrow = call.query.device.type == "cpu" and call.out_dtype == torch.bfloat16
+    return empty_output(call.order, call.value_dim, torch.float32 if narrow else call.out_dtype)

@@ -19,21 +19,45 @@ _ALIGNMENT = 512
 """Of temporary tensors in bytes, as PyTorch's own allocations on a GPU have it."""
 
 
-class Call(NamedTuple):
-    """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash verify`` compiles."""
+class ScoreTile(NamedTuple):
+    """Scores (query times key) that a program computes.
+
+    Attributes:
+        queries, keys: rows and columns, padding included.
+        whole: whether that is all of a program's code, or one turn of its loops over the keys.
+    """
+
+    queries: int
+    keys: int
+    whole: bool
+
+
+class KernelLaunch(NamedTuple):
+    """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash verify`` compiles.
+
+    Attributes:
+        kernel: Triton's function.
+        grid: programs.
+        arguments: by name.
+        options: Triton's own, for instance ``num_warps``.
+        family: of attention kernels, for instance ``"sm90.resident"``; empty for any other kernel.
+        scores: what an attention kernel computes at a time.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, Any]
+    family: str = ""
+    scores: ScoreTile | None = None
 
     def run(self) -> None:
         """Launch it on the tensors it names."""
         recording = _get_current_dispatch_mode()
-        if not isinstance(recording, Recording):
+        if not isinstance(recording, LaunchRecorder):
             self.kernel[self.grid](**self.arguments, **self.options)
             return
-        recording.calls.append(self)
+        recording.launches.append(self)
         if not recording.launching:
             return
         # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
@@ -46,17 +70,17 @@ class Call(NamedTuple):
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any) -> None:
-    """Launch ``kernel[grid](*values, **named)``, as a :class:`Call`."""
+    """Launch ``kernel[grid](*values, **named)``, as a :class:`KernelLaunch`."""
     names = kernel.arg_names
     arguments = dict(zip(names, values, strict=False)) | {name: x for name, x in named.items() if name in names}
-    Call(kernel, grid, arguments, {name: x for name, x in named.items() if name not in names}).run()
+    KernelLaunch(kernel, grid, arguments, {name: x for name, x in named.items() if name not in names}).run()
 
 
-class Recording(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """Notes the launches made meanwhile, and whether PyTorch computed anything besides.
 
     Attributes:
-        calls: the launches, in order; they keep the tensors that they name.
+        launches: in order; they keep the tensors that they name.
         is_pure: nothing else happened than launches, allocations and views, so that the launches alone give the same again.
         launching: whether the launches are made, too; if not, tensors may be without memory.
     """
@@ -64,7 +88,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, *, launching: bool = True) -> None:
         super().__init__()
         self.launching = launching
-        self.calls: list[Call] = []
+        self.launches: list[KernelLaunch] = []
         self.is_pure = True
         self._allocated: set[int] = set()
 
@@ -90,7 +114,7 @@ class Recording(TorchDispatchMode):
             the function, which takes such ``tensors``; None if the launches are not all there is to it, or go somewhere else.
         """
         output = out.untyped_storage().data_ptr()
-        if not self.is_pure or not self.calls or out.storage_offset() or output not in self._allocated:
+        if not self.is_pure or not self.launches or out.storage_offset() or output not in self._allocated:
             return None
         places = {x.data_ptr(): f"t{index}" for index, x in enumerate(tensors) if x is not None}
         # temporary tensors, one behind the other in one allocation
@@ -103,7 +127,7 @@ class Recording(TorchDispatchMode):
         }  # fmt: skip
         used: dict[str, None] = {}
         launches = []
-        for number, call in enumerate(self.calls):
+        for number, call in enumerate(self.launches):
             names[f"launch_{number}"] = call.launcher()
             words = []
             for name in call.kernel.arg_names:
@@ -171,8 +195,8 @@ def _stand_in(x: torch.Tensor | None) -> torch.Tensor | None:
 def record(
     go: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, Callable[[], Callable[..., torch.Tensor] | None]]:
-    """Call ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`Recording.repeat`)."""
-    with Recording() as recording:
+    """KernelLaunch ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`LaunchRecorder.repeat`)."""
+    with LaunchRecorder() as recording:
         out = go(*tensors)
 
     def prepare() -> Callable[..., torch.Tensor] | None:
@@ -181,7 +205,7 @@ def record(
             return recording.repeat(tensors, out)
         # which of them an address is can only be told of others
         apart = [_stand_in(x) for x in tensors]
-        with Recording() as again:
+        with LaunchRecorder() as again:
             like = go(*apart)
         return again.repeat(apart, like)
 

@@ -24,14 +24,14 @@ SHORT_OF_REGISTERS = tuple(int(part) for part in triton.__version__.split(".")[:
 
 """Whether the assembler (that of Triton 3.9) waits behind every product with fewer numbers in registers than that of 3.6."""
 
-GENERAL, HOPPER, WINDOWS, LONG_HOPPER = range(4)
+PORTABLE, SM90_RESIDENT, WINDOWS, SM90_STREAMING = range(4)
 
-"""Kernels, by family. GENERAL (:mod:`.triton`) takes every call, the others what they are written for.
+"""Kernels, by family. PORTABLE (:mod:`.triton`) takes every call, the others what they are written for.
 
-What is not for HOPPER may still be for LONG_HOPPER.
+What is not for SM90_RESIDENT may still be for SM90_STREAMING.
 """
 
-HOPPER_BLOCKS = ((64, 4), (64, 8), (128, 8))
+SM90_BLOCKS = ((64, 4), (64, 8), (128, 8))
 
 """(queries a block, warps) of :mod:`.sm90.attention_resident`: a warp for every sixteen queries, or two."""
 
@@ -47,8 +47,8 @@ class Tiles(NamedTuple):
         registers: most registers a thread, 0 for the compiler's choice.
         splits: programs that share a head's query blocks (short rows), or warps that share a window's; 0 chooses by the size of
             the machine.
-        kernel: GENERAL, or a kernel that is asked first. HOPPER has its own tiles over the keys, WINDOWS and LONG_HOPPER none
-            but their own; if the call is not theirs, GENERAL has the other fields.
+        kernel: PORTABLE, or a kernel that is asked first. SM90_RESIDENT has its own tiles over the keys, WINDOWS and
+            SM90_STREAMING none but their own; if the call is not theirs, PORTABLE has the other fields.
         programs: programs that share all heads' blocks evenly and go from head to head (:mod:`.sm90.attention_resident`),
             instead of ``splits`` for each head; 0 for the latter.
     """
@@ -59,13 +59,35 @@ class Tiles(NamedTuple):
     stages: int
     registers: int = 0
     splits: int = 0
-    kernel: int = GENERAL
+    kernel: int = PORTABLE
     programs: int = 0
 
     @property
     def across(self) -> int:
         """Warps that share sixteen queries in :mod:`.sm90.attention_resident`."""
         return 16 * self.warps // self.block_m
+
+
+class AttentionShape(NamedTuple):
+    """What the rules look at of a call.
+
+    Attributes:
+        recipe: the numerical choices.
+        head_dim, value_dim: channels of query and key, and of value.
+        queries, keys: tokens of a head.
+        heads: heads times batch.
+        fused: whether the kernel quantises, too.
+        masked: whether there is a mask or a bias, a causal one included.
+    """
+
+    recipe: Recipe
+    head_dim: int
+    value_dim: int
+    queries: int
+    keys: int
+    heads: int = 1
+    fused: bool = False
+    masked: bool = False
 
 
 def most_queries(value_dim: int) -> int:
@@ -125,9 +147,10 @@ def most_programs(shared: int) -> int:
     return _SHARED // (shared + _RESERVED) if shared <= _SHARED - _RESERVED else 0
 
 
-def is_short(recipe: Recipe, head_dim: int, value_dim: int, keys: int) -> bool:
+def is_short(shape: AttentionShape) -> bool:
     """Tell whether the rules hold a row whole, which makes attention one launch (:mod:`.triton.attention_resident`)."""
-    return recipe.normalization == "two_pass" and 0 < keys <= SHORT_ROW and max(head_dim, value_dim) <= 128
+    widest = max(shape.head_dim, shape.value_dim)
+    return shape.recipe.normalization == "two_pass" and 0 < shape.keys <= SHORT_ROW and widest <= 128
 
 
 def kernel_width(channels: int) -> int:
@@ -163,8 +186,9 @@ def _is_usual(recipe: Recipe) -> bool:
     )
 
 
-def fits_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+def fits_sm90_resident(shape: AttentionShape) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` knows shapes and recipe. It takes no mask, and one key scale a head."""
+    recipe, head_dim, value_dim, queries, keys = shape[:5]
     return (
         recipe.normalization == "two_pass"
         and head_dim == value_dim
@@ -182,22 +206,33 @@ def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     across = 16 * warps // block_m
     held = is_held(keys, across)
     fits = not held or block_m <= most_queries(widest_span(head_dim))
-    return (block_m, warps) in HOPPER_BLOCKS and (held or across == 1) and fits
+    return (block_m, warps) in SM90_BLOCKS and (held or across == 1) and fits
 
 
-def fits_windows(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
-    """Tell whether :mod:`.windows.attention` knows the shapes and the recipe. It takes a bias, and one key scale a head."""
+def fits_windows(shape: AttentionShape) -> bool:
+    """Tell whether :mod:`.windows.attention` knows shapes and recipe. It takes a bias, and one key scale a head."""
     return (
-        is_short(recipe, head_dim, value_dim, keys)
-        and head_dim == value_dim == 32
-        and 8 < queries <= 64
-        and 32 < keys <= 64
-        and _is_usual(recipe)
+        is_short(shape)
+        and shape.head_dim == shape.value_dim == 32
+        and 8 < shape.queries <= 64
+        and 32 < shape.keys <= 64
+        and _is_usual(shape.recipe)
     )
 
 
-def fits_long_hopper(recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+def window_widths(keys: int) -> tuple[int, ...]:
+    """Return the tiles of a row of scores in :mod:`.windows.attention`, a power of two each."""
+    return (32, *{1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[(keys - 25) // 8])
+
+
+def has_half_block(queries: int, warps: int, splits: int) -> bool:
+    """Tell whether :mod:`.windows.attention` has code for eight queries, too: programs of one warp with several blocks."""
+    return warps == 1 and 16 * splits < queries
+
+
+def fits_sm90_streaming(shape: AttentionShape) -> bool:
     """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe. It takes no mask, and one key scale a head."""
+    recipe, head_dim, value_dim, queries, keys = shape[:5]
     return (
         recipe.normalization == "two_pass"
         and head_dim == value_dim

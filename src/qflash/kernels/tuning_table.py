@@ -15,10 +15,13 @@ import torch
 import triton
 
 from ..paths import cache_folder, make_cache_folder, write_whole
-from ..recipe import DEFAULT, Recipe
+from ..recipe import DEFAULT
 from .device import capability_of, device_name, processors_of
 from .heuristics import candidates, choose_tiles
-from .tiles import Tiles
+from .tiles import AttentionShape, Tiles
+
+KERNELS_VERSION = 1
+"""Raised whenever tiles get another meaning or a kernel another speed, so that tables measured before are ignored."""
 
 
 def table_path() -> pathlib.Path:
@@ -26,10 +29,9 @@ def table_path() -> pathlib.Path:
     return cache_folder() / "tiles.json"
 
 
-def table_key(
-    device: str, fused: bool, recipe: Recipe, head_dim: int, value_dim: int, queries: int, keys: int, heads: int
-) -> str:
+def table_key(device: str, shape: AttentionShape) -> str:
     """Return the table's name for a kind of call: heads (batch included) count by powers of two."""
+    recipe, head_dim, value_dim, queries, keys, heads, fused, _ = shape
     kind = "fused" if fused else "int8"
     load = triton.next_power_of_2(max(1, heads))
     return f"{device}|{kind}|{recipe.probability_bits} bits|{head_dim}x{value_dim}|{queries}x{keys}|{load}"
@@ -48,11 +50,15 @@ def _ignore(what: str) -> None:
 def _table() -> dict[str, Tiles]:
     try:
         path = table_path()
-        entries = dict(json.loads(path.read_text(encoding="utf-8"))["tiles"].items())
+        table = json.loads(path.read_text(encoding="utf-8"))
+        entries, version = dict(table["tiles"].items()), table.get("kernels")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _ignore(f"{path} is not a table of qflash tune and is ignored: {type(error).__name__}: {error}")
+        return {}
+    if version != KERNELS_VERSION:
+        _ignore(f"{path} was measured with other kernels (version {version!r}, now {KERNELS_VERSION}) and is ignored")
         return {}
     bad = [key for key, entry in entries.items() if not _are_tiles(entry)]
     if bad:
@@ -67,46 +73,35 @@ def _warn_of_misfits(path: pathlib.Path) -> None:
 
 
 @functools.lru_cache(1024)
-def _measurable(
-    capability: tuple[int, int], fused: bool, bits: int, sizes: tuple[int, int, int, int], load: int, processors: int
-) -> frozenset[Tiles]:
-    """Return all that ``qflash tune`` measures for the calls that share a key of the table."""
-    recipe = DEFAULT.replace(probability_bits=bits)
+def _measurable(shape: AttentionShape, capability: tuple[int, int], processors: int) -> frozenset[Tiles]:
+    """Return all that ``qflash tune`` measures for the calls that share a key of the table.
+
+    Args:
+        shape: one of theirs, with the power of two for heads.
+    """
     # heads count by powers of two there, and so do the rules, but for the power itself
-    rules = {choose_tiles(recipe, *sizes, capability, heads=heads, fused=fused) for heads in (load // 2 + 1, load)}
-    return frozenset(tiles for rule in rules for tiles in candidates(rule, *sizes[1:], processors))
+    rules = {choose_tiles(shape._replace(heads=heads), capability) for heads in (shape.heads // 2 + 1, shape.heads)}
+    sizes = shape.value_dim, shape.queries, shape.keys
+    return frozenset(tiles for rule in rules for tiles in candidates(rule, *sizes, processors))
 
 
-def tiles_for(
-    recipe: Recipe,
-    head_dim: int,
-    value_dim: int,
-    queries: int,
-    keys: int,
-    heads: int,
-    fused: bool,
-    device: torch.device,
-    *,
-    masked: bool = False,
-    walk: bool = True,
-) -> Tiles:
+def tiles_for(shape: AttentionShape, device: torch.device, *, walk: bool = True) -> Tiles:
     """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`.
 
     Without ``walk`` the rules' in any case: the table may have what is not to be compiled.
     """
     capability = capability_of(device)
-    rule = choose_tiles(
-        recipe, head_dim, value_dim, queries, keys, capability, heads=heads, fused=fused, masked=masked, walk=walk
-    )  # fmt: skip
-    if device.type != "cuda" or masked or not walk:
+    rule = choose_tiles(shape, capability, walk=walk)
+    if device.type != "cuda" or shape.masked or not walk:
         return rule
     table = _table()
-    if table and recipe.normalization == "two_pass":
-        key = table_key(device_name(device.index or 0), fused, recipe, head_dim, value_dim, queries, keys, heads)
-        found = table.get(key)
+    if table and shape.recipe.normalization == "two_pass":
+        found = table.get(table_key(device_name(device.index or 0), shape))
         if found is not None:
-            sizes, load = (head_dim, value_dim, queries, keys), triton.next_power_of_2(max(1, heads))
-            if found in _measurable(capability, fused, recipe.probability_bits, sizes, load, processors_of(device)):
+            # of the recipe the table knows the bits of P alone
+            recipe = DEFAULT.replace(probability_bits=shape.recipe.probability_bits)
+            alike = shape._replace(recipe=recipe, heads=triton.next_power_of_2(max(1, shape.heads)))
+            if found in _measurable(alike, capability, processors_of(device)):
                 return found
             _warn_of_misfits(table_path())
     return rule
@@ -123,7 +118,11 @@ def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Pat
     merged = {**_table(), **tiles}
     path = table_path()
     write_whole(
-        path, json.dumps({"about": about, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1) + "\n"
+        path,
+        json.dumps(
+            {"about": about, "kernels": KERNELS_VERSION, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1
+        )
+        + "\n",
     )
     _table.cache_clear()
     return path

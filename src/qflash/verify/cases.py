@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.launch_recorder import Call
+from ..attention_call import float_call, int8_call
+from ..kernels.launch_recorder import KernelLaunch
 from ..memory_format import empty_bias
 from ..quantization import scale_shape
 from ..recipe import PAPER, PRESETS, Recipe, resolve_recipe
@@ -148,11 +149,11 @@ def _named(case: Case, *parts: str, **changes: Any) -> Case:
     return dataclasses.replace(case, name="-".join(part for part in about if part not in ("default", "none")), **changes)
 
 
-def launches(case: Case, target: str) -> list[Call]:
+def launches(case: Case, target: str) -> list[KernelLaunch]:
     """Return the launches of a case's call, spelt out by the operator itself, on tensors without memory."""
     from .. import execution
     from ..kernels.device import STAND_IN
-    from ..kernels.launch_recorder import Recording
+    from ..kernels.launch_recorder import LaunchRecorder
 
     recipe = resolve_recipe(case.recipe)
     batch, heads, keys, head_dim = case.batch, 4, case.tokens, case.head_dim
@@ -186,29 +187,30 @@ def launches(case: Case, target: str) -> list[Call]:
     }.get(case.mask)
     options = case.mask == "causal", head_dim**-0.5
     number = int(target.removeprefix("sm_"))
+    if case.input != "int8":
+        call = float_call(query, key, value, mask, *options, recipe)
+    else:
+        output = tensor(heads, queries, value_dim) if case.output == "int8" else None
+        call = int8_call(
+            query, scale(query, recipe.query_granularity), key, scale(key, recipe.key_granularity), value,
+            scale(value, recipe.value_granularity), mask, *options,
+            None if output is None else scale(output, recipe.value_granularity), getattr(torch, case.output), recipe,
+        )  # fmt: skip
     token = STAND_IN.set((number // 10, number % 10))
     try:
-        with Recording(launching=False) as recording:
-            if case.input != "int8":
-                execution._attention(query, key, value, mask, *options, recipe.key, "triton")
-            else:
-                execution._int8_attention(
-                    query, scale(query, recipe.query_granularity), key, scale(key, recipe.key_granularity),
-                    value, scale(value, recipe.value_granularity), mask,
-                    scale(tensor(heads, queries, value_dim), recipe.value_granularity) if case.output == "int8" else None,
-                    *options, getattr(torch, case.output), recipe.key, "triton",
-                )  # fmt: skip
+        with LaunchRecorder(launching=False) as recording:
+            execution.attend(call, "triton")
     finally:
         STAND_IN.reset(token)
-    return recording.calls
+    return recording.launches
 
 
-def kernel_call(case: Case, target: str) -> Call:
+def kernel_call(case: Case, target: str) -> KernelLaunch:
     """Return a case's launch; see :func:`launches`."""
     return launches(case, target)[case.launch]
 
 
-def signature(call: Call) -> Hashable:
+def signature(call: KernelLaunch) -> Hashable:
     """Return what Triton compiles a launch for, besides the target: as little as its JIT tells apart.
 
     That is constants and options as they are, types, which numbers are 1 or multiples of 16 and which addresses are.

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from ..kernels.launch_recorder import KernelLaunch
+
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -41,12 +43,12 @@ def _pretend(target: str) -> Iterator[None]:
         driver._active = before
 
 
-def compile_call(call: Any, target: str) -> Any:
+def compile_call(call: KernelLaunch, target: str) -> Any:
     """Compile a launch for a target as the JIT would before launching it there.
 
     Args:
         call: has ``kernel``, ``grid``, ``arguments`` (by name) and ``options``, as
-            :class:`qflash.kernels.launch_recorder.Call` has.
+            :class:`qflash.kernels.launch_recorder.KernelLaunch` has.
         target: for instance ``"sm_90"``.
 
     Returns:

@@ -34,6 +34,7 @@ import torch
 if TYPE_CHECKING:
     from rich.table import Table
 
+from ..kernels.launch_recorder import KernelLaunch
 from .cases import CASES, Case, calls, distinct_cases, fits_pattern, kernel_call, may_fit_pattern
 from .compile import TARGETS, compile_call
 from .sass import (
@@ -138,7 +139,7 @@ class Report:
         return {**dataclasses.asdict(self), "float_count": self.float_count, "passed": self.passed}
 
 
-def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None) -> Report:
+def examine(call: KernelLaunch, name: str, target: str, dump: pathlib.Path | None = None) -> Report:
     """Compile one launch for one target and count its machine code.
 
     Args:
@@ -156,36 +157,22 @@ def examine(call: Any, name: str, target: str, dump: pathlib.Path | None = None)
     if not instructions:
         raise VerificationError(f"the disassembler printed no instruction for {name} on {target}")
     warps = compiled.metadata.num_warps
-    block_m, block_n, tiles = (call.arguments.get(name, 0) for name in ("BLOCK_M", "BLOCK_N", "TILES"))
-    block_n = call.arguments.get("SPAN", block_n) * call.arguments.get("UNROLL", 1)
-    columns = block_n * max(tiles, 1)
-    if call.kernel.__name__ == "hopper_kernel":
-        from ..kernels.tiles import row_widths
-
-        # rows that are walked over have loops, of so many tiles of 128 keys a turn
-        turn = call.arguments["TURN"]
-        columns, tiles = (128 * turn, 0) if turn else (sum(row_widths(call.arguments["KEYS"])), 1)
-    elif call.kernel.__name__ == "windows_kernel":
-        from ..kernels.gluon.windows.attention import has_half, widths
-
-        # its code is one tile of sixteen queries a warp, which may be walked through, and then one of eight for the rest
-        half = has_half(call.arguments["QUERIES"], warps, call.arguments["SPLITS"])
-        block_m, columns, tiles = 16 * warps + 8 * half, sum(widths(call.arguments["KEYS"])), 1
+    tile = call.scores
     error = None
-    if call.kernel.__name__ == "hopper_kernel" and (early := early_operands(instructions)):
+    if call.family == "sm90.resident" and (early := early_operands(instructions)):
         error = f"{early[0].opcode} at {early[0].source} takes the next block's queries for this one's"
     if target == "sm_90":
         outside, _ = accesses_outside(instructions, 32 * warps, compiled.metadata.shared)
         if outside:
             error = f"{outside[0].opcode} at {outside[0].source} leaves the block's shared memory"
-    scores = block_m * columns
-    hot = [] if tiles else hot_loop_sizes(instructions)
+    scores = tile.queries * tile.keys if tile else 0
+    hot = [] if tile and tile.whole else hot_loop_sizes(instructions)
     floats = Counter(f"{i.opcode} at {i.source}" for i in instructions if is_float(i))
     return Report(
         case=name,
         target=target,
         kernel=call.kernel.__name__,
-        tile=f"{block_m}x{columns}" if scores else "",
+        tile=f"{tile.queries}x{tile.keys}" if tile else "",
         warps=warps,
         stages=compiled.metadata.num_stages,
         integer=not any(

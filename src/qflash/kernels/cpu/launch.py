@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib.resources
@@ -26,10 +27,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ... import fixed_point as fp
+from ...attention_call import AttentionCall, Scales
 from ...memory_format import empty_output
 from ...paths import check_private, make_cache_folder
 from ...quantization import GRANULARITIES, scale_shape
-from ...recipe import Recipe
 
 # no contraction: a product that is rounded in the reference is rounded
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -209,102 +210,68 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     return values, scale
 
 
-def _attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    output_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    recipe: Recipe,
-) -> ctypes.Structure:
+def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
     """Spell out a call of C; ``out`` is int8 or float32, its channels neighbours."""
-    batch, heads, queries, head_dim = query.shape
-    key_heads, keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    given = value_scale if output_scale is None else output_scale
+    query, key, value, mask, recipe, scales = call.query, call.key, call.value, call.mask, call.recipe, call.scales
+    assert scales is not None and scales.query is not None
+    given = scales.value if scales.output is None else scales.output
     pointers = (
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), query_scale.data_ptr(), key_scale.data_ptr(),
-        value_scale.data_ptr(), given.data_ptr(), 0 if mask is None else mask.data_ptr(), out.data_ptr(),
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), scales.query.data_ptr(), scales.key.data_ptr(),
+        scales.value.data_ptr(), given.data_ptr(), 0 if mask is None else mask.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     offset, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     integers = (
-        batch, heads, key_heads, queries, keys, head_dim, value_dim,
+        call.batch, call.heads, key.shape[1], call.queries, call.keys, call.head_dim, call.value_dim,
         *query.stride(), *key.stride(), *value.stride(),
-        *_strides(query_scale, (0, 1, 2)), *_strides(key_scale, (0, 1, 2)),
-        *_strides(value_scale, (0, 1, 3)), *_strides(given, (0, 1, 3)), *out.stride()[:3],
+        *_strides(scales.query, (0, 1, 2)), *_strides(scales.key, (0, 1, 2)),
+        *_strides(scales.value, (0, 1, 3)), *_strides(given, (0, 1, 3)), *out.stride()[:3],
         *((0, 0, 0, 0) if mask is None else _strides(mask, (0, 1, 2, 3))), 1 if mask is None else mask.shape[0],
-        0 if mask is None else 1 if mask.dtype == torch.bool else 2,
-        is_causal, key_scale.shape[2] > 1, 1 if given.shape[1] == heads else heads // key_heads, out.dtype == torch.int8,
-        *fp.split_float(softmax_scale * math.log2(math.e)),
+        ("none", "bool", "bias").index(call.mask_kind), call.is_causal, call.has_token_keys,
+        1 if given.shape[1] == call.heads else call.heads // key.shape[1], out.dtype == torch.int8,
+        *fp.split_float(call.softmax_scale * math.log2(math.e)),
         recipe.exponential == "quadratic", recipe.probability_bits, recipe.probability_rounding == "nearest",
         offset, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
-        _threads(batch * heads * queries * keys * (head_dim + value_dim)),
+        _threads(call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim)),
     )  # fmt: skip
     return _Attention(*pointers, integers)
 
 
-def launch_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    output_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    recipe: Recipe,
-    *,
-    like: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch_attention(call: AttentionCall) -> torch.Tensor:
     """Run :func:`qflash.reference.int8_attention` as one function of C: same arguments, same bits."""
-    stored = torch.int8 if out_dtype == torch.int8 else torch.float32
-    out = empty_output(query if like is None else like, value.shape[3], stored)
-    if out.numel() == 0 or key.shape[2] == 0:
-        return out.zero_().to(out_dtype)
-    arguments = _attention(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, out, recipe
-    )
+    stored = torch.int8 if call.out_dtype == torch.int8 else torch.float32
+    out = empty_output(call.order, call.value_dim, stored)
+    if out.numel() == 0 or call.keys == 0:
+        return out.zero_().to(call.out_dtype)
+    arguments = _attention(call, out)
     _check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
-    return out.to(out_dtype)
+    return out.to(call.out_dtype)
 
 
-def prepare_int8_attention(
-    query: torch.Tensor,
-    query_scale: torch.Tensor,
-    key: torch.Tensor,
-    key_scale: torch.Tensor,
-    value: torch.Tensor,
-    value_scale: torch.Tensor,
-    mask: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    out: torch.Tensor,
-    recipe: Recipe,
-) -> Callable[..., torch.Tensor] | None:
-    """Return what repeats :func:`launch_attention` on other tensors of the same shapes and strides.
+def prepare_attention(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Return what repeats :func:`qflash.execution.attend` on other tensors of the same shapes and strides.
 
-    That takes the tensors in this order, of any rank. None where a step in PyTorch precedes: a float mask. ``out`` is an
-    output of that call; new ones are like it.
+    That takes the operator's tensors in their order, of any rank. None where a step in PyTorch precedes: a float mask,
+    balancing, rotation. ``out`` is an output of that call; new ones are like it.
     """
-    if key.shape[2] == 0 or (mask is not None and mask.dtype.is_floating_point):
+    if call.keys == 0 or (call.mask is not None and call.mask.dtype.is_floating_point):
         return None
+    return _prepare_floats(call, out) if call.scales is None else _prepare_int8(call, out)
+
+
+_INT8_TENSORS = ("q", "qs", "k", "ks", "v", "vs", "mask", "os")
+"""Tensors of the operator on int8, in its order, by the names of pointers."""
+
+
+def _prepare_int8(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor]:
+    assert call.scales is not None
     stored = torch.empty_like(out, dtype=torch.int8 if out.dtype == torch.int8 else torch.float32, device="meta")
-    template = _attention(
-        query, query_scale, key, key_scale, value, value_scale, mask, is_causal, softmax_scale, output_scale, stored, recipe
-    )
+    template = _attention(call, stored)
     like, attend = ctypes.byref(template), load().qflash_attention_at
     shape, strides, stored_dtype, dtype = stored.shape, stored.stride(), stored.dtype, out.dtype
-    # which of the tensors each of the pointers is
-    places = {"q": 0, "k": 2, "v": 4, "qs": 1, "ks": 3, "vs": 5, "os": 5 if output_scale is None else 7, "mask": 6}
+    # which of the tensors each of the pointers is; without an output scale any will do
+    places = {name: index for index, name in enumerate(_INT8_TENSORS)}
+    if call.scales.output is None:
+        places["os"] = places["vs"]
     order = [places[name] for name in _POINTERS[:-1]]
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
@@ -316,37 +283,31 @@ def prepare_int8_attention(
     return repeat
 
 
-def prepare_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    out: torch.Tensor,
-    recipe: Recipe,
-) -> Callable[..., torch.Tensor] | None:
-    """Return what repeats :func:`qflash.execution.attention` on other tensors of the same shapes and strides.
-
-    None where steps in PyTorch precede: a float mask, balancing, rotation. The rest is as for :func:`prepare_int8_attention`.
-    """
-    if recipe.balance or recipe.rotate or (mask is not None and mask.dtype != torch.bool) or key.shape[2] == 0:
+def _prepare_floats(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    recipe, dtype = call.recipe, call.query.dtype
+    if recipe.balance or recipe.rotate or call.mask_kind == "bias":
         return None
-    dtype = query.dtype
+    floats = call.query, call.key, call.value
     kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)
     values, scales, steps = [], [], (_Quantize * 3)()
-    for index, (x, (granularity, center)) in enumerate(zip((query, key, value), kinds, strict=True)):
+    for index, (x, (granularity, center)) in enumerate(zip(floats, kinds, strict=True)):
         # only the strides that a conversion gives are of interest, not its numbers
         wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
         values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
         scales.append(torch.empty(scale_shape(x.shape, granularity), dtype=torch.float32, device="meta"))
         steps[index] = _quantization(wide, values[index], scales[index], granularity, center)
     stored = torch.empty_like(out, dtype=torch.float32, device="meta")
-    template = _attention(
-        values[0], scales[0], values[1], scales[1], values[2], scales[2], mask, is_causal, softmax_scale, None, stored, recipe
+    quantised = dataclasses.replace(
+        call,
+        query=values[0],
+        key=values[1],
+        value=values[2],
+        scales=Scales(scales[0], scales[1], scales[2], None),
+        out_dtype=torch.float32,
     )
+    template = _attention(quantised, stored)
     conversions, like, attend = ctypes.byref(steps), ctypes.byref(template), load().qflash_float_attention
-    shape, strides, views = stored.shape, stored.stride(), (query.shape, key.shape, value.shape)
+    shape, strides, views = stored.shape, stored.stride(), [x.shape for x in floats]
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty_strided(shape, strides, dtype=torch.float32, device="cpu")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ...memory_format import padded_row
-from ..launch_recorder import Call
+from ..launch_recorder import KernelLaunch
 
 _BLOCK = 512
 
@@ -65,5 +65,5 @@ def launch_window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Ten
         "BLOCK": _BLOCK,
     }
     grid = (triton.cdiv(queries * row, _BLOCK), heads, windows)
-    Call(window_bias_kernel, grid, arguments, {"num_warps": 4, "num_stages": 1}).run()
+    KernelLaunch(window_bias_kernel, grid, arguments, {"num_warps": 4, "num_stages": 1}).run()
     return out

@@ -1,27 +1,102 @@
-"""Launches of the attention kernels for Hopper (sm_90)."""
+"""Launches of the attention kernels for Hopper (sm_90).
+
+The kernels are imported where they run: they need a part of Triton that the interpreter has not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
 import triton
 
-from ....recipe import Recipe
-from ...launch_arguments import side_by_side
+from ....attention_call import AttentionCall
+from ...heuristics import division, eviction_policy, split_sm90_resident
+from ...launch_arguments import KernelRequest, call_arguments, launch_options, parts, shape_of, side_by_side
+from ...launch_recorder import KernelLaunch, ScoreTile
 from ...tiles import (
-    HOPPER,
-    LONG_HOPPER,
+    SM90_RESIDENT,
+    SM90_STREAMING,
     Tiles,
     fits_block,
-    fits_hopper,
-    fits_long_hopper,
+    fits_sm90_resident,
+    fits_sm90_streaming,
     kernel_width,
+    row_widths,
 )
+from ...triton.launch import pack_value
 
-_LONG_TILE = 128
-
+_STREAMING_TILE = 128
 """Keys a tile of :mod:`.sm90.attention_streaming`."""
+
+
+@functools.cache
+def _resident_kernel() -> Any:
+    from .attention_resident import hopper_kernel
+
+    return hopper_kernel
+
+
+@functools.cache
+def _streaming_kernel() -> Any:
+    from .attention_streaming import long_hopper_kernel
+
+    return long_hopper_kernel
+
+
+# --- a row's keys and values in shared memory ---------------------------------------------------------------
+
+
+def takes_resident(call: AttentionCall, tiles: Tiles) -> bool:
+    """Tell whether :mod:`.sm90.attention_resident` takes tensors in this memory format, with no mask and a key scale a head."""
+    return (
+        tiles.kernel == SM90_RESIDENT
+        and fits_sm90_resident(shape_of(call, False))
+        and fits_block(tiles.block_m, tiles.warps, call.head_dim, call.keys)
+        and call.query.element_size() <= 2
+        and all(side_by_side(x, 8) for x in (call.query, call.key, call.value))
+    )
+
+
+def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
+    """Tell whether :mod:`.sm90.attention_resident` takes the call."""
+    taken = request.is_plain and not request.dealt and takes_resident(request.call, tiles)
+    return taken and side_by_side(request.out, 8)
+
+
+def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
+    """Spell out the launches of :mod:`.sm90.attention_resident`."""
+    call, kernel = request.call, _resident_kernel()
+    tiles_before, tiles = tiles, split_sm90_resident(tiles, request.work)
+    constants = call_arguments(request, tiles) | {
+        "TILES": triton.cdiv(call.keys, tiles_before.block_n),
+        "KEYS": call.keys,
+        "QUANTIZE": request.fused,
+        "CENTER": request.fused and call.recipe.smooth_key,
+        **division(tiles, request.work, call.heads),
+    }
+    turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
+    # measured: of rows held whole 1 % faster at most, or slower; of int8 not yet
+    constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.out) if request.fused and turn else ""
+    scores = ScoreTile(tiles.block_m, 128 * turn if turn else sum(row_widths(call.keys)), whole=not turn)
+    launches = []
+    for part in parts(request):
+        grid = (tiles.splits, call.heads, part.batch)
+        total = whole_blocks * call.heads * part.batch
+        share = triton.cdiv(total, max(1, tiles.programs))
+        if constants["SPREAD"]:
+            grid = (call.heads, part.batch, tiles.splits)
+        elif total:
+            grid = (triton.cdiv(total, share), 1, 1)
+        arguments = part.arguments | constants | {"share": share, "total": total}
+        arguments = {name: arguments[name] for name in kernel.arg_names}
+        launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.resident", scores))
+    return launches
+
+
+# --- keys and values that pass through shared memory --------------------------------------------------------
 
 
 def rows_of_keys(key: torch.Tensor) -> tuple[int, int, int] | None:
@@ -44,33 +119,33 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
     return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
 
 
-def long_steps(width: int, keys: int) -> tuple[int, int]:
+def streaming_steps(width: int, keys: int) -> tuple[int, int]:
     """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times a turn of its loops.
 
     Two tiles at a time where they fit; else two steps a turn where their number is even.
     """
     if width <= 64:
-        return 2 * _LONG_TILE, 1
-    return _LONG_TILE, 2 if triton.cdiv(keys, _LONG_TILE) % 2 == 0 else 1
+        return 2 * _STREAMING_TILE, 1
+    return _STREAMING_TILE, 2 if triton.cdiv(keys, _STREAMING_TILE) % 2 == 0 else 1
 
 
 def last_step(keys: int, span: int) -> int:
     """Return the columns of the last step: whole tiles, and one of 32, 64 or 128."""
-    whole, left = divmod(keys % span or span, _LONG_TILE)
-    return whole * _LONG_TILE + (max(32, triton.next_power_of_2(left)) if left else 0)
+    whole, left = divmod(keys % span or span, _STREAMING_TILE)
+    return whole * _STREAMING_TILE + (max(32, triton.next_power_of_2(left)) if left else 0)
 
 
-def long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
+def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
     """Return what :mod:`.sm90.attention_streaming` takes in place of pointers to keys and packed values."""
     batch, heads, keys, channels = key.shape
     width = kernel_width(channels)
-    span, unroll = long_steps(width, keys)
+    span, unroll = streaming_steps(width, keys)
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
     return {
         "k_desc": _matrix(key, count, columns, key.stride(2), (span, width)),
-        "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _LONG_TILE)),
+        "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _STREAMING_TILE)),
         "SPAN": span,
         "UNROLL": unroll,
         "LEFT": last_step(keys, span),
@@ -80,18 +155,43 @@ def long_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int,
     }
 
 
-def meant_for_long_hopper(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def takes_streaming(call: AttentionCall, tiles: Tiles) -> bool:
     """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe, whatever the tensors' memory format."""
-    sizes = query.shape[3], value.shape[3], query.shape[2], key.shape[2]
-    return tiles.kernel in (HOPPER, LONG_HOPPER) and fits_long_hopper(recipe, *sizes)
+    return tiles.kernel in (SM90_RESIDENT, SM90_STREAMING) and fits_sm90_streaming(shape_of(call, False))
 
 
-def held_by_hand(tiles: Tiles, recipe: Recipe, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` takes tensors in this memory format, with no mask and a key scale a head."""
-    return (
-        tiles.kernel == HOPPER
-        and fits_hopper(recipe, query.shape[3], value.shape[3], query.shape[2], key.shape[2])
-        and fits_block(tiles.block_m, tiles.warps, query.shape[3], key.shape[2])
-        and query.element_size() <= 2
-        and all(side_by_side(x, 8) for x in (query, key, value))
+def accepts_streaming(request: KernelRequest, tiles: Tiles) -> bool:
+    """Tell whether :mod:`.sm90.attention_streaming` takes the call, or V has been left in its order."""
+    call = request.call
+    return request.dealt or (
+        request.is_plain
+        and not request.fused
+        and request.value_sums is None
+        and takes_streaming(call, tiles)
+        and rows_of_keys(call.key) is not None
+        and all(map(side_by_side, (call.query, call.key, request.out)))
     )
+
+
+def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
+    """Spell out the launches of :mod:`.sm90.attention_streaming`: V packed in its order, and attention."""
+    call, sums, kernel = request.call, request.value_sums, _streaming_kernel()
+    launches: list[KernelLaunch] = []
+    if sums is None:
+        value, sums, launches = pack_value(call.value, True)
+        call = dataclasses.replace(call, value=value)
+        request = dataclasses.replace(request, call=call)
+    # three programs a processor, or with wider heads two
+    tiles = tiles._replace(block_m=64, warps=4, registers=168 if call.head_dim <= 64 else 0)
+    constants = call_arguments(request, tiles) | {"keys": call.keys, "ONLINE": False, "VALUE_SUMS": True}
+    constants["QUANTIZE"] = call.query.dtype != torch.int8
+    rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
+    assert rows is not None
+    for part in parts(request):
+        arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
+        arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows)
+        scores = ScoreTile(tiles.block_m, arguments["SPAN"] * arguments["UNROLL"], whole=False)
+        arguments = {name: arguments[name] for name in kernel.arg_names}
+        grid = (blocks, call.heads, part.batch)
+        launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
+    return launches

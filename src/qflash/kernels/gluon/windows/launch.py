@@ -1,21 +1,83 @@
-"""Launches of the kernel for windows."""
+"""Launches of the kernel for windows, which is imported where it runs: Triton's interpreter has no Gluon."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 
+from ....memory_format import has_aligned_rows
 from ...device import processors_of
-from ...launch_arguments import MOST_BLOCKS
-from ...tiles import (
-    Tiles,
+from ...heuristics import eviction_policy, split_windows
+from ...launch_arguments import (
+    MOST_BLOCKS,
+    KernelRequest,
+    broadcast_strides,
+    call_arguments,
+    launch_options,
+    mask_period,
+    parts,
+    side_by_side,
 )
+from ...launch_recorder import KernelLaunch, ScoreTile
+from ...tiles import WINDOWS, Tiles, fits_windows, has_half_block, window_widths
 
 _UNIT = 1 << 30
-
 """One, in the unit of inverses that :mod:`.windows.attention` multiplies by instead of dividing."""
+
+
+@functools.cache
+def _kernel() -> Any:
+    from .attention import windows_kernel
+
+    return windows_kernel
+
+
+def accepts(request: KernelRequest, tiles: Tiles) -> bool:
+    """Tell whether :mod:`.windows.attention` takes the call: one key scale a head, no mask but a bias."""
+    call = request.call
+    return (
+        tiles.kernel == WINDOWS
+        and fits_windows(request.shape)
+        and call.mask_kind != "bool"
+        and not (request.guard or call.is_causal or call.has_token_keys)
+        and all(map(side_by_side, (call.query, call.key, call.value, request.out)))
+    )
+
+
+def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
+    """Spell out the launches of :mod:`.windows.attention`."""
+    call, kernel, scales, mask = request.call, _kernel(), request.call.scales, request.call.mask
+    row_tiles = triton.cdiv(call.keys, tiles.block_n)
+    tiles = split_windows(tiles, request.work)
+    processors = processors_of(call.query.device)
+    constants = call_arguments(request, tiles) | {
+        "TILES": row_tiles,
+        "KEYS": call.keys,
+        "QUANTIZE": request.fused,
+        "CENTER": request.fused and call.recipe.smooth_key,
+        "QUERIES": call.queries,
+        "ONE_SCALE": scales is not None and all(x is None or x.numel() == 1 for x in scales),
+        # a thread takes four neighbours of a bias at once
+        "ALIGNED": mask is not None and has_aligned_rows(broadcast_strides(mask, (0, 1, 2, 3)), 4),
+        # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
+        "DIVIDED": tiles.warps == 4 and (request.fused or call.batch * call.heads > processors),
+        "POLICY": eviction_policy(call.query, call.key, call.value, request.out),
+    }
+    period = mask_period(call)
+    found = []
+    for part in parts(request):
+        periods = 1 if mask is None or mask.shape[0] == 1 else period or part.batch
+        grid, shared, tiles = share_windows(tiles, part.batch, call.heads, call.queries, periods, mask, call.query.device)
+        arguments = part.arguments | constants | shared
+        arguments = {name: arguments[name] for name in kernel.arg_names}
+        # one block of sixteen queries a warp, and then one of eight for the rest
+        half = has_half_block(call.queries, tiles.warps, tiles.splits)
+        scores = ScoreTile(16 * tiles.warps + 8 * half, sum(window_widths(call.keys)), whole=True)
+        found.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "windows", scores))
+    return found
 
 
 def share_windows(

@@ -5,6 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...tiles import has_half_block, window_widths
+
+widths = gluon.constexpr_function(window_widths)
+has_half = gluon.constexpr_function(has_half_block)
+
 
 @gluon.constexpr_function
 def product_layout(warps):
@@ -31,21 +36,9 @@ def _same_rows(warps):
 
 
 @gluon.constexpr_function
-def widths(keys):
-    """The tiles of a row, a power of two each."""
-    return (32, *{1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[(keys - 25) // 8])
-
-
-@gluon.constexpr_function
 def starts(keys):
     """Where the tiles of a row begin."""
     return (0, 32, 48)[: len(widths(keys))]
-
-
-@gluon.constexpr_function
-def has_half(queries, warps, splits):
-    """Whether there is code for half a tile: where programs are one warp and have more than one tile."""
-    return warps == 1 and 16 * splits < queries
 
 
 @gluon.constexpr_function

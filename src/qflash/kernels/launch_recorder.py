@@ -116,58 +116,91 @@ class LaunchRecorder(TorchDispatchMode):
         output = out.untyped_storage().data_ptr()
         if not self.is_pure or not self.launches or out.storage_offset() or output not in self._allocated:
             return None
-        places = {x.data_ptr(): f"t{index}" for index, x in enumerate(tensors) if x is not None}
-        # temporary tensors, one behind the other in one allocation
+        # what an address is relative to: the tensors of the call, its output, or one allocation for all that is temporary
+        bases = {x.data_ptr(): index for index, x in enumerate(tensors) if x is not None}
+        at_out, at_scratch = len(tensors), len(tensors) + 1
         begins: dict[int, int] = {}
-        size = 0
-        # written out, because a loop over arguments takes as long as a launch
-        names: dict[str, Any] = {
-            "empty": torch.empty, "empty_strided": torch.empty_strided, "int8": torch.int8, "described": _described,
-            "shape": out.shape, "strides": out.stride(), "dtype": out.dtype, "device": out.device,
-        }  # fmt: skip
-        used: dict[str, None] = {}
-        launches = []
-        for number, call in enumerate(self.launches):
-            names[f"launch_{number}"] = call.launcher()
-            words = []
-            for name in call.kernel.arg_names:
-                x = call.arguments[name]
-                base, constant = getattr(x, "base", x), f"{name}_{number}"
-                if not isinstance(base, torch.Tensor):
-                    if type(x) not in (int, bool, str):
-                        names[constant] = x
-                    words.append(constant if constant in names else repr(x))
+        size, used = 0, set()
+        steps: list[_Step] = []
+        for launch in self.launches:
+            step = _Step(launch.launcher(), [launch.arguments[name] for name in launch.kernel.arg_names], [], [])
+            for place, x in enumerate(step.arguments):
+                tensor = getattr(x, "base", x)
+                if not isinstance(tensor, torch.Tensor):
                     continue
-                storage, address = base.untyped_storage(), base.data_ptr()
+                storage, address = tensor.untyped_storage(), tensor.data_ptr()
                 begin = storage.data_ptr()
-                if address in places:
-                    tensor, offset = places[address], 0
+                if address in bases:
+                    base, offset = bases[address], 0
                 elif begin not in self._allocated:
                     return None
                 elif begin == output:
-                    tensor, offset = "out", address - begin
+                    base, offset = at_out, address - begin
                 else:
                     if begin not in begins:
                         begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                    tensor, offset = "scratch", begins[begin] + address - begin
-                used[tensor] = None
-                word = f"{tensor}_at + {offset}" if offset else f"{tensor}_at"
-                if x is not base:
-                    # nothing is to stay in memory for a place that is filled anew
-                    names[constant], word = _described(x, 0), f"described({constant}, {word})"
-                words.append(word)
-            launches.append(f"launch_{number}({', '.join(words)})")
-        lines = [
-            "out = empty_strided(shape, strides, dtype=dtype, device=device)",
-            *([f"scratch = empty({size}, dtype=int8, device=device)"] if size else []),
-            *(f"{tensor}_at = {tensor}.data_ptr()" for tensor in used),
-            *launches,
-            "return out",
-        ]
-        parameters = ", ".join(f"t{index}" for index in range(len(tensors)))
-        exec("\n    ".join((f"def again({parameters}):", *lines)), names)
-        again: Callable[..., torch.Tensor] = names["again"]
-        return again
+                    base, offset = at_scratch, begins[begin] + address - begin
+                used.add(base)
+                # nothing is to stay in memory for a place that is filled anew
+                if x is tensor:
+                    step.arguments[place] = None
+                    step.addresses.append((place, base, offset))
+                else:
+                    step.arguments[place] = None
+                    step.descriptions.append((place, _described(x, 0), base, offset))
+            steps.append(step)
+        return _repetition(steps, sorted(used - {at_out, at_scratch}), len(tensors), size, out)
+
+
+class _Step(NamedTuple):
+    """One launch of a repeated call.
+
+    Attributes:
+        launch: takes all arguments in order.
+        arguments: as they were, None where an address belongs.
+        addresses: places of these, what each is relative to (a tensor's index), and the bytes between.
+        descriptions: the same of matrices for the copy engine, with the description of each.
+    """
+
+    launch: Callable[..., None]
+    arguments: list[Any]
+    addresses: list[tuple[int, int, int]]
+    descriptions: list[tuple[int, Any, int, int]]
+
+
+def _repetition(
+    steps: Sequence[_Step], used: Sequence[int], count: int, scratch_bytes: int, out: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """Return a function that makes launches again on other tensors; see :meth:`LaunchRecorder.repeat`.
+
+    Args:
+        used: indices of the tensors whose addresses are among the arguments, of ``count``.
+        scratch_bytes: of temporary tensors, one behind the other in one allocation.
+        out: an output; new ones are like it.
+    """
+    shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
+    # attributes of modules take time to look up
+    empty, empty_strided, int8 = torch.empty, torch.empty_strided, torch.int8
+
+    def again(*tensors: torch.Tensor) -> torch.Tensor:
+        out = empty_strided(shape, strides, dtype=dtype, device=device)
+        at = [0] * (count + 2)
+        for index in used:
+            at[index] = tensors[index].data_ptr()
+        at[count] = out.data_ptr()
+        if scratch_bytes:
+            scratch = empty(scratch_bytes, dtype=int8, device=device)
+            at[count + 1] = scratch.data_ptr()
+        for launch, arguments, addresses, descriptions in steps:
+            arguments = arguments.copy()
+            for place, base, offset in addresses:
+                arguments[place] = at[base] + offset
+            for place, description, base, offset in descriptions:
+                arguments[place] = _described(description, at[base] + offset)
+            launch(*arguments)
+        return out
+
+    return again
 
 
 class _Address(int):

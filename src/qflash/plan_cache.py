@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from . import torch_internals
 
 Tensors = Sequence["torch.Tensor | None"]
 Run = Callable[..., torch.Tensor]
@@ -24,25 +25,6 @@ MOST_PLANS = 512
 _plans: OrderedDict[Hashable, Run] = OrderedDict()
 _unrepeatable: OrderedDict[Hashable, bool] = OrderedDict()
 """Calls that turned out to be none that can be repeated; to find that out takes time, too."""
-_function_modes = torch._C._len_torch_function_stack
-_keys_of, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
-
-
-def _plain_keys() -> int:
-    """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread in which nothing is the matter.
-
-    Any other stands for something that PyTorch does on the way to a kernel: it resolves a negative or zero tensor, calls a
-    dispatch mode, notes a call for a trace, looks into a functorch wrapper, refuses a layout.
-    """
-    names = "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"
-    plain = 0
-    for name in names:
-        plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
-    return plain
-
-
-_STRANGE = ~_plain_keys()
-
 CPU = -1
 """Stands for the CPU where a GPU has its number."""
 
@@ -50,22 +32,17 @@ CPU = -1
 def place_of(tensors: Tensors) -> int | None:
     """Tell where a call runs on whose way nothing happens but a kernel: the current GPU's number, or :data:`CPU`.
 
-    None if there is a tensor that is no plain one (:func:`_plain_keys`), a subclass, tracing, a dispatch or function mode,
+    None if there is a tensor that is no plain one (:func:`.torch_internals.has_plain_keys`), a subclass, tracing, a dispatch or function mode,
     a gradient or tangent, or another GPU.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _function_modes()
-        or _keys_of_thread().raw_repr() & _STRANGE
-        or forward_ad._current_level >= 0
-    ):
+    if torch.compiler.is_compiling() or not torch_internals.is_plain_state(torch_internals.thread_state()):
         return None
     gradients = torch.is_grad_enabled()
     place: int | None = None
     for x in tensors:
         if x is None:
             continue
-        if type(x) is not torch.Tensor or _keys_of(x).raw_repr() & _STRANGE or (gradients and x.requires_grad):
+        if type(x) is not torch.Tensor or not torch_internals.has_plain_keys(x) or (gradients and x.requires_grad):
             return None
         here = x.device.index if x.is_cuda else CPU
         if place is not None and here != place:
@@ -76,7 +53,7 @@ def place_of(tensors: Tensors) -> int | None:
     return place
 
 
-def _signature(tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
+def _signature(state: int, tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
     """Everything that tells a call from another but the addresses; of those how far they are from a multiple of 16.
 
     No call that :func:`place_of` refuses has the signature of one that was kept. What it asks a tensor's dispatch keys shows
@@ -86,7 +63,7 @@ def _signature(tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
     gradients = torch.is_grad_enabled()
     device = None
     # options with their types: True, 1 and 1.0 are equal, and not all of them allowed
-    about: list[Hashable] = [_keys_of_thread().raw_repr(), *options, *map(type, options)]
+    about: list[Hashable] = [state, *options, *map(type, options)]
     for x in tensors:
         if x is None:
             about.append(None)
@@ -107,10 +84,13 @@ def _signature(tensors: Tensors, options: tuple[Hashable, ...]) -> Hashable:
 
 def _look_up(calls: OrderedDict[Hashable, Any], tensors: Tensors, options: tuple[Hashable, ...]) -> Any:
     """Return what is kept of a call, or None."""
-    if not calls or _function_modes() or forward_ad._current_level >= 0:
+    if not calls:
+        return None
+    state = torch_internals.thread_state()
+    if state is None:
         return None
     try:
-        return calls.get(_signature(tensors, options))
+        return calls.get(_signature(state, tensors, options))
     except (TypeError, AttributeError, RuntimeError):  # what the whole way says what is wrong with
         return None
 
@@ -155,7 +135,9 @@ def remember(
         if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
             return
     run = prepare()
-    signature = _signature(tensors, options)
+    state = torch_internals.thread_state()
+    assert state is not None  # or there is no place
+    signature = _signature(state, tensors, options)
     if run is None:
         _keep(_unrepeatable, signature, True)
     else:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch.autograd import forward_ad
 
+from . import torch_internals
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,14 +45,14 @@ def check_no_derivative(*tensors: torch.Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    transformed = torch._C._functorch.maybe_current_level() is not None
-    if not transformed and forward_ad._current_level < 0:
+    transformed, tangents = torch_internals.in_transform(), torch_internals.in_forward_mode()
+    if not transformed and not tangents:
         return
     for x in tensors:
         if x is None:
             continue
-        wanted = transformed and torch._C._functorch.is_gradtrackingtensor(x) and x.requires_grad
-        if wanted or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None):
+        wanted = transformed and torch_internals.has_transform_gradient(x)
+        if wanted or (tangents and forward_ad.unpack_dual(x).tangent is not None):
             raise NotImplementedError(
                 "QFlash is for inference: integer attention has no gradient, as torch.func.grad, jvp and the like want one"
             )

@@ -104,7 +104,7 @@ def test_a_patched_model_of_any_batch_is_one_graph(name: str) -> None:
 def test_a_compiled_call_goes_the_whole_way_once(
     name: str, monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]
 ) -> None:
-    calls = {"_attention": 0, "_int8_attention": 0}
+    calls = {"_attend_floats": 0, "_attend_int8": 0}
 
     def counting(part: str, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*arguments: object) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_a_compiled_call_goes_the_whole_way_once(
         assert all(same_bits(compiled(*one), wanted) for one, wanted in zip(inputs, expected, strict=True))
     # attention on a CPU is made of the other
     assert calls == (
-        {"_attention": 0, "_int8_attention": 1} if name == "float output" else {"_attention": 1, "_int8_attention": 1}
+        {"_attend_floats": 0, "_attend_int8": 1} if name == "float output" else {"_attend_floats": 1, "_attend_int8": 1}
     )
 
 

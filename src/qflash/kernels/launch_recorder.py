@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 # what a call may do between launches, besides views, and still be no more than these launches
@@ -52,17 +52,12 @@ class KernelLaunch(NamedTuple):
     scores: ScoreTile | None = None
 
     def run(self) -> None:
-        """Launch it on the tensors it names."""
-        recording = _get_current_dispatch_mode()
-        if not isinstance(recording, LaunchRecorder):
+        """Launch it on the tensors it names; note it where a :class:`LaunchRecorder` is on."""
+        recorder = _recorder.get()
+        if recorder is None:
             self.kernel[self.grid](**self.arguments, **self.options)
-            return
-        recording.launches.append(self)
-        if not recording.launching:
-            return
-        # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
-        with _disable_current_modes():
-            self.kernel[self.grid](**self.arguments, **self.options)
+        else:
+            recorder.launch(self)
 
     def launcher(self) -> Callable[..., None]:
         """Return what launches the compiled kernel, given all arguments in order, addresses for tensors."""
@@ -74,6 +69,15 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any
     names = kernel.arg_names
     arguments = dict(zip(names, values, strict=False)) | {name: x for name, x in named.items() if name in names}
     KernelLaunch(kernel, grid, arguments, {name: x for name, x in named.items() if name not in names}).run()
+
+
+def _has_tensor(x: Any) -> bool:
+    if isinstance(x, dict):
+        x = tuple(x.values())
+    return any(map(_has_tensor, x)) if isinstance(x, (tuple, list)) else isinstance(x, torch.Tensor)
+
+
+_recorder: ContextVar[LaunchRecorder | None] = ContextVar("recorder", default=None)
 
 
 class LaunchRecorder(TorchDispatchMode):
@@ -91,12 +95,36 @@ class LaunchRecorder(TorchDispatchMode):
         self.launches: list[KernelLaunch] = []
         self.is_pure = True
         self._allocated: set[int] = set()
+        self._in_launch = False
+        self._tokens: list[Token[LaunchRecorder | None]] = []
+
+    def __enter__(self) -> LaunchRecorder:
+        self._tokens.append(_recorder.set(self))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)
+        _recorder.reset(self._tokens.pop())
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Note a launch, and make it if launches are made, too."""
+        self.launches.append(launch)
+        if self.launching:
+            # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
+            self._in_launch = True
+            try:
+                launch.kernel[launch.grid](**launch.arguments, **launch.options)
+            finally:
+                self._in_launch = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if self._in_launch:
+            return result
         if function in _ALLOCATIONS:
             self._allocated.add(result.untyped_storage().data_ptr())
-        elif not function.is_view and any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs, result))):
+        elif not function.is_view and _has_tensor((args, kwargs, result)):
             self.is_pure = False
         return result
 

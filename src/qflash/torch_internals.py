@@ -1,0 +1,88 @@
+"""Names of PyTorch that are not public, looked up once. If a release has one no longer, repeated calls are slower, no more.
+
+They tell whether anything but a kernel is on a call's way: a mode, a transform, a tangent, a lazily negated view. Without
+them no call counts as ordinary, so that each goes through PyTorch's dispatcher and all checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def _find(path: str) -> Any:
+    """Return what ``torch.<path>`` is, or None."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+_function_modes = _find("_C._len_torch_function_stack")
+_keys_of = _find("_C._dispatch_keys")
+_keys_of_thread = _find("_C._dispatch_tls_local_include_set")
+_transform_level = _find("_C._functorch.maybe_current_level")
+_has_transform_gradient = _find("_C._functorch.is_gradtrackingtensor")
+
+
+def _plain_keys() -> int | None:
+    """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread in which nothing is the matter.
+
+    Any other stands for something that PyTorch does on the way to a kernel: it resolves a negative or zero tensor, calls a
+    dispatch mode, notes a call for a trace, looks into a functorch wrapper, refuses a layout.
+    """
+    names = "CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect"
+    plain = 0
+    try:
+        for name in names:
+            plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+        # what is asked in every call has to answer, too
+        _keys_of(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), _function_modes()
+    except (AttributeError, TypeError):
+        return None
+    return plain
+
+
+_plain = _plain_keys()
+KNOWS_STATE = _plain is not None and hasattr(forward_ad, "_current_level")
+"""Whether this release of PyTorch tells what :func:`thread_state` and :func:`has_plain_keys` ask."""
+_STRANGE = ~(_plain or 0)
+
+
+def in_forward_mode() -> bool:
+    """Tell whether a level of forward-mode derivatives is open; True where that cannot be told."""
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level >= 0
+
+
+def thread_state() -> int | None:
+    """Return the thread's dispatch keys; None where a function mode or forward mode is on, or nothing can be told."""
+    if not KNOWS_STATE or _function_modes() or in_forward_mode():
+        return None
+    keys: int = _keys_of_thread().raw_repr()
+    return keys
+
+
+def is_plain_state(state: int | None) -> bool:
+    """Tell whether a thread in this :func:`thread_state` takes operators straight to kernels."""
+    return state is not None and not state & _STRANGE
+
+
+def has_plain_keys(x: torch.Tensor) -> bool:
+    """Tell whether a tensor's operators go straight to kernels, as far as the tensor itself is concerned."""
+    return not _keys_of(x).raw_repr() & _STRANGE
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of ``torch.func`` is on; False where that cannot be told."""
+    return _transform_level is not None and _transform_level() is not None
+
+
+def has_transform_gradient(x: torch.Tensor) -> bool:
+    """Tell whether a transform of ``torch.func`` takes the derivative by a tensor; False where that cannot be told.
+
+    An operator's own derivative then says that there is none.
+    """
+    return _has_transform_gradient is not None and bool(_has_transform_gradient(x)) and x.requires_grad

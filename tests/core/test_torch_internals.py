@@ -1,0 +1,45 @@
+"""Names of PyTorch that are not public may go: qflash still imports, computes the same bits, and only repeats nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers import run_compiling
+from qflash import torch_internals
+
+RUN = """
+import json
+import torch
+from torch.autograd import forward_ad
+
+for owner, name in {gone!r}:
+    delattr({{"_C": torch._C, "_C._functorch": torch._C._functorch, "DispatchKey": torch._C.DispatchKey,
+              "forward_ad": forward_ad}}[owner], name)
+import qflash
+from qflash import plan_cache, torch_internals
+
+x = [torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+outputs = [qflash.attention(*x, backend="auto") for _ in range(2)]
+expected = qflash.attention(*x, backend="reference")
+print(json.dumps([torch_internals.KNOWS_STATE, len(plan_cache._plans), [torch.equal(out, expected) for out in outputs]]))
+"""
+NAMES = [
+    ("_C", "_len_torch_function_stack"), ("_C", "_dispatch_keys"), ("_C", "_dispatch_tls_local_include_set"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gone", NAMES, ids=lambda gone: gone[1])
+def test_without_a_name_nothing_is_repeated(gone: tuple[str, str]) -> None:
+    done = run_compiling("-c", RUN.format(gone=[gone]))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, 0, [True, True]]
+
+
+def test_with_all_of_them_calls_are_repeated() -> None:
+    done = run_compiling("-c", RUN.format(gone=[]))
+    assert done.returncode == 0, done.stderr
+    knows, plans, right = json.loads(done.stdout)
+    assert knows and torch_internals.KNOWS_STATE and right == [True, True]
+    assert plans in (0, 1, 2)

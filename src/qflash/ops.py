@@ -8,12 +8,16 @@ model makes here and not by way of :mod:`qflash.api`.
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from . import quantization
 from .execution import attention, int8_attention, quantize, quantize_bias, quantize_with_scale
@@ -84,13 +88,49 @@ def _count(query: Sequence[int], keys: int, value_dim: int) -> int:
     return 2 * math.prod(query[:3]) * keys * (query[3] + value_dim)
 
 
-@register_flop_formula(torch.ops.qflash.attention)
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
     return _count(query, key[2], value[3])
 
 
-@register_flop_formula(torch.ops.qflash.int8_attention)
 def _int8_attention_flops(
     query: Sequence[int], query_scale: Any, key: Sequence[int], key_scale: Any, value: Sequence[int], *_: Any, **__: Any
 ) -> int:
     return _count(query, key[2], value[3])
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.qflash.attention)(_attention_flops)
+    register_flop_formula(torch.ops.qflash.int8_attention)(_int8_attention_flops)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function once a module has been imported.
+
+    PyTorch's counter of operations imports Triton, which takes longer than all of QFlash and is of no use on most imports.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "torch.utils.flop_counter" in sys.modules:
+    _register_flops()
+else:
+    sys.meta_path.insert(0, _AfterImport("torch.utils.flop_counter", _register_flops))

@@ -1,0 +1,126 @@
+"""What importing qflash brings along, and which part of the package may import which."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pathlib
+import sys
+
+import pytest
+
+import qflash
+from helpers import run_compiling
+
+ROOT = pathlib.Path(qflash.__file__).parent
+WINGS = ("baselines", "bench", "evaluation", "integrations", "kernels", "report", "verify")
+COMMANDS = ("__main__", "cli", "info")
+"""Modules beside the core that only the command imports; they may import anything."""
+NOT_AT_FIRST = {*WINGS, *COMMANDS, "optional_packages", "paths", "versions"} - {"integrations"}
+ALLOWED = {
+    # inside functions, where a back end is chosen
+    "core": {"kernels", "integrations"},
+    "kernels": {"core"},
+    "integrations": {"core", "kernels"},
+    "baselines": {"core", "kernels"},
+    "evaluation": {"core", "integrations", "baselines"},
+    "bench": {"core", "integrations", "kernels", "baselines", "evaluation"},
+    "report": {"core", "integrations", "baselines", "bench", "evaluation"},
+    "verify": {"core", "kernels"},
+}
+SPECIFICATION = ("reference", "fixed_point", "quantization", "recipe", "attention_call", "memory_format")
+
+
+def print_loaded(statements: str) -> list[str]:
+    """Return the modules that a fresh process has loaded after some statements, but for those of PyTorch itself."""
+    text = f"import sys, json, torch; before = set(sys.modules); {statements}; print(json.dumps([*set(sys.modules) - before]))"
+    done = run_compiling("-c", text)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_qflash_loads_the_core_alone() -> None:
+    loaded = print_loaded("import qflash")
+    others = {name.split(".")[0] for name in loaded} - {"qflash"} - set(sys.stdlib_module_names)
+    assert others <= {"torch"}
+    wings = {name.split(".")[1] for name in loaded if name.startswith("qflash.")}
+    assert wings.isdisjoint(NOT_AT_FIRST), sorted(wings)
+
+
+@pytest.mark.parametrize("first", ["qflash", "torch.utils.flop_counter"])
+def test_operations_are_counted_whatever_was_imported_first(first: str) -> None:
+    text = f"""
+import {first}, torch, qflash
+from torch.utils.flop_counter import FlopCounterMode
+x = torch.randn(1, 2, 8, 16)
+with FlopCounterMode(display=False) as counter:
+    qflash.attention(x, x, x, backend="reference")
+print(counter.get_total_flops())
+"""
+    done = run_compiling("-c", text)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * 2 * 8 * 8 * (16 + 16)
+
+
+def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
+    """Return the modules of qflash that a file imports, as dotted names without ``qflash``, and whether at its top level."""
+    package = path.relative_to(ROOT).parent.parts
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - (node.level - 1)]
+            for alias in node.names:
+                full = (*base, *(node.module.split(".") if node.module else ()), alias.name)
+                found.append((".".join(full), node in tree.body))
+    return found
+
+
+def wing(name: str) -> str:
+    head = name.split(".")[0]
+    return head if head in WINGS else "command" if head in COMMANDS else "core"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_directions_of_imports(path: pathlib.Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    here = wing(name)
+    if here == "command":
+        return
+    for imported, at_top in imports(path):
+        there = wing(imported)
+        assert there == here or there in ALLOWED[here], (name, imported)
+        # the core reaches kernels only where a back end runs, and integrations only for their public names
+        if here == "core" and there == "kernels":
+            assert not at_top, (name, imported)
+        if name in SPECIFICATION:
+            assert there == "core", (name, imported)
+        if there == "kernels" and imported.startswith("kernels.gluon.") and not name.startswith("kernels.gluon."):
+            # Triton's interpreter has no Gluon
+            assert imported.split(".")[-1] == "launch", (name, imported)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """At the top level of modules; functions may import late."""
+    modules = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        modules[name] = path
+    graph = {}
+    for name, path in modules.items():
+        wanted = set()
+        for imported, at_top in imports(path):
+            if at_top:
+                wanted.add(imported if imported in modules else imported.rpartition(".")[0])
+        graph[name] = wanted - {name, ""}
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in graph:
+        visit(name, ())

@@ -32,8 +32,8 @@ CPU = -1
 def place_of(tensors: Tensors) -> int | None:
     """Tell where a call runs on whose way nothing happens but a kernel: the current GPU's number, or :data:`CPU`.
 
-    None if there is a tensor that is no plain one (:func:`.torch_internals.has_plain_keys`), a subclass, tracing, a dispatch or function mode,
-    a gradient or tangent, or another GPU.
+    None if there is a tensor that is no plain one (:func:`.torch_internals.has_plain_keys`), a subclass, tracing, a dispatch or
+    function mode, a gradient or tangent, or another GPU.
     """
     if torch.compiler.is_compiling() or not torch_internals.is_plain_state(torch_internals.thread_state()):
         return None

@@ -28,7 +28,7 @@ _has_transform_gradient = _find("_C._functorch.is_gradtrackingtensor")
 
 
 def _plain_keys() -> int | None:
-    """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread in which nothing is the matter.
+    """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread without modes and transforms.
 
     Any other stands for something that PyTorch does on the way to a kernel: it resolves a negative or zero tensor, calls a
     dispatch mode, notes a call for a trace, looks into a functorch wrapper, refuses a layout.

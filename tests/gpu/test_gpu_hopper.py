@@ -17,7 +17,15 @@ from helpers import draw_scale, eviction_policy, lay_out, same_bits
 from qflash import execution, reference
 from qflash.attention_call import float_call, int8_call
 from qflash.kernels.common.quantize_ops import inverse_scale
-from qflash.kernels.tiles import SM90_BLOCKS, SM90_RESIDENT, AttentionShape, Tiles, fits_block, fits_sm90_resident, is_held
+from qflash.kernels.tiles import (
+    SM90_BLOCKS,
+    SM90_RESIDENT,
+    AttentionShape,
+    Tiles,
+    fits_block,
+    fits_sm90_resident,
+    row_fits_registers,
+)
 from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -47,7 +55,7 @@ def either_way(chance: random.Random, call: Any) -> None:
     """Take the sums of V's channels off outputs in any way that the kernel knows; the rules choose by the number of heads."""
     assert call.kernel.__name__ == "hopper_kernel"
     across = call.options["num_warps"] * 16 // call.arguments["BLOCK_M"]
-    assert (call.arguments["TURN"] == 0) == is_held(call.arguments["KEYS"], across)
+    assert (call.arguments["TURN"] == 0) == row_fits_registers(call.arguments["KEYS"], across)
     possible = call.arguments["TAIL"] == call.arguments["TURN"] == 0
     assert possible or call.arguments["SUMS"] != "products"
     call.arguments["SUMS"] = chance.choice(("begin", "end", "products") if possible else ("begin", "end"))
@@ -258,7 +266,7 @@ def test_lengths_that_are_not_compiled_for_go_elsewhere(head_dim: int, monkeypat
     from qflash.kernels import dispatch, heuristics
 
     monkeypatch.setattr(heuristics, "_lengths", set())
-    monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 1)
+    monkeypatch.setattr(heuristics, "MOST_LENGTHS", 1)
     for tokens, taken in ((401, True), (402, False), (401, True)):
         q, k, v = (torch.randn(1, 2, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))
         assert dispatch.fusable(float_call(q, k, v, None, False, 1.0, DEFAULT)) == taken

@@ -139,7 +139,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
             out,
             tiles=LONG,
             value_sums=found.value_sums,
-            dealt=True,
+            fragment_order=True,
         ):
             call.run()
         return out
@@ -254,7 +254,7 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
         out,
         tiles=LONG,
         value_sums=found.value_sums,
-        dealt=True,
+        fragment_order=True,
     )
     assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
     calls[0].run()

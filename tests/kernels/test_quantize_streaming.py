@@ -160,7 +160,7 @@ def _compile_for_hopper() -> None:
             torch.empty_like(query),
             capability=(9, 0),
             value_sums=sums,
-            dealt=True,
+            fragment_order=True,
         )
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
         print_products(calls[0])

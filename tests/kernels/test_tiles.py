@@ -156,7 +156,7 @@ def test_hopper_has_kernels_of_its_own() -> None:
 
 def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
     def shares(queries: int, heads: int, each: int, fused: bool, dim: int = 64) -> tuple[int, int]:
-        return heuristics.share_walk(queries, heads, each, 132, dim, fused)[:2]
+        return heuristics.share_heads(queries, heads, each, 132, dim, fused)[:2]
 
     # 96 heads on 132 processors: eight of 1056 blocks each rather than eleven for 96 of them
     assert shares(1370, 96, 1, False) == shares(1370, 96, 1, True) == (0, 132)
@@ -173,12 +173,14 @@ def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch)
     from qflash.kernels import heuristics
 
     monkeypatch.setattr(heuristics, "_lengths", set())
-    monkeypatch.setattr(heuristics, "_MOST_LENGTHS", 2)
+    monkeypatch.setattr(heuristics, "MOST_LENGTHS", 2)
     assert [heuristics.worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
     # what further ones take is compiled for any length
     for dim, kernel in ((64, tiles.SM90_STREAMING), (128, tiles.SM90_STREAMING), (32, tiles.PORTABLE)):
-        assert heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), walk=False).kernel == kernel
-    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 257, 257), (9, 0), walk=False).kernel == tiles.SM90_RESIDENT
+        assert heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), reread=False).kernel == kernel
+    assert (
+        heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 257, 257), (9, 0), reread=False).kernel == tiles.SM90_RESIDENT
+    )
 
 
 @pytest.mark.parametrize("across", [1, 2])
@@ -188,8 +190,8 @@ def test_tiles_of_a_row_cover_it_and_little_more(across: int) -> None:
         assert keys <= sum(widths) < keys + 32 and sum(widths[:-1]) < keys
         assert all(width in (8, 16, 32, 64, 128) for width in widths) and list(widths) == sorted(widths, reverse=True)
         assert across == 1 or min(widths) >= 32
-    assert tiles.is_held(288) and not tiles.is_held(289)
-    assert tiles.is_held(608, 2) and not tiles.is_held(609, 2)
+    assert tiles.row_fits_registers(288) and not tiles.row_fits_registers(289)
+    assert tiles.row_fits_registers(608, 2) and not tiles.row_fits_registers(609, 2)
 
 
 def test_programs_that_a_processor_has_room_for() -> None:
@@ -278,7 +280,7 @@ def test_heads_are_shared_out_by_load(
 ) -> None:
     call = hopper_call(heads, tokens, tokens, dim, fused)
     across = 16 * warps // block
-    held = tiles.is_held(tokens, across)
+    held = tiles.row_fits_registers(tokens, across)
     # a few queries past whole blocks
     few = grid <= (2 if fused and held else 1) and warps == 4 and tokens % 64 <= 8
     few = few and (held or tiles.most_programs(tiles.shared_bytes(tokens, dim, 8)) > 1)
@@ -375,7 +377,7 @@ def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, 
             assert given["BLOCKS"] in (blocks, queries // given["BLOCK_M"]) and given["BLOCKS"] * heads == given["total"]
         else:
             assert 1 <= programs <= blocks and given["WALK"] == (programs < blocks)
-        assert (given["TURN"] == 0) == tiles.is_held(keys, given["ACROSS"])
+        assert (given["TURN"] == 0) == tiles.row_fits_registers(keys, given["ACROSS"])
         if given["TAIL"]:
             keeps = programs < blocks and programs <= (2 if fused and given["TURN"] == 0 else 1)
             assert keeps or given["BLOCKS"] == queries // given["BLOCK_M"]

@@ -14,7 +14,7 @@ from .gluon.windows import launch as windows
 from .heuristics import choose_tiles, worth_compiling
 from .launch_arguments import KernelRequest, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
-from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_held, is_short, most_queries
+from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_short, most_queries, row_fits_registers
 from .triton import launch as portable
 from .triton.quantize_streaming import launch_quantize_long, quantizes_long
 from .tuning_table import tiles_for
@@ -62,8 +62,9 @@ def _tiles_for(call: AttentionCall, fused: bool) -> Tiles:
     """Return the tiles of a call on its device, if one launch is to quantise, too, or not."""
     shape, device = shape_of(call, fused), call.query.device
     tiles = tiles_for(shape, device)
-    if call.query.is_cuda and tiles.kernel == SM90_RESIDENT and not is_held(call.keys) and not worth_compiling(call.keys):
-        return tiles_for(shape, device, walk=False)
+    rereads = call.query.is_cuda and tiles.kernel == SM90_RESIDENT and not row_fits_registers(call.keys)
+    if rereads and not worth_compiling(call.keys):
+        return tiles_for(shape, device, reread=False)
     return tiles
 
 
@@ -75,7 +76,7 @@ def attention_launches(
     guard: bool = False,
     capability: tuple[int, int] | None = None,
     value_sums: torch.Tensor | None = None,
-    dealt: bool = False,
+    fragment_order: bool = False,
 ) -> list[KernelLaunch]:
     """Return the launches that fill ``out``, in order.
 
@@ -88,7 +89,7 @@ def attention_launches(
         out: (batch, heads, queries, value channels), of the call's ``out_dtype``.
         tiles: :class:`Tiles` or its first fields, for tests and tuning; chosen by shape if None.
         capability: the architecture to choose tiles for; the query's device if None.
-        guard, value_sums, dealt: see :class:`.launch_arguments.KernelRequest`.
+        guard, value_sums, fragment_order: see :class:`.launch_arguments.KernelRequest`.
 
     Raises:
         ValueError: ``tiles`` does not fit the shapes, or one launch cannot quantise and attend.
@@ -99,7 +100,7 @@ def attention_launches(
         chosen = choose_tiles(shape_of(call, call.scales is None), capability)
     else:
         chosen = _tiles_for(call, call.scales is None)
-    return _launches(KernelRequest(call, out, guard, value_sums, dealt), chosen)
+    return _launches(KernelRequest(call, out, guard, value_sums, fragment_order), chosen)
 
 
 def fusable(call: AttentionCall) -> bool:
@@ -134,11 +135,11 @@ def _run(
     *,
     tiles: tuple[int, ...] | None = None,
     value_sums: torch.Tensor | None = None,
-    dealt: bool = False,
+    fragment_order: bool = False,
 ) -> torch.Tensor:
     """Launch what fills ``out``; return it in the call's type."""
     guard = call.query.device.type == "cpu"
-    for launch in attention_launches(call, out, tiles=tiles, guard=guard, value_sums=value_sums, dealt=dealt):
+    for launch in attention_launches(call, out, tiles=tiles, guard=guard, value_sums=value_sums, fragment_order=fragment_order):
         launch.run()
     return out.to(call.out_dtype)
 
@@ -176,11 +177,11 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         return out.zero_().to(call.out_dtype)
     tiles = _tiles_for(call, False)
     plain = not call.is_masked and query.device.type != "cpu"
-    dealt = plain and side_by_side(out) and sm90.takes_streaming(call, tiles)
-    late = dealt and query.element_size() == 2 and side_by_side(query)
-    found = launch_quantize_long(None if late else query, call.key, call.value, recipe.smooth_key, dealt)
+    fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles)
+    late = fragment_order and query.element_size() == 2 and side_by_side(query)
+    found = launch_quantize_long(None if late else query, call.key, call.value, recipe.smooth_key, fragment_order)
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,
     )  # fmt: skip
-    return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, dealt=dealt)
+    return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)

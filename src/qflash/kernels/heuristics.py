@@ -1,6 +1,12 @@
-"""Measured rules: which tiles a call gets, and how programs share its heads.
+"""Measured rules: which tiles a call gets, and how programs share its heads. They change speed, never a bit.
 
-They change speed, never a bit.
+A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
+shape by turns. The data lie in ``benchmarks/results/trials``:
+
+* heads that stay in shared memory, keys read once or twice: ``spans_trial_h200.json``, ``walk_first_h200.json`` and
+  ``walk_trial_h200.json``;
+* programs that pass from head to head: ``heads_trial_h200.json``;
+* windows, registers, and what was not kept: ``tried_h200.json``.
 """
 
 from __future__ import annotations
@@ -27,13 +33,46 @@ from .tiles import (
     fits_sm90_streaming,
     fits_windows,
     is_crowded,
-    is_held,
     is_short,
     most_programs,
     most_queries,
+    row_fits_registers,
     shared_bytes,
     widest_span,
 )
+
+REGISTERS_OF_THREE = 168
+"""Registers a thread with which a processor (65536 registers) has room for three programs of four warps."""
+REGISTERS_OF_THREE_INT8 = 144
+"""The same of :mod:`.triton.attention_resident` on int8, where three programs a processor take one round instead of two. It
+spills, and is faster."""
+REGISTERS_OF_FOUR = 128
+"""The same for four programs of four warps, or sixteen of one."""
+REGISTERS_OF_SIX = 80
+"""The same for six programs of four warps."""
+
+STAGE_INT8 = 0.5
+"""What it takes to bring a head's keys and values to shared memory, in the time of one block of queries."""
+STAGE_FLOATS = 1.2
+"""The same if they are quantised on the way, by four warps beside another program of narrow heads."""
+STAGE_FLOATS_CROWDED = 2.0
+"""The same by four warps with wide heads, or beside two other programs."""
+STAGE_FLOATS_BY_EIGHT = 1.5
+"""The same of wide heads by eight warps."""
+NEXT_INT8, NEXT_FLOATS, NEXT_WIDE_FLOATS = 0.3, 0.8, 1.5
+"""What a further head takes a program that passes from head to head, in blocks: others compute meanwhile."""
+PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
+"""Factors of a block's time in programs that pass from head to head: they take more registers, which four warps lack."""
+
+LONE_WARP_HEADS = 1024
+"""Heads (windows times heads) from which :mod:`.triton.attention_resident` takes windows by programs of one warp."""
+MANY_HEADS = 512
+"""Heads from which it takes fewer registers, for more programs a processor."""
+MOST_LENGTHS = 32
+"""Lengths of rows whose keys are read twice that :mod:`.sm90.attention_resident` is compiled for in a process, unless tiles
+are given: each takes seconds."""
+WINDOW_LOADS = {(False, False): (3, 8), (False, True): (3, 8), (True, False): (7, 7), (True, True): (4, 8)}
+"""By (from floats, with a bias): up to how many windows a processor four warps share a window, and up to how many two do."""
 
 
 class Work(NamedTuple):
@@ -65,23 +104,23 @@ def _split_reread(tiles: Tiles, work: Work) -> Tiles:
     room = most_programs(shared_bytes(keys, head_dim))
     if not tiles.splits and queries > 64:
         if fits_block(64, 8, head_dim, keys) and head_dim <= 64 and triton.cdiv(queries, 64) * heads <= processors:
-            # as long as one warp's chain of instructions: two share it, and hold the row
+            # the call takes as long as one warp's chain of instructions: two warps share it, and their registers hold the row
             return tiles._replace(block_m=64, warps=8, splits=triton.cdiv(queries, 64))
         if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
-            # eight warps to a processor, by which its keys are fetched once
+            # one program of eight warps a processor fetches the keys once
             tiles = tiles._replace(block_m=128, warps=8)
     each = 1 if tiles.warps == 8 else min(room, 3 if head_dim <= 64 else 2)
     splits, programs = min(triton.cdiv(queries, tiles.block_m), tiles.splits), 0
     if not splits:
-        splits, programs, duration = share_walk(queries, heads, each, processors, head_dim, fused)
+        splits, programs, duration = share_heads(queries, heads, each, processors, head_dim, fused)
         if each == 2 and (heads <= processors or not (fused and head_dim > 64)):
-            # two programs of four warps on most processors: if eight warps are as soon done, one fetches the keys instead of
-            # two; where each quantises several wide heads the other works meanwhile
-            alone = share_walk(queries, heads, 1, processors, head_dim, fused)
+            # Most processors would have two programs of four warps. If one of eight takes no longer, keys are fetched once, not
+            # twice. Not where each quantises several wide heads: the other then computes meanwhile.
+            alone = share_heads(queries, heads, 1, processors, head_dim, fused)
             most = alone.programs or head_dim > 64 or 2 * (programs or splits * heads) > 3 * processors
             if most and alone.duration <= duration:
                 tiles, each, splits, programs = tiles._replace(block_m=128, warps=8), 1, alone.splits, alone.programs
-    registers = tiles.registers or (168 if each == 3 and (programs or splits * heads) > 2 * processors else 0)
+    registers = tiles.registers or (REGISTERS_OF_THREE if each == 3 and (programs or splits * heads) > 2 * processors else 0)
     return tiles._replace(splits=splits, programs=programs, registers=registers)
 
 
@@ -95,31 +134,31 @@ def _split_held(tiles: Tiles, work: Work) -> Tiles:
     """:func:`split_sm90_resident` where registers hold a row's scores."""
     queries, keys, heads, head_dim, fused, _, by_channel, processors = work
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
-    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all there are
+    # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all of them
     places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
     blocks = triton.cdiv(queries, tiles.block_m)
     splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     if not tiles.splits:
         if splits * heads <= processors and (fused or not narrow):
-            # with processors to spare a call takes as long as one warp's chain of instructions: two share it
+            # processors are left over, so the call takes as long as one warp's chain of instructions: two warps share it
             return tiles._replace(warps=8, splits=splits)
         if splits * heads > processors >= heads > 0:
-            # A program a processor fetches the keys fewer times than several; if it has to quantise, too, with eight warps.
+            # one program a processor fetches the keys fewer times than several; if it quantises, too, it has eight warps
             alone = processors // heads
             if fused and not wide and (places == 3 or not narrow):
                 return tiles._replace(block_m=128, warps=8, splits=min(triton.cdiv(queries, 128), alone))
             if not fused and places == 3 and alone == triton.cdiv(queries, 128) > 1:
-                # a block of 128 by eight warps is sooner done than two of 64, one behind the other
+                # a block of 128 queries by eight warps takes less time than two of 64, one after the other
                 return tiles._replace(block_m=128, warps=8, splits=alone)
-            # of two programs each has half of the processor
+            # two programs have half of a processor each
             pays = alone > 1 if places == 3 else triton.cdiv(blocks, alone) < 2 * triton.cdiv(blocks, splits)
             if not fused and not wide and pays:
                 return tiles._replace(splits=alone)
-    # three programs a processor instead of two: up to 256 keys at the price of a few spills; int8 images of a few more tokens,
-    # whose last queries are apart, without any, unless scales differ from channel to channel
+    # three programs a processor instead of two: up to 256 keys with a few spills; of int8 with up to 8 keys more, and queries
+    # past whole blocks, without any, unless there is a scale for each channel
     few_more = not (fused or by_channel) and narrow and keys <= SHORT_ROW + 8 and tail_columns(tiles, queries, head_dim) == 8
     third = places == 3 or few_more
-    registers = 168 if third and splits * heads > 2 * processors else 0
+    registers = REGISTERS_OF_THREE if third and splits * heads > 2 * processors else 0
     return tiles._replace(splits=splits, registers=tiles.registers or registers)
 
 
@@ -127,7 +166,7 @@ def split_sm90_resident(tiles: Tiles, work: Work) -> Tiles:
     """Fill in how many programs share a head, so that the GPU is full but keys are fetched no more often than needed."""
     if tiles.programs:
         return tiles._replace(splits=0)
-    return (_split_held if is_held(work.keys, tiles.across) else _split_reread)(tiles, work)
+    return (_split_held if row_fits_registers(work.keys, tiles.across) else _split_reread)(tiles, work)
 
 
 def split_windows(tiles: Tiles, work: Work) -> Tiles:
@@ -137,13 +176,13 @@ def split_windows(tiles: Tiles, work: Work) -> Tiles:
     for longer than keys are prepared.
     """
     fused, masked, processors = work.fused, work.masked, work.processors
-    loads = (4 if fused else 3, 8) if masked else (7, 7) if fused else (3, 8)
-    splits = tiles.splits or (4 if work.heads <= loads[0] * processors else 2 if work.heads <= loads[1] * processors else 1)
+    four, two = (load * processors for load in WINDOW_LOADS[fused, masked])
+    splits = tiles.splits or (4 if work.heads <= four else 2 if work.heads <= two else 1)
     splits = min(splits, triton.next_power_of_2(triton.cdiv(work.queries, 16)))
     # one program is sooner launched than several; beside a bias two warps of one would have to pass on its marks
     warps = 1 if masked and splits < 4 else splits
-    # sixteen programs a processor instead of fourteen
-    registers = 128 if fused and not masked else 0
+    # sixteen programs a processor; without a bound the compiler takes registers for fourteen
+    registers = REGISTERS_OF_FOUR if fused and not masked else 0
     return tiles._replace(splits=splits // warps, warps=warps, registers=registers)
 
 
@@ -159,25 +198,21 @@ def split_resident(tiles: Tiles, work: Work, narrow: bool) -> Tiles:
     if not registers and tiles.warps == 4 and tiles.block_n > 64 and narrow:
         programs = splits * work.heads
         if fused and programs > 2 * processors:
-            # three programs a processor instead of two, where there are enough of them
-            registers = 168
+            registers = REGISTERS_OF_THREE
         elif not fused and 2 * processors < programs <= 3 * processors:
-            registers = 144  # costs spills, but one round instead of two
+            registers = REGISTERS_OF_THREE_INT8
     return tiles._replace(splits=splits, registers=registers)
 
 
-_MOST_LENGTHS = 32
-
-"""Lengths of rows read twice that :mod:`.sm90.attention_resident` is compiled for in a process, unless tiles are given."""
-
 _lengths: set[int] = set()
+"""Those it has been compiled for."""
 
 
 def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:
-    """Say how the L2 is to treat the tensors of a call, whose heads are read once.
+    """Return the L2 policy for the tensors of a call, whose heads are read once: ``"evict_first"`` or none.
 
-    If it does not hold all of them, what has been read is not to push out what is still to be read. Measured: smaller ones are
-    level in a network and slower in a call that is made again.
+    Where the L2 does not hold all of them, what has been read should not push out what is still to be read. With smaller ones
+    the policy changes nothing in a network, and slows a call that is repeated on the same tensors.
     """
     size = sum(x.nbytes for x in (query, key, value, out))
     return "evict_first" if query.shape[1] == key.shape[1] and size > cache_bytes_of(query.device) else ""
@@ -193,22 +228,22 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
     queries, keys, all_heads, head_dim, fused, *_, processors = work
     across, splits = tiles.across, tiles.splits
     blocks = triton.cdiv(queries, tiles.block_m)
-    twice = not is_held(keys, across)
-    # measured: it pays where one program walks over a head's int8 queries and shares its processor with another; from floats
-    # with narrow heads, of rows walked over where a block takes longest, of those held whole where one round of programs takes
-    # all heads or a processor has two of them
-    walks = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
+    twice = not row_fits_registers(keys, across)
+    # The last few queries by code of their own pay, on int8, where one program takes a whole head and shares its processor with
+    # another. From floats they pay with narrow heads: where keys are read twice, if a thread has all registers; where they are
+    # read once, if one round of programs takes all heads or a processor has two programs.
+    loops = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
     if not fused:
         pays = all_heads > processors
     elif head_dim > 64:
         pays = False
     else:
         pays = not tiles.registers if twice else keys > SHORT_ROW or all_heads <= 3 * processors
-    tail = tail_columns(tiles, queries, head_dim) if walks and pays else 0
+    tail = tail_columns(tiles, queries, head_dim) if loops and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
-    # Products that begin at the sums of V's channels are fewer instructions, but start later, which other programs hide (all
-    # of it measured). Beside last queries from floats registers have no room for them.
+    # Products that start from the sums of V's channels save instructions, but wait for the sums; other programs hide that.
+    # Beside tail queries from floats there are no registers for it.
     programs = splits * all_heads
     if twice:
         begin = all_heads > processors
@@ -216,14 +251,14 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
         begin = programs > processors or (fused and across == 1)
         begin = begin and not (fused and tail)
     sums = "begin" if begin else "end"
-    # Tensor cores that are idle anyway find the sums sooner than instructions do, for a block or two; beside the outputs of
-    # wide heads registers have no room for it.
+    # For a block or two idle tensor cores find the sums sooner than integer additions do; beside the outputs of wide heads
+    # there are no registers for it.
     few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries
     if few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1):
         sums = "products"
-    # programs that go from head to head have to know how many blocks that is
+    # programs that pass from head to head have to know how many blocks a head has
     whole = 0 if splits else blocks - (tail > 0)
-    # a loop of one turn is none, and its four tiles are more than registers hold
+    # tiles of 128 keys a turn; a loop of a single turn is unrolled, and then four tiles do not fit the registers
     turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
     return {
         "WALK": not splits or splits < blocks,
@@ -233,14 +268,14 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
         "TURN": turn,
         "BLOCKS": whole,
         "HEADS": heads if whole else 0,
-        # measured: programs with more to do first, where a processor has three of them
+        # programs with more to do start first, where a processor has three of them
         "SPREAD": tail > 0 and splits > 1 and keys <= SHORT_ROW,
     }
 
 
 def worth_compiling(keys: int) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` may be compiled for so many keys: each length takes seconds."""
-    if keys not in _lengths and len(_lengths) < _MOST_LENGTHS:
+    if keys not in _lengths and len(_lengths) < MOST_LENGTHS:
         _lengths.add(keys)
     return keys in _lengths
 
@@ -250,7 +285,7 @@ class Shares(NamedTuple):
 
     Attributes:
         splits: programs a head, if each keeps to one; else 0.
-        programs: programs that go from head to head; else 0.
+        programs: programs that pass from head to head; else 0.
         duration: how long they take, in blocks of queries.
     """
 
@@ -260,12 +295,12 @@ class Shares(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: int, fused: bool) -> Shares:
-    """Return how programs had best share the heads whose rows :mod:`.sm90.attention_resident` walks over.
+def share_heads(queries: int, heads: int, each: int, processors: int, head_dim: int, fused: bool) -> Shares:
+    """Return how programs should share heads where :mod:`.sm90.attention_resident` reads keys twice.
 
-    Programs that keep to a head take their places in rounds; those that go from head to head all take as many blocks, but
-    bring more heads' keys to the chip. How long that takes, in blocks, is measured: where all programs do it at once, and
-    later, where each does it when it gets there.
+    Programs that keep to one head run in rounds, of which the last may be mostly empty. Programs that pass from head to head
+    all take the same number of query blocks, but bring the keys of more heads to shared memory. The model counts both in the
+    time of one block of queries.
 
     Args:
         queries: queries of a head.
@@ -277,31 +312,30 @@ def share_walk(queries: int, heads: int, each: int, processors: int, head_dim: i
     """
     places, block_m, wide = each * processors, 128 if each == 1 else 64, head_dim > 64
     blocks = triton.cdiv(queries, block_m)
-    first = 0.5
+    stage = STAGE_INT8
     if fused:
-        # in four warps it takes longer, which another narrow head's program beside them hides
-        first = 1.5 if wide and each == 1 else 2.0 if wide or each == 3 else 1.2
+        stage = STAGE_FLOATS_BY_EIGHT if wide and each == 1 else STAGE_FLOATS_CROWDED if wide or each == 3 else STAGE_FLOATS
     found = [
-        Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + first))
+        Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + stage))
         for splits in range(1, blocks + 1)
     ]
     if each > 1 and 0 < queries % block_m <= 16 and not fused:
-        # a program that has a head to itself takes the last few queries as half a block
-        found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + first)))
+        # a program that has a head to itself takes the last few queries in half a block's time
+        found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + stage)))
     if each == 1 or (each == 2 and not fused):
         share = triton.cdiv(heads * blocks, places)
-        later = 0.3 if not fused else 1.5 if wide else 0.8
+        following = NEXT_INT8 if not fused else NEXT_WIDE_FLOATS if wide else NEXT_FLOATS
         most = max((share * (program + 1) - 1) // blocks - share * program // blocks for program in range(places))
-        # takes more registers, of which the others have fewer to spare, or none
-        found.append(Shares(0, places, (share + first + most * later) * (1.01 if each == 1 else 1.05)))
+        factor = PASSING_BY_EIGHT if each == 1 else PASSING_BY_FOUR
+        found.append(Shares(0, places, (share + stage + most * following) * factor))
     return min(found, key=lambda shares: shares.duration)
 
 
-def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, walk: bool = True) -> Tiles:
+def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: bool = True) -> Tiles:
     """Return the tiles for an architecture, from what was measured (Hopper) or read off machine code (the others).
 
     Args:
-        walk: whether :mod:`.sm90.attention_resident` may read keys twice where registers do not hold a row's scores; it is
+        reread: whether :mod:`.sm90.attention_resident` may read keys twice where registers do not hold a row's scores; it is
             compiled for every such length.
     """
     recipe, head_dim, value_dim, queries, keys, heads, fused, masked = shape
@@ -311,11 +345,11 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, walk: bo
     if recipe.normalization == "online":
         return Tiles(block_m, recipe.key_block, 4, 2)
     if hopper and not masked and fits_sm90_resident(shape):
-        if is_held(keys):
+        if row_fits_registers(keys):
             # heads that wide are quantised by eight warps, which have the registers for it
             warps = 8 if fused and widest_span(head_dim) > 64 else 4
             return Tiles(64, 128, warps, 1 if keys <= SHORT_ROW else 3, kernel=SM90_RESIDENT)
-        if walk:
+        if reread:
             return Tiles(64, 128, 4, 3, kernel=SM90_RESIDENT)
     if is_short(shape):
         block_n = max(32, min(128, triton.next_power_of_2(keys)))
@@ -323,13 +357,13 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, walk: bo
         if capability >= (8, 0) and fits_windows(shape):
             general = general._replace(kernel=WINDOWS)
         if hopper and block_n == 64 and block_m == 64 and max(head_dim, value_dim) <= 32 and recipe.probability_bits == 8:
-            # Thousands of windows fill the machine with programs of one warp, which has nobody to wait for.
-            if heads >= 1024:
-                return general._replace(block_m=32 if fused and not masked else 16, warps=1, registers=168)
-            if heads >= 512 and masked and not fused:
-                return general._replace(block_m=32, warps=2, registers=128)
-            if heads >= 512:
-                return general._replace(registers=80)
+            # thousands of windows fill the GPU with programs of one warp, which waits for no other
+            if heads >= LONE_WARP_HEADS:
+                return general._replace(block_m=32 if fused and not masked else 16, warps=1, registers=REGISTERS_OF_THREE)
+            if heads >= MANY_HEADS and masked and not fused:
+                return general._replace(block_m=32, warps=2, registers=REGISTERS_OF_FOUR)
+            if heads >= MANY_HEADS:
+                return general._replace(registers=REGISTERS_OF_SIX)
         return general
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
@@ -337,8 +371,9 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, walk: bo
         return Tiles(block_m, 64, 4, 3)
     if masked or not hopper or recipe.key_granularity == "token":
         return Tiles(block_m, 128, 4, 3)
-    # three programs a processor instead of two: 3 to 7 % at 4096 keys on an H200
-    general = Tiles(block_m, 64, 4, 4, 168) if wide else Tiles(block_m, 128, 4, 3, 168)
+    # three programs a processor instead of two: 3 to 7 % at 4096 keys
+    registers = REGISTERS_OF_THREE
+    general = Tiles(block_m, 64, 4, 4, registers) if wide else Tiles(block_m, 128, 4, 3, registers)
     if fits_sm90_streaming(shape):
         return general._replace(kernel=SM90_STREAMING)
     return general
@@ -352,7 +387,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors:
     hopper = rule.kernel == SM90_RESIDENT
     if keys <= SHORT_ROW or hopper:
         warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
-        by_hand = (
+        blocks_of_sm90 = (
             rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
             for m, warps in SM90_BLOCKS
             # three programs a processor, if they have four warps each
@@ -360,11 +395,11 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors:
             for splits in range(1, 1 + -(-queries // m))
             if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
         )
-        # where rows are walked over, programs that go from head to head: two of four warps a processor, or one of eight
-        going_on = (
+        # where keys are read twice, programs that pass from head to head: two of four warps a processor, or one of eight
+        passing = (
             rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
             for m, warps in SM90_BLOCKS
-            if hopper and not is_held(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
+            if hopper and not row_fits_registers(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
         )
         tried: Iterable[Tiles] = (
             Tiles(m, rule.block_n, w, 1, registers, splits)
@@ -375,7 +410,7 @@ def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors:
             if splits <= -(-queries // m)
         )
         windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.kernel == WINDOWS)
-        tried = itertools.chain(by_hand, going_on, windows, tried if keys <= SHORT_ROW else ())
+        tried = itertools.chain(blocks_of_sm90, passing, windows, tried if keys <= SHORT_ROW else ())
     else:
         tried = (
             Tiles(m, n, 8 if m == 128 else 4, stages, registers)

@@ -31,7 +31,8 @@ class KernelRequest:
         guard: compile for Triton's interpreter, without inline assembly.
         value_sums: of the channels of chunks of V (batch, heads, chunks, channels), if its tokens are neighbours in memory
             already, as :func:`.triton.quantize_streaming.launch_quantize_long` leaves them.
-        dealt: these tokens have the order of :mod:`.sm90.attention_streaming`, which is then the kernel. Query may be float
+        fragment_order: V's tokens are permuted, so that what a thread holds of an operand lies side by side, as
+            :mod:`.sm90.attention_streaming` wants it, which is then the kernel. Query may be float
             then, without a scale: it is quantised on the way, with a scale a token.
     """
 
@@ -39,7 +40,7 @@ class KernelRequest:
     out: torch.Tensor
     guard: bool = False
     value_sums: torch.Tensor | None = None
-    dealt: bool = False
+    fragment_order: bool = False
 
     @property
     def fused(self) -> bool:

@@ -10,7 +10,7 @@ from ..recipe import Recipe
 
 SHORT_ROW = 256
 
-"""Most keys of a row that is held whole by every kernel for such rows."""
+"""Most keys of a row whose scores every resident kernel keeps in registers."""
 
 _HELD = 288, 608
 
@@ -112,7 +112,7 @@ def row_widths(keys: int, across: int = 1) -> tuple[int, ...]:
     return (*widths, max(least, 8 if left <= 8 else 16 if left <= 16 else 32)) if left else tuple(widths)
 
 
-def is_held(keys: int, across: int = 1) -> bool:
+def row_fits_registers(keys: int, across: int = 1) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` keeps a row's scores in registers, of ``across`` warps."""
     return sum(row_widths(keys, across)) <= _HELD[across - 1]
 
@@ -126,7 +126,7 @@ def is_crowded(keys: int) -> bool:
 
 
 def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
-    """Return the shared memory that :mod:`.sm90.attention_resident` takes where it walks over rows.
+    """Return the shared memory that :mod:`.sm90.attention_resident` takes where it reads keys twice.
 
     Args:
         keys: keys a row.
@@ -136,10 +136,10 @@ def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
     widths, spans = row_widths(keys), [kernel_width(span) for span in channel_spans(head_dim)]
     values = [max(value_width(span), 64 if tail else 16) for span in channel_spans(head_dim)]
     key_rows, value_rows = (sum(max(width, rows) for width in widths) for rows in (64 if tail else 32, 32))
-    held = key_rows * sum(spans) + value_rows * sum(values)
+    staged = key_rows * sum(spans) + value_rows * sum(values)
     # sums and scales of V's channels, and what reductions by eight warps pass through
-    aside = 16 * sum(spans)
-    return held + aside + tail * (sum(spans) + sum(max(width, 64) for width in widths))
+    extra = 16 * sum(spans)
+    return staged + extra + tail * (sum(spans) + sum(max(width, 64) for width in widths))
 
 
 def most_programs(shared: int) -> int:
@@ -196,7 +196,7 @@ def fits_sm90_resident(shape: AttentionShape) -> bool:
         and head_dim % 8 == 0
         and queries > 32
         and keys > 64
-        and (is_held(keys) or most_programs(shared_bytes(keys, head_dim)) > 0)
+        and (row_fits_registers(keys) or most_programs(shared_bytes(keys, head_dim)) > 0)
         and _is_usual(recipe)
     )
 
@@ -204,9 +204,9 @@ def fits_sm90_resident(shape: AttentionShape) -> bool:
 def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` has registers for such blocks: a warp or two for sixteen queries."""
     across = 16 * warps // block_m
-    held = is_held(keys, across)
-    fits = not held or block_m <= most_queries(widest_span(head_dim))
-    return (block_m, warps) in SM90_BLOCKS and (held or across == 1) and fits
+    whole = row_fits_registers(keys, across)
+    fits = not whole or block_m <= most_queries(widest_span(head_dim))
+    return (block_m, warps) in SM90_BLOCKS and (whole or across == 1) and fits
 
 
 def fits_windows(shape: AttentionShape) -> bool:

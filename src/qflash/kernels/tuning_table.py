@@ -85,14 +85,14 @@ def _measurable(shape: AttentionShape, capability: tuple[int, int], processors: 
     return frozenset(tiles for rule in rules for tiles in candidates(rule, *sizes, processors))
 
 
-def tiles_for(shape: AttentionShape, device: torch.device, *, walk: bool = True) -> Tiles:
+def tiles_for(shape: AttentionShape, device: torch.device, *, reread: bool = True) -> Tiles:
     """Return the tiles of a call on ``device``: the table's if it has them, else by the rules of :func:`choose_tiles`.
 
-    Without ``walk`` the rules' in any case: the table may have what is not to be compiled.
+    Without ``reread`` the rules' in any case: the table may have what is not to be compiled.
     """
     capability = capability_of(device)
-    rule = choose_tiles(shape, capability, walk=walk)
-    if device.type != "cuda" or shape.masked or not walk:
+    rule = choose_tiles(shape, capability, reread=reread)
+    if device.type != "cuda" or shape.masked or not reread:
         return rule
     table = _table()
     if table and shape.recipe.normalization == "two_pass":

@@ -76,16 +76,16 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     return launches
 
 
-def pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.Tensor, list[KernelLaunch]]:
+def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor, torch.Tensor, list[KernelLaunch]]:
     """Return V with its keys side by side, the sums of its channels, and the launches that fill both.
 
     The view returned has V's shape; its storage is (batch, heads, channels, keys up to a multiple of 128), zero
-    past the end, and if ``dealt`` in another order, channels up to a kernel's width
+    past the end, and if ``fragment_order`` permuted, channels up to a kernel's width
     (:func:`.triton.attention_streaming.pack_value_kernel`). The sums are those of chunks of keys, (batch, heads, chunks,
     channels).
     """
     batch, heads, keys, channels = value.shape
-    width = kernel_width(channels) if dealt else channels
+    width = kernel_width(channels) if fragment_order else channels
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, width, padded), dtype=torch.int8, device=value.device)
     chunk = chunk_tokens(padded, _PACKED_KEYS)
@@ -106,7 +106,7 @@ def pack_value(value: torch.Tensor, dealt: bool) -> tuple[torch.Tensor, torch.Te
             "WIDTH": width,
             "BLOCK_C": block,
             "BLOCK_N": _PACKED_KEYS,
-            "DEALT": dealt,
+            "DEALT": fragment_order,
         }
         grid = (triton.cdiv(width, block) * parts, heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))

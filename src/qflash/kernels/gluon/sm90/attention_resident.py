@@ -4,7 +4,7 @@ What :mod:`.triton.attention_resident` does, faster, and for longer rows what :m
 takes one head, or every few blocks of 64 or 128 of its queries, or, where rows are walked over, blocks of several heads, one
 head after the other. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not
 256. Rows of up to 288 keys are held whole. Longer ones are walked over twice, for their maximum and for the rest; the second
-walk computes the scores again (:func:`.tiles.is_held`). A head's channels are one span, or of 72 to 96 two
+walk computes the scores again (:func:`.tiles.row_fits_registers`). A head's channels are one span, or of 72 to 96 two
 (:func:`.tiles.channel_spans`), each with loads, products and outputs of its own, and scores the sum of both. Keys and values
 lie in shared memory, all of them; queries, probabilities and outputs stay in the registers of whom they belong to, so that
 after the values are there no warp waits for another. Three orders make that possible; they leave every product as it is:

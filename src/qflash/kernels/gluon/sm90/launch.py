@@ -62,7 +62,7 @@ def takes_resident(call: AttentionCall, tiles: Tiles) -> bool:
 
 def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` takes the call."""
-    taken = request.is_plain and not request.dealt and takes_resident(request.call, tiles)
+    taken = request.is_plain and not request.fragment_order and takes_resident(request.call, tiles)
     return taken and side_by_side(request.out, 8)
 
 
@@ -78,7 +78,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
         **division(tiles, request.work, call.heads),
     }
     turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
-    # measured: of rows held whole 1 % faster at most, or slower; of int8 not yet
+    # measured: where keys are read once 1 % at most, or slower; on int8 not yet
     constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.out) if request.fused and turn else ""
     scores = ScoreTile(tiles.block_m, 128 * turn if turn else sum(row_widths(call.keys)), whole=not turn)
     launches = []
@@ -163,7 +163,7 @@ def takes_streaming(call: AttentionCall, tiles: Tiles) -> bool:
 def accepts_streaming(request: KernelRequest, tiles: Tiles) -> bool:
     """Tell whether :mod:`.sm90.attention_streaming` takes the call, or V has been left in its order."""
     call = request.call
-    return request.dealt or (
+    return request.fragment_order or (
         request.is_plain
         and not request.fused
         and request.value_sums is None

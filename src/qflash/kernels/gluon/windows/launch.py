@@ -93,7 +93,7 @@ def share_windows(
     repeats = windows // periods
     groups = repeats
     if mask is not None:
-        # measured: programs of one block are sooner done with more registers, and to convert a bias takes as many
+        # measured: programs of one block take less time with more registers, and converting a bias needs as many
         room, registers = (12, 168) if one_block or not fixed else (16, 128)
         # several warps of a program have one window
         groups = repeats if tiles.warps > 1 else min(repeats, max(1, room * processors // (heads * periods * tiles.splits)))

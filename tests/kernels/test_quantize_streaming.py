@@ -12,7 +12,7 @@ from helpers import DEVICE, lay_out, make_inputs, print_products, products_print
 from qflash import execution
 from qflash.attention_call import int8_call
 from qflash.kernels.dispatch import attention_launches
-from qflash.kernels.gluon.sm90.launch import last_step, long_steps
+from qflash.kernels.gluon.sm90.launch import last_step, streaming_steps
 from qflash.kernels.triton.launch import pack_value
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quantizes_long
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
@@ -116,7 +116,7 @@ def test_queries_can_be_left_to_the_attention_kernel() -> None:
 @pytest.mark.parametrize("keys", [257, 289, 384, 385, 577, 700, 1024, 1100, 2100, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
-    span, unroll = long_steps(head_dim, keys)
+    span, unroll = streaming_steps(head_dim, keys)
     steps = -(-keys // span)
     assert steps % unroll == 0
     # the second walk is under way before the first is over

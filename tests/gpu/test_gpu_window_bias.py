@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from test_swin_bias import SIZES, formula, make_bias
+from integrations.test_swin_bias import SIZES, formula, make_bias
 
 import qflash
 from qflash import plan_cache

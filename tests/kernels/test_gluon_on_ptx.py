@@ -96,7 +96,7 @@ def few_processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = emulated("test_fixed_point", target)
+    module = emulated("core.test_fixed_point", target)
     monkeypatch.setattr(module, "GUARD", False)
     module.test_twin_output_multiplier_and_requantize()
 
@@ -104,7 +104,7 @@ def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kernels", [["windows_kernel"], ["hopper_kernel"], ["long_range", "long_quantize", "long_hopper"]])
 def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
     """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
-    emulated("test_calls")
+    emulated("kernels.test_launch_recorder")
     launched: list[str] = []
     monkeypatch.setattr(launch_recorder.KernelLaunch, "launcher", run_by_address(launched))
     tokens, head_dim = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64)}.get(kernels[0], (300, 64))
@@ -155,7 +155,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_window_bias(emulated: Load, target: str) -> None:
-    module = emulated("test_window_bias", target)
+    module = emulated("integrations.test_swin_bias", target)
     for sizes in module.SIZES[2:5]:
         module.test_kernel(sizes, (module.HALF, module.HALF))
     module.test_kernel_reads_nothing_that_is_not_the_table()
@@ -264,18 +264,18 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", range(8))
 def test_general_kernels(emulated: Load, case: int, target: str) -> None:
-    emulated("test_kernels", target).test_kernel_has_the_reference_bits(case)
+    emulated("kernels.test_attention", target).test_kernel_has_the_reference_bits(case)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", range(4))
 def test_general_kernels_fused(emulated: Load, case: int, target: str) -> None:
-    emulated("test_fused", target).test_fused_launch_has_the_bits_of_the_specification(case)
+    emulated("kernels.test_attention_resident", target).test_fused_launch_has_the_bits_of_the_specification(case)
 
 
 def test_quantising_long_rows(emulated: Load) -> None:
     shape, layouts = (2, 2, 40, 257, 48, 80, 1), ("packed", "tokens_first", "channels_first")
-    emulated("test_long_quantize").test_bits_are_those_of_single_tensors(shape, layouts, torch.bfloat16, True)
+    emulated("kernels.test_quantize_streaming").test_bits_are_those_of_single_tensors(shape, layouts, torch.bfloat16, True)
 
 
 # --- mistakes that must be noticed ------------------------------------------------------------------------

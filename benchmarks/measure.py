@@ -1,4 +1,4 @@
-"""Measure what the tables of docs/performance/tables.md on attention are made of: every ``qflash bench`` they need, on this GPU.
+"""Measure what docs/performance/tables.md says about attention: every ``qflash bench`` that it needs, on this GPU.
 
 ``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run, named after it and the GPU; the committed ones lie
 in ``benchmarks/results``. Kernels are compiled by several processes first, which one process would do one after the other.

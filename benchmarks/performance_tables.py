@@ -469,7 +469,7 @@ all scores of its queries at once, else of one iteration of its loops over the k
     ),
     Section(
         "Machine code of Triton 3.9",
-        """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of Triton 3.6's machine code in the launcher's
+        """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's
 cache and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared with
 the output of Triton 3.6's code, which tests compare with the reference). Time divided by the time with Triton 3.6's code;
 `form for 3.9` is the form that is used with Triton 3.9, where it is another one
@@ -480,7 +480,7 @@ the output of Triton 3.6's code, which tests compare with the reference). Time d
     ),
     Section(
         "CPUs",
-        """Two threads, eager calls, inputs uniform in [−4, 4) float32, all methods in alternation in every round, **lowest** of
+        """Two threads, eager calls, inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of
 nine rounds (three for the reference); the files have medians, too. `python benchmarks/cpu.py OUT.json` measures again. `int8`
 is int8 in and out on tensors quantised before; `float32` is `qflash.attention`, default recipe, quantisation included. A ratio
 is SDPA's time in float32 divided by ours. The first CPU is a Zen 5 EPYC with VNNI, the second a Zen 4 EPYC with VNNI, the third
@@ -498,7 +498,7 @@ and the environment; do not edit. Aims and a summary: [performance](../performan
 [limits](limits.md). What was tried: [experiments](experiments.md).
 
 Unless a section says otherwise: one NVIDIA H200 or one H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver 580.159;
-CUDA-graph replay of about a millisecond of calls behind an untimed replay; inputs uniform in [−4, 4) fp16.
+CUDA-graph replay of about a millisecond of calls behind an untimed replay; inputs uniform in [-4, 4) fp16.
 """
 
 

@@ -74,6 +74,7 @@ def test_readme_is_short() -> None:
     assert not [line for line in outside if len(line) > 120 and not line.startswith("|")]
 
 
+@pytest.mark.slow
 def test_readme_examples_run() -> None:
     names: dict[str, object] = {}
     for code in re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):

@@ -388,19 +388,19 @@ SECTIONS = (
         """Microseconds, all methods in alternation in one run, median of 15 rounds. `int8` is `qflash.int8_attention`, int8 in
 and out, one scale per tensor, fitted output scale; the tensors are quantised before the clock starts. `fp16` is
 `qflash.attention` with the default recipe, quantisation included. FA2, cuDNN and efficient are PyTorch's
-`scaled_dot_product_attention` in fp16. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on tensors
-quantised beforehand ([baselines](../baselines.md)). A **ratio** is the faster of FA2 and cuDNN divided by ours: above 1 we
-are faster. **best** divides the fastest of FA2, cuDNN, INT-Flash and QAttn by ours. Shapes are batch x heads x tokens x
-channels; A1 to A7 are the paper's workloads ([what they are](../performance.md#workloads)). The rows of 16384 keys reach the
-power limit: their quartiles lie several per cent apart.""",
+`scaled_dot_product_attention` in fp16. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on
+tensors quantised beforehand ([baselines](../baselines.md)). A **ratio** is the faster of FA2 and cuDNN divided by
+ours: above 1 we are faster. **best** divides the fastest of FA2, cuDNN, INT-Flash and QAttn by ours. Shapes are
+batch x heads x tokens x channels; A1 to A7 are the paper's workloads ([what they are](../performance.md#workloads)).
+The rows of 16384 keys reach the power limit: their quartiles lie several per cent apart.""",
         latency,
         ("bench_{card}", "bench_1024_{card}", "bench_long_{card}"),
     ),
     Section(
         "Swin with its bias and shift mask",
         """Microseconds. An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned
-(`qflash.align_bias`) for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the time
-without it.""",
+(`qflash.align_bias`) for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the
+time without it.""",
         bias,
         ("bench_bias_{card}",),
     ),
@@ -420,10 +420,10 @@ without it.""",
         "Whole models",
         """Images per second of timm's models in fp16, one forward pass in a CUDA graph (`qflash models`). **ratio** is against
 the fastest SDPA back end with every attention module made to call SDPA, which timm does not do in Swin (`÷ timm`).
-**bias kept** is `qflash.patch(model, keep_bias=True)`, which differs only where a model has a bias. Weights are random: they
-change no kernel's speed. The SQNR is of these logits against float32. The other methods of this library quantise in launches
-of their own and were not in these runs. The H200 run is older than the single launch for Swin's bias, which the H100 run
-has.""",
+**bias kept** is `qflash.patch(model, keep_bias=True)`, which differs only where a model has a bias. Weights are
+random: they change no kernel's speed. The SQNR is of these logits against float32. The other methods of this library
+quantise in launches of their own and were not in these runs. The H200 run is older than the single launch for Swin's
+bias, which the H100 run has.""",
         models,
         ("models_{card}",),
     ),
@@ -452,27 +452,28 @@ included.""",
         """From the machine code of Triton 3.6 (`qflash verify`): warp instructions of a whole kernel where a program computes
 all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
 
-* `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere such
-  rows take the streaming kernel, of which the usual loops are counted. `vit-577` is 0.7 in the first pass and 8.2 in the
-  second, which includes a maximum that seldom runs. `vit-1370` and `vit-729-72` are persistent programs.
-* `vit-80` has few heads: two warps share each row, so its code is half of each warp's work and an exchange between them.
+* `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere
+  such rows take the streaming kernel, of which the usual loops are counted. `vit-577` is 0.7 in the first pass and
+  8.2 in the second, which includes a maximum that seldom runs. `vit-1370` and `vit-729-72` are persistent programs.
+* `vit-80` has few heads: two warps share each row, so its code is half of each warp's work and an exchange between
+  them.
 * `vit-hundreds` and `vit-257-80` contain code for tail queries as well as for a block, and per-channel scales.
-* `swin`, `swin-windows` and `swin-thousands` are the windows kernel: one tile of 16 queries per warp and all that precedes
-  it, so few scores share the cost of keys and values; with thousands of windows half a tile more. With a bias the code is
-  there twice, for tiles with and without marks.
-* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 7.8 in the second at d = 64. At
-  d = 128 the maxima that clamp scores are included, one per score, which seldom run. Of the 15 spills at d = 64, caused by
-  per-channel scales, two are in an iteration of the second pass (two tiles).""",
+* `swin`, `swin-windows` and `swin-thousands` are the windows kernel: one tile of 16 queries per warp and all that
+  precedes it, so few scores share the cost of keys and values; with thousands of windows half a tile more. With a
+  bias the code is there twice, for tiles with and without marks.
+* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 7.8 in the second at d =
+  64. At d = 128 the maxima that clamp scores are included, one per score, which seldom run. Of the 15 spills at d =
+  64, caused by per-channel scales, two are in an iteration of the second pass (two tiles).""",
         instructions,
         ("verify_triton36",),
         ("",),
     ),
     Section(
         "Machine code of Triton 3.9",
-        """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's
-cache and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared with
-the output of Triton 3.6's code, which tests compare with the reference). Time divided by the time with Triton 3.6's code;
-`form for 3.9` is the form that is used with Triton 3.9, where it is another one
+        """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's cache
+and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared
+with the output of Triton 3.6's code, which tests compare with the reference). Time divided by the time with Triton
+3.6's code; `form for 3.9` is the form that is used with Triton 3.9, where it is another one
 ([why](limits.md#register-pressure-and-ptxas)).""",
         newer,
         ("trials/triton39_{card}",),
@@ -481,10 +482,11 @@ the output of Triton 3.6's code, which tests compare with the reference). Time d
     Section(
         "CPUs",
         """Two threads, eager calls, inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of
-nine rounds (three for the reference); the files have medians, too. `python benchmarks/cpu.py OUT.json` measures again. `int8`
-is int8 in and out on tensors quantised before; `float32` is `qflash.attention`, default recipe, quantisation included. A ratio
-is SDPA's time in float32 divided by ours. The first CPU is a Zen 5 EPYC with VNNI, the second a Zen 4 EPYC with VNNI, the third
-an EPYC with AVX2 only, whose two cores were shared with other work: there ratios of a few per cent mean nothing.""",
+nine rounds (three for the reference); the files have medians, too. `python benchmarks/cpu.py OUT.json` measures
+again. `int8` is int8 in and out on tensors quantised before; `float32` is `qflash.attention`, default recipe,
+quantisation included. A ratio is SDPA's time in float32 divided by ours. The first CPU is a Zen 5 EPYC with VNNI,
+the second a Zen 4 EPYC with VNNI, the third an EPYC with AVX2 only, whose two cores were shared with other work:
+there ratios of a few per cent mean nothing.""",
         processor,
         ("{card}",),
         ("cpu_vnni", "cpu_zen4", "cpu"),
@@ -493,12 +495,12 @@ an EPYC with AVX2 only, whose two cores were shared with other work: there ratio
 
 HEADER = """# Measured tables
 
-Written by `python benchmarks/performance_tables.py` from the result files named under each heading, which also have quartiles
-and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are what they are:
-[limits](limits.md). What was tried: [experiments](experiments.md).
+Written by `python benchmarks/performance_tables.py` from the result files named under each heading, which also have
+quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
+what they are: [limits](limits.md). What was tried: [experiments](experiments.md).
 
-Unless a section says otherwise: one NVIDIA H200 or one H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver 580.159;
-CUDA-graph replay of about a millisecond of calls behind an untimed replay; inputs uniform in [-4, 4) fp16.
+Unless a section says otherwise: one NVIDIA H200 or one H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver
+580.159; CUDA-graph replay of about a millisecond of calls behind an untimed replay; inputs uniform in [-4, 4) fp16.
 """
 
 

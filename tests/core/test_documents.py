@@ -55,6 +55,13 @@ def test_files_that_are_named_exist(document: pathlib.Path) -> None:
 
 
 @each
+def test_functions_are_in_the_files_that_are_named(document: pathlib.Path) -> None:
+    text = " ".join(prose(document.read_text(encoding="utf-8")).split())
+    for name, path in re.findall(r"`(\w+)`(?:, `\w+`)* in `(src/[\w./]+)`", text):
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)
+
+
+@each
 def test_modules_that_are_named_import(document: pathlib.Path) -> None:
     for dotted in set(re.findall(r"(?<![\w./])(qflash(?:\.[A-Za-z_]\w*)+)", document.read_text(encoding="utf-8"))):
         if dotted.endswith(".py"):
@@ -73,8 +80,9 @@ def test_lines_are_short(document: pathlib.Path) -> None:
     assert not [line for line in lines if len(line) > 120 and not re.match(r" *\||!?\[|H[12]00: \[|    ", line)]
 
 
-def test_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
+@pytest.mark.parametrize(("name", "most"), [("README.md", 160), ("docs/performance.md", 150)])
+def test_overviews_are_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
 
 
 @pytest.mark.slow

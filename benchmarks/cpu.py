@@ -1,4 +1,4 @@
-"""Measure docs/performance.md's CPU table: SDPA in float32, the compiled CPU kernels and the reference, in one run.
+"""Measure the CPU table of docs/performance/tables.md: SDPA in float32, the compiled CPU kernels and the reference, in one run.
 
     OMP_NUM_THREADS=2 python benchmarks/cpu.py benchmarks/results/cpu.json
 
@@ -77,7 +77,7 @@ def measure(shape: tuple[int, int, int, int]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure every shape, write the JSON, print the table of docs/performance.md."""
+    """Measure every shape, write the JSON, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=pathlib.Path, metavar="OUT.json", help="where the results go")
     output = parser.parse_args().output

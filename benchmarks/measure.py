@@ -1,4 +1,4 @@
-"""Measure what the tables of docs/performance.md on attention are made of: every ``qflash bench`` they need, on this GPU.
+"""Measure what docs/performance/tables.md says about attention: every ``qflash bench`` that it needs, on this GPU.
 
 ``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run, named after it and the GPU; the committed ones lie
 in ``benchmarks/results``. Kernels are compiled by several processes first, which one process would do one after the other.
@@ -29,7 +29,7 @@ BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "
 OURS = ("qflash int8", "qflash")
 # those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")
-# heads, tokens, channels of the models in "Other shapes of vision transformers"
+# heads, tokens, channels of the models in the tables of other vision transformers
 MODELS = (
     "16,257,64", "12,261,64", "12,401,64", "12,577,64", "16,577,64", "12,785,64", "12,1025,64", "12,1370,64",
     "16,256,72", "16,729,72", "16,257,80", "16,577,80",

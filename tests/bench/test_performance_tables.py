@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md are those of the committed results."""
+"""The tables of docs/performance.md and docs/performance/tables.md are those of the committed results."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def tables() -> Any:
 def test_page_has_the_figures_of_the_results(tables: Any) -> None:
     page = tables.PAGE.read_text()
     assert tables.laid_out(page) == page
+    assert tables.tables_page() == tables.TABLES.read_text()
 
 
 def test_aims_count_what_the_latency_table_shows(tables: Any) -> None:

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from integrations.test_swin_bias import SIZES, formula, make_bias
 
 import qflash
+from integrations.test_swin_bias import SIZES, formula, make_bias
 from qflash import plan_cache
 from qflash.integrations.swin_bias import window_bias
 

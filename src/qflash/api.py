@@ -217,6 +217,37 @@ def _scale_tensor(scale: float | torch.Tensor, name: str, device: torch.device) 
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
+def _check_quantized(query: QuantizedTensor, key: QuantizedTensor, value: QuantizedTensor, enable_gqa: bool) -> None:
+    """Require int8 values whose shapes fit together, with scales of the granularities that operators take."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
+    check_attention_shapes(query.values, key.values, value.values, enable_gqa)
+    for name, x, dim, allowed in (
+        ("query", query, -1, "tensor, head or token"),
+        ("key", key, -1, "tensor, head or token"),
+        ("value", value, -2, "tensor, head or channel"),
+    ):
+        if x.scale.dim() >= -dim and x.scale.shape[dim] != 1 and x.scale.numel() != 1:
+            raise ValueError(f"{name} must have one scale per {allowed}, got scale of shape {tuple(x.scale.shape)}")
+
+
+def _output_scale(output_scale: float | torch.Tensor | None, value: QuantizedTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the scale of an int8 output of a shape: the given one, or the value's, repeated for query's heads."""
+    if output_scale is None:
+        given = value.scale
+        if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
+            given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
+        return given
+    given = _scale_tensor(output_scale, "output_scale", value.device)
+    if given.dim() > len(shape) or any(
+        have not in (1, want) for have, want in zip(reversed(given.shape), reversed(shape), strict=False)
+    ):
+        raise ValueError(f"output_scale must broadcast to the output {shape}, got {tuple(given.shape)}")
+    if given.dim() > 1 and given.shape[-2] != 1:
+        raise ValueError(f"output_scale must be per tensor, head or channel, got shape {tuple(given.shape)}")
+    return given
+
+
 def int8_attention(
     query: QuantizedTensor,
     key: QuantizedTensor,
@@ -260,8 +291,7 @@ def int8_attention(
             int8_attention, given_tensors, query, key, value, attn_mask, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa, output_scale=output_scale, out_dtype=out_dtype, recipe=recipe, backend=backend,
         )  # fmt: skip
-    named = (("query", query), ("key", key), ("value", value))
-    for name, x in named:
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, QuantizedTensor):
             raise TypeError(f"{name} must be a QuantizedTensor (qflash.quantize makes one), got {type(x).__name__}")
     scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
@@ -274,17 +304,8 @@ def int8_attention(
         if out_dtype is not None:
             return out
         return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale)
-    for name, x in named:
-        check_tensor(f"{name}.values", x.values, (torch.int8,), 2)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    check_attention_shapes(query.values, key.values, value.values, enable_gqa)
-    for name, x, dim, allowed in (
-        ("query", query, -1, "tensor, head or token"),
-        ("key", key, -1, "tensor, head or token"),
-        ("value", value, -2, "tensor, head or channel"),
-    ):
-        if x.scale.dim() >= -dim and x.scale.shape[dim] != 1 and x.scale.numel() != 1:
-            raise ValueError(f"{name} must have one scale per {allowed}, got scale of shape {tuple(x.scale.shape)}")
+    _check_quantized(query, key, value, enable_gqa)
     check_mask(attn_mask, query.values, key.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
     check_backend(backend)
     choices = resolve_recipe(recipe)
@@ -294,19 +315,7 @@ def int8_attention(
         raise ValueError("output_scale belongs to an int8 output and out_dtype asks for a float one; give one of them")
     shape = (*query.shape[:-1], value.shape[-1])
     value_scale = _four_scale(value.scale, value.values)
-    given: torch.Tensor | None = None
-    if output_scale is not None:
-        given = _scale_tensor(output_scale, "output_scale", query.device)
-        if given.dim() > len(shape) or any(
-            have not in (1, want) for have, want in zip(reversed(given.shape), reversed(shape), strict=False)
-        ):
-            raise ValueError(f"output_scale must broadcast to the output {shape}, got {tuple(given.shape)}")
-        if given.dim() > 1 and given.shape[-2] != 1:
-            raise ValueError(f"output_scale must be per tensor, head or channel, got shape {tuple(given.shape)}")
-    elif out_dtype is None:
-        given = value.scale
-        if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
-            given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
+    given = None if out_dtype is not None else _output_scale(output_scale, value, shape)
     factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query.values)
     q, k, v = _four(query.values), _four(key.values), _four(value.values)
     query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)

@@ -39,7 +39,7 @@ def _plain_keys() -> int | None:
         for name in names:
             plain |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
         # what is asked in every call has to answer, too
-        _keys_of(torch.empty(0, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), _function_modes()
+        _keys_of(torch.empty(0, dtype=torch.float32, device="cpu")).raw_repr(), _keys_of_thread().raw_repr(), _function_modes()
     except (AttributeError, TypeError):
         return None
     return plain

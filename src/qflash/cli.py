@@ -170,6 +170,9 @@ def bench(
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
     dtype: DtypeOption = None,
     inputs: InputOption = "uniform",
+    base: Annotated[
+        str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), by turns.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples a method.")] = None,
     device: DeviceOption = None,
     output: OutputOption = None,
@@ -178,16 +181,27 @@ def bench(
 
     Modes: kernel (int8 to int8 on tensors quantised beforehand) and end-to-end (float to float, quantisation
     included) on CUDA graphs; eager, calls without a graph. Without a GPU the CPU back ends are timed.
+
+    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns.
     """
-    from .bench import console, latency
+    from .bench import console, latency, revisions
     from .bench import methods as bench_methods
     from .bench import problems as bench_problems
 
-    with _explained("bench", ValueError):
+    with _explained("bench", ValueError, RuntimeError):
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
+        problems = bench_problems.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias)
+        if base is not None:
+            if method or peer:
+                raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
+            revisions.run_revisions(
+                problems, base, modes=mode or ("kernel", "end-to-end"), recipes=recipe or ("default",), kind=inputs,
+                dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds or 15, output=output,
+            )  # fmt: skip
+            return
         latency.run_bench(
-            bench_problems.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias),
+            problems,
             bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ()),
             modes=mode or ("kernel", "end-to-end"),
             kind=inputs,

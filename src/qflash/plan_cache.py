@@ -134,10 +134,12 @@ def remember(
     for given, view in zip(tensors, views, strict=True):
         if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
             return
-    run = prepare()
     state = torch_internals.thread_state()
     assert state is not None  # or there is no place
     signature = _signature(state, tensors, options)
+    if signature in _unrepeatable:
+        return
+    run = prepare()
     if run is None:
         _keep(_unrepeatable, signature, True)
     else:

@@ -130,7 +130,7 @@ def wide_multiplier(mantissa, exponent, COLUMN_BITS: tl.constexpr, MOST_FRACTION
 
 @triton.jit
 def column_multiplier(bits, largest_exponent, COLUMN_BITS: tl.constexpr):
-    """A: a key token's scale in units of ``2**(1 + largest_exponent)``, with COLUMN_BITS fraction bits, at most 1."""
+    """A: a key token's scale in units of ``2**(24 + largest_exponent)``, with COLUMN_BITS fraction bits, at most 1."""
     mantissa, exponent = split_scale(bits)
     shift = tl.minimum((24 - COLUMN_BITS) + largest_exponent - exponent, 31)
     return ((mantissa >> (shift - 1)) + 1) >> 1

@@ -189,7 +189,7 @@ def _four_int8(tiles, inverse, GUARD: tl.constexpr):
 
 @triton.jit
 def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store four tiles of values, interleaved, from key ``start`` on; return their sum per channel and quarter of the keys."""
+    """Store four tiles of values, interleaved, from key ``start`` on; return the elementwise sum of the four, int32."""
     i0, i1, i2, i3 = four
     column = start + tl.arange(0, BLOCK_N)
     inside = (d[None, :] < width) & (column[:, None] < padded)
@@ -286,9 +286,9 @@ def quantizes_long(recipe: Recipe, batch: int) -> bool:
 
 
 class LongQuantized(NamedTuple):
-    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums.
+    """What :func:`launch_quantize_long` returns: int8 tensors (value contiguous along tokens), scales, channel sums.
 
-    The sums are those of chunks of tokens, (batch, heads, chunks, channels). Query is None if none was given.
+    The sums are per chunk of tokens, (batch, heads, chunks, channels). Query is None if none was given.
     """
 
     query: torch.Tensor | None
@@ -311,15 +311,16 @@ def _range_chunk(tokens: int, heads: int) -> int:
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
 ) -> LongQuantized:
-    """Quantise what a call with long rows needs in two launches: ranges, then values.
+    """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
-    Scales are one a token for query, one a head for key, one a channel for value.
+    There is a scale per token for query, per head for key and per channel for value.
 
     Args:
-        query: float (batch, heads, tokens, channels), not empty; None to leave it as it is.
+        query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
-        center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
-        dealt: leave V as :mod:`.sm90.attention_streaming` takes it; see :func:`.triton.attention_streaming.pack_value_kernel`.
+        center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
+        dealt: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
+            :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
     """
     batch, key_heads, tokens, channels = key.shape
     value_channels = value.shape[3]

@@ -3,16 +3,15 @@
 Row maxima, row sums, scales and reciprocals (Equations 4, 11 and Algorithm 1, step 11) are one number per row. In the
 fragment of an accumulator a quad of lanes (t = lane % 4) shares two rows, r = lane // 4 and r + 8 of a warp's sixteen:
 
-             columns 2t, 2t + 1 (and the same of every further eight)
-    row r       t = 0  t = 1  t = 2  t = 3
-    row r + 8   t = 0  t = 1  t = 2  t = 3
+    columns     0, 1    2, 3    4, 5    6, 7    (and the same in every further eight)
+    row r       t = 0   t = 1   t = 2   t = 3
+    row r + 8   t = 0   t = 1   t = 2   t = 3
 
 A number for each row has one of three forms:
 
 * a vector in a slice of the tile's layout: each of the four lanes has the numbers of both rows;
 * one row per thread, (rows / 2, 4): lanes with even t have the number of row r, odd ones that of row r + 8. What is
-  computed per row then takes half the instructions. For a tile of eight rows, which are one per thread anyway, (rows,
-  4);
+  computed per row then takes half the instructions. A tile of eight rows has one per thread anyway, (rows, 4);
 * (rows, 4), equal in all columns: the numbers of both rows again, from the second form.
 
 A number common to all rows stays a scalar. Everything is in registers; lanes of a quad exchange numbers by shuffles.

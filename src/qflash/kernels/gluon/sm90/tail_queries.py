@@ -205,8 +205,10 @@ def last_rows(
     order.
 
     Args:
-        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from ``units``.
-        v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not stored.
+        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
+            ``units``.
+        v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not
+            stored.
         sums: from :func:`.sm90.stage_kv.sums_aside`: products begin at them.
     """
     N: gl.constexpr = q_smem[0].shape[0]

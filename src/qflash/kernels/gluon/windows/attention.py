@@ -1,5 +1,4 @@
-"""Attention for windows of 33 to 64 keys and 32 channels, the shapes of Swin, in registers (Gluon; mma.sync, from sm_80
-on).
+"""Attention in registers for Swin's windows, 33 to 64 keys and 32 channels (Gluon; mma.sync, from sm_80 on).
 
 Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first), with
 an additive bias or none, with the bits of :mod:`.triton.attention_resident`.

@@ -218,7 +218,7 @@ def to_rows(q, row_bits, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
-    """Where the mask of a head starts. With a PERIOD the mask repeats over the batch after so many elements."""
+    """Where the mask of a head starts. With a PERIOD the mask repeats after PERIOD elements of the batch."""
     if PERIOD > 0:
         return mask_ptr + (z % PERIOD) * stride_z + h * stride_h
     return mask_ptr + z * stride_z + h * stride_h
@@ -418,6 +418,7 @@ def accumulate(
 
 @triton.jit
 def _latter(a, b, c, d, e, f):
+    """The second three of six: a reduction that keeps one of several equal rows."""
     return d, e, f
 
 

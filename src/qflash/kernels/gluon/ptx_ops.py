@@ -361,26 +361,31 @@ def lower_words(a, b, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _higher_float16(a, b):
+    """Maxima of two float16 in a word."""
     return higher_words(a, b, gl.float16)
 
 
 @gluon.jit
 def _higher_bfloat16(a, b):
+    """Maxima of two bfloat16 in a word."""
     return higher_words(a, b, gl.bfloat16)
 
 
 @gluon.jit
 def _wider_float16(low_a, high_a, low_b, high_b):
+    """(minima, maxima) of two float16 in a word."""
     return lower_words(low_a, low_b, gl.float16), higher_words(high_a, high_b, gl.float16)
 
 
 @gluon.jit
 def _wider_bfloat16(low_a, high_a, low_b, high_b):
+    """(minima, maxima) of two bfloat16 in a word."""
     return lower_words(low_a, low_b, gl.bfloat16), higher_words(high_a, high_b, gl.bfloat16)
 
 
 @gluon.jit
 def _wider(low_a, high_a, low_b, high_b):
+    """(minimum, maximum) of float32."""
     return nan_min(low_a, low_b), nan_max(high_a, high_b)
 
 

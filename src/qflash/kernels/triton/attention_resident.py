@@ -1,7 +1,7 @@
 """Attention for rows of up to 256 keys, from int8 or from float, in one launch (Triton, any NVIDIA GPU from sm_80 on).
 
 Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
-shapes of vision transformers. A program takes one head, or every so many blocks of its queries (grid: programs of a head,
+shapes of vision transformers. A program takes one head, or every n-th block of its queries (grid: n programs of a head,
 heads, batch). "Resident" means that the scores of a row stay in registers between the maximum and the exponential, as one
 tile of BLOCK_N keys or two (TILES), so that Q K^T is computed once.
 

@@ -339,6 +339,7 @@ def launch_quantize_long(
     unit = 8 if channels % 16 == 8 and all(number % 8 == 0 for number in numbers) else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an empty tensor on the device of the keys."""
         return torch.empty(shape, dtype=dtype, device=key.device)
 
     packed = new(batch, key_heads, width, padded, dtype=torch.int8)

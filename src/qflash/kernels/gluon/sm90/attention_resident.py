@@ -3,7 +3,7 @@
 Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
 default recipe without a mask, with the bits of :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`.
 
-*Work.* A program takes one head, or every so many blocks of 64 or 128 of its queries; where keys pass twice it may take
+*Work.* A program takes one head, or every n-th block of 64 or 128 of its queries; where keys pass twice it may take
 consecutive blocks of several heads. Tail queries, past whole blocks, may be computed by :mod:`.sm90.tail_queries`. A row of
 scores is a sequence of tiles of 128, 64, 32, 16 and 8 keys; a head's channels are one span or two (:mod:`.sm90.layouts`).
 
@@ -578,7 +578,7 @@ def hopper_kernel(
     :func:`.dispatch.launch_fused`.
 
     Which blocks a program takes: with BLOCKS (the blocks per head), ``share`` consecutive ones of the ``total`` blocks
-    of HEADS heads per batch element, head after head; if BLOCKS is 0, every so many blocks of the one head that its
+    of HEADS heads per batch element, head after head; if BLOCKS is 0, every n-th block of the one head that its
     place in the grid names. With SPREAD the first programs of all heads come before the second ones.
 
     Constants of the kernel:

@@ -64,7 +64,7 @@ BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
 # Two words with a probability in their top bytes -> two packed int8: byte 3 of each, or byte 2 less 128.
 PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
 PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
-# Byte 3 of a left-aligned fraction, with a 1 above it (256 + byte). The 1 comes from a register whose value the assembler
+# Byte 3 of a left-aligned fraction, with a 1 above it (256 + byte). The 1 comes from a register whose value ptxas
 # cannot know: as an immediate it would cost a move per score.
 MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
 OPAQUE_ONE = tl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 1;}")

@@ -38,7 +38,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # x * inverse rounded to nearest even: the low bits of its sum with 1.5 * 2**23
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
-# -2 in a register ($1 is not negative) whose value the assembler cannot know: as an immediate it would cost a move per score
+# -2 in a register ($1 is not negative) whose value ptxas cannot know: as an immediate it would cost a move per score
 OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
 # Twice a probability, rounded down, from an exponent with 24 fraction bits to which 9 octaves and 1/256 were added: with f the
 # byte of the fraction and x = f - 512, (x * x + 2**17) >> octaves. The 1/256 turns 511 - f into 512 - f. It may carry into the

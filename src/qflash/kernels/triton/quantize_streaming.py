@@ -40,7 +40,7 @@ from ..tiles import kernel_width
 
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
-"""Programs that find ranges, at least: fewer would leave processors idle, more would leave more ranges to read."""
+"""Programs that find ranges, at least: fewer would leave SMs idle, more would leave more ranges to read."""
 _CHUNK = 256
 """Tokens that a program quantises, at least."""
 

@@ -32,7 +32,7 @@ channels of V in dealt order (:func:`.sm90.query_block.deal`).
 *Storage offset.* Probabilities are stored as 127 - P, which adds 127 times the channel sums of V to an output. SUMS
 says where that is taken out; the best place depends on how full the GPU is.
 
-*Two warps per sixteen rows.* With fewer programs than processors, a call takes as long as one warp's chain of
+*Two warps per sixteen rows.* With fewer programs than SMs, a call takes as long as one warp's chain of
 instructions. Two warps then share it; their maxima, row sums and probabilities pass through shared memory.
 """
 
@@ -269,7 +269,7 @@ def _block(
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     if QUANTIZE and WARPS == 4 and ACROSS == 1 and not TWICE:
-        # measured: with three programs per processor 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
+        # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
         keep_apart(units[2], 2)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
@@ -288,7 +288,7 @@ def _block(
     for t in gl.static_range(len(ready)):
         s = ready[t]
         if APART:
-            # a program alone on its processor is faster if it starts on the first tile, though each tile costs a branch
+            # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
         p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:

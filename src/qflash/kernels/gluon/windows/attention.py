@@ -660,7 +660,7 @@ def _quotient(n, inverse):
     return ((n.to(gl.int64) * inverse) >> 30).to(gl.int32)
 
 
-# The processor fetches arguments 64 bytes at a time when they are first read: those that loads need come first.
+# An SM fetches arguments 64 bytes at a time when they are first read: those that loads need come first.
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
     k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
@@ -683,7 +683,7 @@ def windows_kernel(
     ``groups`` of programs. Which work a program has: without TOGETHER, program (x, h, z) has head h, place z of the
     period and a group and part of the queries by x. With TOGETHER, column x of the grid has the next ``share`` pieces
     of work, the first ``longer`` columns one more, ordered so that those with the same bias are neighbours: programs of
-    a column mostly run on one processor, whose L1 then has the bias for all of them.
+    a column mostly run on one SM, whose L1 then has the bias for all of them.
 
     Constants of the kernel:
 

@@ -32,8 +32,9 @@ channels of V in dealt order (:func:`.sm90.query_block.deal`).
 *Storage offset.* Probabilities are stored as 127 - P, which adds 127 times the channel sums of V to an output. SUMS
 says where that is taken out; the best place depends on how full the GPU is.
 
-*Two warps per sixteen rows.* With fewer programs than SMs, a call takes as long as one warp's chain of
-instructions. Two warps then share it; their maxima, row sums and probabilities pass through shared memory.
+*Two warps per sixteen rows.* With fewer programs than SMs, a call takes as long as one warp's chain of instructions.
+From floats, and for long rows, two warps then share it; their maxima, row sums and probabilities pass through shared
+memory.
 """
 
 from __future__ import annotations

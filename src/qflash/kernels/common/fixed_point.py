@@ -213,17 +213,13 @@ def row_inverse(denominator, GUARD: tl.constexpr):
 
 @triton.jit
 def row_weight(inverse, bits):
-    """1 / row sum as float32, from the integers of :func:`row_inverse`: ``inverse * 2**-(29 + bits)``. For float
-    outputs only.
-    """
+    """1 / row sum as float32, ``inverse * 2**-(29 + bits)`` with :func:`row_inverse`'s integers; for float outputs."""
     return inverse.to(tl.float32) * ((98 - bits) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def output_multiplier(value_bits, output_bits, GUARD: tl.constexpr):
-    """(R, shift) of value scale / output scale: 31 bits of mantissa, and the right shift, 0 to 31, that
-    :func:`requantize` applies.
-    """
+    """(R, shift) of value scale / output scale: 31 bits of mantissa, and a right shift (0 to 31) for :func:`requantize`."""
     value, value_exponent = split_scale(value_bits)
     output, output_exponent = split_scale(output_bits)
     ratio = multiply_high(value << 7, reciprocal(output << 7, GUARD), GUARD) << 2

@@ -162,9 +162,7 @@ def inverse_scale(scale, GUARD: tl.constexpr):
 
 @triton.jit
 def _rounded_product(x, inverse, GUARD: tl.constexpr):
-    """x * inverse, exact and then rounded once to nearest even, plus ROUND (float32); float64 plus ROUND_WIDE in the
-    interpreter.
-    """
+    """x * inverse rounded once to nearest even, plus ROUND (float32); in the interpreter float64, plus ROUND_WIDE."""
     if GUARD:
         # the interpreter's fma rounds twice; float64 holds the product of two float32 exactly
         return x.to(tl.float64) * inverse.to(tl.float64) + ROUND_WIDE
@@ -173,9 +171,7 @@ def _rounded_product(x, inverse, GUARD: tl.constexpr):
 
 @triton.jit
 def round_to_int8(x, inverse, GUARD: tl.constexpr):
-    """x * inverse as int8, rounded to nearest even. The scale has to come from x itself, which keeps it within +-127:
-    no clamp.
-    """
+    """x * inverse as int8, rounded to nearest even. No clamp: with a scale found on x itself it stays within +-127."""
     rounded = _rounded_product(x, inverse, GUARD)
     return rounded.to(tl.int64 if GUARD else tl.int32, bitcast=True).to(tl.int8)
 
@@ -207,9 +203,7 @@ def bias_base(row_max):
 
 @triton.jit
 def bias_to_fixed(bias, GUARD: tl.constexpr):
-    """Float32 biases less their rows' bases, in nats, as int32 in 1/65536 octaves, clamped; NaN gives 0. Marks are set
-    elsewhere.
-    """
+    """Float32 biases less their bases, in nats, as int32 in 1/65536 octaves, clamped; NaN gives 0. It sets no marks."""
     scaled = tl.minimum(tl.maximum(bias * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
     if GUARD:
         scaled = tl.where(bias == bias, scaled, 0.0)
@@ -229,9 +223,7 @@ MOST_CHUNKS = 16
 
 
 def chunk_tokens(tokens: int, least: int) -> int:
-    """Return the tokens of a chunk of a head: ``least``, or the power of two with which there are at most MOST_CHUNKS
-    chunks.
-    """
+    """Return the tokens of a chunk: ``least``, or the power of two that makes at most MOST_CHUNKS chunks of a head."""
     return max(least, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
 
 

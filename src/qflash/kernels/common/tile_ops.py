@@ -115,8 +115,7 @@ def held_order(n):
 
 @triton.jit
 def dealt_channel(channel, CHANNELS: tl.constexpr):
-    """The row of packed V in which a channel stands in dealt order: channels permuted so that a lane's outputs are
-    contiguous.
+    """The row of packed V for a channel in dealt order: channels permuted so that a lane's outputs are contiguous.
 
     A lane has columns 2t, 2t + 1 of each eight of a product with V. With channel ``C / 8 * i + j`` in column ``8 j +
     i`` these are C / 4 neighbouring channels, which take few wide stores.
@@ -132,9 +131,7 @@ def channel_of_row(row, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """P with its columns in the order of the keys, (BLOCK_M, BLOCK_N): undoes :func:`key_order`; no data moves between
-    lanes.
-    """
+    """P with its columns in the order of the keys (undoes :func:`key_order`), (BLOCK_M, BLOCK_N); no shuffle."""
     dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
     return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
@@ -306,8 +303,7 @@ def scores(
     COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of queries against BLOCK_N keys from ``start``, int32 (BLOCK_M, BLOCK_N), keys in
-    :func:`key_order`.
+    """Scores of a block of queries and BLOCK_N keys from ``start``, int32 (BLOCK_M, BLOCK_N), in :func:`key_order`.
 
     The unit is common to a row: S without a bias, ``y = S * A`` with a key scale per token, and with a bias z, in
     octaves with ``fraction_bits`` fraction bits. ``base`` is subtracted from a float bias
@@ -355,8 +351,7 @@ def probability_words(
     MASK: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
     OFFSET: tl.constexpr, CHECK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised probabilities of a tile of scores, as int32 words (:func:`.common.fixed_point.probability_word`),
-    same shape.
+    """Unnormalised probabilities of a tile of scores, as :func:`.common.fixed_point.probability_word`; same shape.
 
     Per score: the exponent ``t = (m - s) * M + t0`` in octaves with ``fraction_bits`` fraction bits (Equations 5 and
     6), its whole octaves and the top eight bits of its fraction, then 2**-t (Equations 7 and 8). With CHECK masked

@@ -168,8 +168,7 @@ def raised(s, least):
 
 @gluon.constexpr_function
 def _raised_in_place(pieces, each, own):
-    """PTX for ``pieces`` of ``each`` scores per thread: maxima with the rows' least scores, unless these are the int32
-    minimum.
+    """PTX for ``pieces`` of ``each`` scores per thread: maxima with the rows' least scores, unless these are INT_MIN.
 
     The branch around the maxima is uniform in a warp. If each lane has only its ``own`` row's number, neighbours
     exchange theirs.
@@ -239,8 +238,7 @@ def least_if_needed(row_max, most, multiplier, fraction_bits):
 
 @gluon.jit
 def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
-    """Tiles of scores, each at least its row's ``least`` from :func:`least_if_needed`, behind one branch per warp for
-    all tiles.
+    """Tiles of scores, each at least its row's ``least`` (:func:`least_if_needed`), behind one branch per warp.
 
     ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: two scores per thread and row.
     """
@@ -317,9 +315,7 @@ def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def words_of(x):
-    """A row's numbers as words for an exchange: 16-bit ones in pairs, float32 as they are. A thread has two neighbours
-    at least.
-    """
+    """A row's numbers as words to exchange: 16-bit ones in pairs, float32 as they are. A thread has at least two."""
     if x.dtype != gl.float32:
         x = _pairs(x)
     return x
@@ -464,8 +460,7 @@ def output_factors(
     CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
     L: gl.constexpr,
 ):  # fmt: skip
-    """:func:`.common.tile_ops.output_factors`: scalars, or one number per channel in layout L. A thread computes one
-    channel's.
+    """:func:`.common.tile_ops.output_factors`: scalars, or one per channel in layout L; a thread computes one channel.
 
     Of D channels those past CHANNELS get the last one's.
     """

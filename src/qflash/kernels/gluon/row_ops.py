@@ -159,9 +159,7 @@ def _repeated(x, TIMES: gl.constexpr):
 
 @gluon.jit
 def beside_columns(x, EACH: gl.constexpr, L: gl.constexpr):
-    """Numbers of :func:`both_rows` broadcast to a tile of layout ``L`` in which a lane has EACH neighbouring columns in
-    turn.
-    """
+    """Numbers of :func:`both_rows` broadcast to a tile of layout ``L``, where a lane has EACH neighbouring columns."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = L.shape[1]
     x = _repeated(x, EACH)
@@ -174,9 +172,7 @@ def beside_columns(x, EACH: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def beside_rows(x, L: gl.constexpr):
-    """Numbers of rows, a vector or from :func:`both_rows`, broadcast to a tile of scores of layout ``L``; a scalar as
-    it is.
-    """
+    """Numbers of rows, a vector or from :func:`both_rows`, broadcast to scores of layout ``L``; a scalar as it is."""
     if len(x.shape) == 2:
         x = beside_columns(x, 2, L)
     elif len(x.shape) == 1:

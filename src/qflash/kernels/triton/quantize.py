@@ -68,9 +68,7 @@ def quantize_kernel(
     s_stride_z, s_stride_h, s_stride_n, s_stride_d,
     tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK_N tokens of one head as int8 with given scales (any granularity, by strides), less ``center`` per
-    channel.
-    """
+    """Write BLOCK_N tokens of a head as int8 with given scales (any granularity, by strides), less ``center``."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -107,9 +105,7 @@ def quantize_token_kernel(
 def _channel_range(
     x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """(minimum, maximum) of every channel over tokens ``begin`` to ``end``, (BLOCK_D,) float32; a NaN gives an infinite
-    range.
-    """
+    """(minimum, maximum) of channels over tokens ``begin`` to ``end``, (BLOCK_D,) float32; infinite with a NaN."""
     low = tl.full((BLOCK_N, BLOCK_D), float("inf"), tl.float32)
     high = tl.full((BLOCK_N, BLOCK_D), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK_N):

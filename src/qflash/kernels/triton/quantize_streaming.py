@@ -1,5 +1,4 @@
-"""Quantisation of query, key and value for long rows in two launches, with V packed for the tensor core on the way
-(Triton).
+"""Quantisation of query, key and value for long rows in two launches, packing V for the tensor core (Triton).
 
 Equations 1 and 2 (step 1 of ``docs/algorithm.md``), for a scale per query token, per key head and per value channel. In
 order:
@@ -202,9 +201,7 @@ def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
     width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Write values ``begin`` to ``end`` of a head, zero up to ``width`` channels and ``padded`` keys, their scales and
-    sums.
-    """
+    """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
     # four tiles are interleaved in registers, so that four neighbouring keys of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)

@@ -170,9 +170,7 @@ def _second_walk(
     q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
     WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Second pass over the keys: (accumulators of P V, the last products still under way; sums of stored probabilities
-    per row).
-    """
+    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row)."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TURNS: gl.constexpr = KEYS // (128 * TURN)
@@ -340,9 +338,7 @@ def _allocate(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, ACROSS: gl.constexpr,
     TWICE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory of a head: tiles of keys and of values, the whole ones also in one piece, and what warps of a row
-    exchange.
-    """
+    """Shared memory of a head: keys and values per tile, whole tiles in one piece, what warps of a row exchange."""
     D: gl.constexpr = span_widths(HEAD_DIM)
     DV: gl.constexpr = value_widths(HEAD_DIM)
     COUNT: gl.constexpr = len(D)
@@ -575,8 +571,7 @@ def hopper_kernel(
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Attention of heads' blocks of queries; launched by :func:`.dispatch.launch_attention` and
-    :func:`.dispatch.launch_fused`.
+    """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
     Which blocks a program takes: with BLOCKS (the blocks per head), ``share`` consecutive ones of the ``total`` blocks
     of HEADS heads per batch element, head after head; if BLOCKS is 0, every n-th block of the one head that its

@@ -87,9 +87,7 @@ TILE = gl.constexpr(128)
 
 @gluon.constexpr_function
 def step_columns(place, unroll, last, span, left):
-    """Return the columns of step ``place`` of a turn, in the loop of whole turns or of the ``last`` one, whose last
-    step may have fewer.
-    """
+    """Return the columns of step ``place`` of a turn; in the ``last`` turn the last step may have fewer."""
     return left if last and place == unroll - 1 else span
 
 

@@ -1,5 +1,4 @@
-"""Layouts of the kernels for Hopper, and how a row of scores and a head's channels are divided into tiles and spans
-(Gluon).
+"""Layouts of the kernels for Hopper; tiles of a row of scores, and spans of a head's channels (Gluon).
 
 Nothing is computed here: these are compile-time functions that return layouts, widths and offsets.
 
@@ -72,9 +71,7 @@ def depth(width):
 
 @gluon.constexpr_function
 def product_layout(width, warps, across=1):
-    """Return the accumulator layout of wgmma: ``width`` columns, sixteen rows per warp, ``across`` warps to a row's
-    columns.
-    """
+    """Return wgmma's accumulator layout: ``width`` columns, sixteen rows per warp, a row across ``across`` warps."""
     return gl.NVMMADistributedLayout([3, 0], [warps, across], [16, width // across, 32])
 
 
@@ -99,8 +96,7 @@ def row_layout(channels, bits, warps):
 
 @gluon.constexpr_function
 def sum_layout(channels, warps):
-    """Return a register layout of V's rows (channels, keys) for their sums: sixteen bytes per thread, up to sixteen
-    rows per warp.
+    """Return a register layout of V, (channels, keys), for its sums: sixteen bytes per thread, up to 16 rows per warp.
 
     Where a warp has sixteen rows, two threads share a row, whatever its length; with fewer rows, more threads do.
     """
@@ -131,9 +127,7 @@ def float_piece(channels, warps):
 
 @gluon.constexpr_function
 def range_layout(channels, warps):
-    """Return the layout of the extremes that each thread finds of its own keys: 32 rows, the channels of
-    :func:`quad_layout`.
-    """
+    """Return the layout of each thread's extremes over its own keys: 32 rows, channels as in :func:`quad_layout`."""
     return quad_layout(32, channels, warps, float_piece(channels, warps))
 
 
@@ -145,9 +139,7 @@ def key_warps(channels, warps):
 
 @gluon.constexpr_function
 def part_words_layout(words, channels, warps):
-    """Return a layout of (:func:`key_warps`, words of channels): a thread has the words of its own channels from each
-    of these warps.
-    """
+    """Return a layout of (:func:`key_warps`, words): a thread has its own channels' words from each of these warps."""
     quads = range_layout(channels, warps)
     each = quads.size_per_thread[1] * words // channels
     return gl.BlockedLayout([quads.warps_per_cta[0], each], quads.threads_per_warp, quads.warps_per_cta, [1, 0])
@@ -199,8 +191,7 @@ def half_layout(columns, warps, across=1):
 
 @gluon.constexpr_function
 def pairs_layout(columns, warps, across=1):
-    """Return a layout of ``2 * columns`` numbers in shared memory, in which every pair of a row of ``columns`` numbers
-    stands twice.
+    """Return a layout of ``2 * columns`` numbers in shared memory: a row of ``columns`` numbers, every pair twice.
 
     A thread reads the numbers of its accumulator columns for both of its rows. The four lanes of a quad read sixteen
     bytes each, side by side.
@@ -219,9 +210,7 @@ def eight_layout(warps, across=1):
 
 @gluon.constexpr_function
 def stored_layout(columns, warps, across):
-    """Return the layout of stored probabilities as bytes of a left operand: four neighbouring columns, one word, per
-    thread.
-    """
+    """Return the layout of stored probabilities as bytes of a left operand: words of four neighbouring columns."""
     wide = [[0, bit] for bit in (16, 32, 64) if bit * across < columns]
     return rows_layout(columns, [[0, 1], [0, 2], [8, 0], *wide], (4, 8), warps, across, columns // across)
 

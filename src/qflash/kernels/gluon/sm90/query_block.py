@@ -1,5 +1,4 @@
-"""One block of queries in the kernels for Hopper: load and quantise it, start its products, exponentiate, store its
-outputs.
+"""One block of queries on Hopper: load and quantise it, start its products, exponentiate, store its outputs (Gluon).
 
 Equations 1 to 3 and 5 to 11 and step 11 of Algorithm 1 for a block of 64 or 128 queries (steps 1 and 3 to 8 of
 ``docs/algorithm.md``), shared by :mod:`.sm90.attention_resident` and :mod:`.sm90.attention_streaming`. In the order of
@@ -176,9 +175,7 @@ def read_queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
     QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """(a block of queries as int8, span by span; float32 bits of its scale or its rows' scales, in
-    :func:`row_amplitude`'s form).
-    """
+    """(a block of queries as int8 per span; float32 bits of its scale, or of its rows' as :func:`row_amplitude`)."""
     q = unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
     if QUANTIZE:
@@ -238,9 +235,7 @@ def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 @gluon.jit
 def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the products of a tile of probabilities with the spans of a tile of V; returns the accumulators, still
-    under way.
-    """
+    """Start the products of a tile of probabilities with the spans of a tile of V; returns accumulators under way."""
     spans = ()
     for c in gl.static_range(len(v)):
         spans = spans + (_add_span(accumulator[c], p, v[c], WARPS, ACROSS),)
@@ -294,9 +289,7 @@ def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 @gluon.jit
 def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand; or to be written to shared memory
-    (ACROSS is 2).
-    """
+    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand, or for shared memory (ACROSS is 2)."""
     M: gl.constexpr = s.shape[0]
     L: gl.constexpr = s.type.layout
     STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
@@ -318,9 +311,7 @@ def _twice(p):
 
 @gluon.jit
 def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
-    """Sums of four neighbouring stored probabilities (dp4a), keys past the last left out, in the first of four columns;
-    else 0.
-    """
+    """Sums (dp4a) of four neighbouring stored P, without keys past the last, in the first of four columns; else 0."""
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
     if WIDTH < 32:

@@ -80,8 +80,7 @@ def load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys (past the last it is repeated) or values (zero there) as stored, (keys, channels), four keys per
-    thread.
+    """A tile of keys (past the last it is repeated) or values (zero there) as stored, (keys, channels), in quads.
 
     The tile has WIDTH keys, but at least 32 rows; channels from CHANNELS up to the kernel's width are zero. PIECE keys
     are loaded at a time (:func:`.sm90.layouts.quad_layout`). Of wide tiles the keys are in
@@ -191,8 +190,7 @@ def _own_numbers(words, tile, WARPS: gl.constexpr):
 
 @gluon.jit
 def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """(bits of the largest magnitude of a span of all keys, midranges of a thread's channels); less the midranges if
-    CENTER.
+    """(bits of a span's largest magnitude over all keys, midranges of a thread's channels); centred first if CENTER.
 
     Warps exchange ranges through shared memory once. After that every thread combines what it needs by itself, which
     takes more instructions but no second exchange.
@@ -253,8 +251,7 @@ def _value_maxima(v, WARPS: gl.constexpr):
 
 @gluon.jit
 def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Quantise the spans of all tiles of values into shared memory, transposed; return the channels' scales, in shared
-    memory.
+    """Quantise all tiles of values into shared memory, transposed; return the scales per span, in shared memory.
 
     ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
@@ -309,9 +306,7 @@ def copy_keys(
 
 @gluon.jit
 def _parts_of_sums(smem, WARPS: gl.constexpr):
-    """Sums of the channels of a tile of V in shared memory, eight parts each: int32 (channels, 8), same layout for all
-    tiles.
-    """
+    """Sums of the channels of a tile of V, in eight parts: int32 (channels, 8), in the same layout for all tiles."""
     D: gl.constexpr = smem.shape[0]
     v = smem.load(sum_layout(D, WARPS))
     x = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4))
@@ -320,9 +315,7 @@ def _parts_of_sums(smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
-    """-127 times the sums of the channels of a span of V, int32 (channels,): what corrects the storage offset of P in
-    outputs.
-    """
+    """-127 times the sums of a span's channels of V, int32 (channels,): corrects the storage offset of P in outputs."""
     parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
     for i in gl.static_range(1, len(v_smem)):
         parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)

@@ -1,5 +1,4 @@
-"""Tail queries in :mod:`.sm90.attention_resident`: the last few of a head, for which a block of queries would be mostly
-empty.
+"""Tail queries in :mod:`.sm90.attention_resident`: the last few, for which a block would be mostly empty (Gluon).
 
 Equations 1 to 11 and step 11 of Algorithm 1 for at most TAIL (8 or 16) queries. As a block, most warps would have no
 query at all. Here both products are transposed, so that all four warps share the keys and then the channels:
@@ -110,9 +109,7 @@ def last_queries(
 
 @gluon.jit
 def _across(x, D: gl.constexpr, L: gl.constexpr):
-    """A scalar, or one number per channel put into dealt order, broadcast to outputs whose rows are channels:
-    (channels, 1).
-    """
+    """One number per channel in dealt order, broadcast to outputs whose rows are channels; a scalar as it is."""
     if x.type.is_block():
         x = _beside_last(gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,)), L)[:, None]
     return x
@@ -120,9 +117,7 @@ def _across(x, D: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _beside_last(x, L: gl.constexpr):
-    """One number per channel in dealt order, in the layout of the rows of O^T; repeated up to 64, the fewest rows of a
-    product.
-    """
+    """One number per channel in dealt order, in the layout of O^T's rows; repeated up to 64, a product's fewest."""
     if x.shape[0] < 64:
         x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (2 * x.shape[0],))
     if x.shape[0] < 64:
@@ -157,8 +152,7 @@ def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
 def _last_stored(
     s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, OFFSET: gl.constexpr
 ):
-    """Store the probabilities 127 - P of a tile in shared memory, as the product with V takes them; return their parts
-    of row sums.
+    """Store the probabilities 127 - P of a tile for the product with V; return their parts of the row sums.
 
     The parts are int32 (64, TAIL): of a tile of 128 keys, keys 64 apart are added. Keys past the last are left out.
     """
@@ -182,9 +176,7 @@ def _last_stored(
 
 @gluon.jit
 def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Start O^T, the products of a span of V (channels as rows) with the probabilities of all tiles: int32 (channels,
-    TAIL).
-    """
+    """Start O^T: products of a span of V (channels as rows) with all tiles of P, int32 (channels, TAIL)."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     D: gl.constexpr = v_smem[0][c].shape[0]
     N: gl.constexpr = p_smem[0].shape[0]
@@ -201,8 +193,7 @@ def last_rows(
     queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the tail queries, from their int8 values in shared memory to stored outputs; see the module for the
-    order.
+    """Attention of the tail queries, from int8 in shared memory to stored outputs, in the order of the module.
 
     Args:
         row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
@@ -278,9 +269,7 @@ def last_rows(
 def _store_last(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr
 ):  # fmt: skip
-    """Normalise and store a span of outputs whose rows are channels in dealt order, like
-    :func:`.sm90.query_block.store_span`.
-    """
+    """Normalise and store a span of outputs with channels as rows, like :func:`.sm90.query_block.store_span`."""
     factor, shift, half = factors
     L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:

@@ -98,9 +98,7 @@ PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
 
 @gluon.jit
 def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr):
-    """Queries as int32 words (float32 by its bits), in a left operand's order: (ROWS, 32 / numbers per word). A loop
-    carries words.
-    """
+    """Queries as int32 words in a left operand's order, (ROWS, 32 / numbers per word); a loop carries words."""
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(ROWS, EACH)
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
@@ -220,9 +218,7 @@ def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
     KEYS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of numerators (the negative of P V) and store its rows below QUERIES:
-    :func:`.common.tile_ops.finish`.
-    """
+    """Normalise a tile of negative numerators and store its rows below QUERIES: :func:`.common.tile_ops.finish`."""
     ROWS: gl.constexpr = numerator.shape[0]
     OL: gl.constexpr = own_rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
@@ -266,9 +262,7 @@ def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
-    """(numerators, negative, (ROWS, 32); sums of stored probabilities, equal in all columns, (ROWS, 8)) over the tiles
-    of a row.
-    """
+    """(negative numerators (ROWS, 32); sums of stored P (ROWS, 8), equal in all columns) over the tiles of a row."""
     p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
     if p0.dtype == gl.int32:
         p0, p1 = pack(p0), pack(p1)
@@ -366,9 +360,7 @@ def _beside_scores(bias):
 
 @gluon.jit
 def _fixed(bias):
-    """A bias in 1/65536 octaves, int32, if it has no marks; a float that :func:`_beyond` accepts needs no clamp and no
-    base.
-    """
+    """A bias without marks in 1/65536 octaves, int32; a float accepted by :func:`_beyond` needs no clamp or base."""
     if bias.dtype.is_floating():
         bias = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [bias * BIAS_UNIT], gl.int32, True, 1)
     return bias
@@ -440,9 +432,7 @@ def _any(flags, smem):
 
 @gluon.jit
 def _stage(bias):
-    """A tile of the bias, permuted for :func:`_staged`: (tiles of eight columns, 128), four numbers of one lane next to
-    each other.
-    """
+    """A tile of the bias permuted for :func:`_staged`: (tiles of eight columns, 128), four numbers per lane."""
     EIGHTS: gl.constexpr = bias.shape[1] // 8
     x = gl.permute(gl.reshape(bias, (2, 8, EIGHTS, 4, 2)), (2, 1, 3, 0, 4))
     return gl.convert_layout(gl.reshape(x, (EIGHTS, 128)), stage_layout(EIGHTS), assert_trivial=True)
@@ -492,9 +482,7 @@ def _no_flags():
 
 @gluon.jit
 def _scaled(s, scale):
-    """Scores in octaves, with 16 fraction bits unless a score unit is too large for that: the unit in which the bias is
-    added.
-    """
+    """Scores in octaves, the unit of the bias, with 16 fraction bits unless a score unit is too large for that."""
     L: gl.constexpr = s.type.layout
     multiplier, drop = scale
     return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)

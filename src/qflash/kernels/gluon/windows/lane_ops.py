@@ -93,9 +93,7 @@ def lane_numbers(x, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _of_lane(lane, kept):
-    """PTX for the number of lane ``lane``, except that the bits ``kept`` of the lane number are one's own (segments of
-    a shuffle).
-    """
+    """PTX for the number of lane ``lane``, but with the bits ``kept`` of one's own lane number (shuffle segments)."""
     return f"shfl.sync.idx.b32 $0, $1, {lane}, {kept << 8 | 31}, -1;"
 
 

@@ -65,9 +65,7 @@ def has_half(queries, warps, splits):
 
 @gluon.constexpr_function
 def own_rows_layout(rows):
-    """Return a layout of (rows, 32): eight neighbouring channels per thread, sixteen rows per warp; for outputs and
-    parts of keys.
-    """
+    """Return a layout of (rows, 32): eight neighbouring channels per thread, sixteen rows per warp."""
     high = [[8, 0]] if rows > 8 else []
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _own_rows(rows), [], [rows, 32])

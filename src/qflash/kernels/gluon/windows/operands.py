@@ -150,8 +150,7 @@ def _key_operand(x):
 
 @gluon.jit
 def _value_operand(x):
-    """Values as the right operand (32, 32): keys in the order in which lanes have the scores, channel 4i + j in column
-    8j + i.
+    """Values as the right operand (32, 32): keys in the lanes' order of scores, channel 4i + j in column 8j + i.
 
     That order of channels ("dealt") gives a lane of the product eight neighbouring output channels.
     """
@@ -188,9 +187,7 @@ def _first_rows(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _key_lanes(x, PARTS: gl.constexpr):
-    """(lanes, numbers) of keys: eight channels of every eighth key; of keys that all warps have, or of PARTS warps' own
-    ones.
-    """
+    """(lanes, numbers) of keys, eight channels of every eighth; all warps have them, or each of PARTS its own."""
     EIGHTS: gl.constexpr = x.shape[0] // (8 * PARTS)
     x = gl.permute(gl.reshape(x, (PARTS, EIGHTS, 8, 4, 8)), (0, 2, 3, 1, 4))
     return in_lanes(gl.reshape(x, (32 * PARTS, 8 * EIGHTS)))
@@ -246,8 +243,7 @@ def shared_operands(k, v):
 
 @gluon.jit
 def _exchanged(k, v, scale, KEYS: gl.constexpr):
-    """Parts of int8 keys and values -> (right operands of all of them in every warp; value scales in the layout of
-    outputs).
+    """Parts of int8 keys and values -> (right operands of all of them in every warp; value scales as for outputs).
 
     The scale is one number, or one per channel.
     """

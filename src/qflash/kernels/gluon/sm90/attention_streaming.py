@@ -10,9 +10,10 @@ narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and
 
 *Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
 ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do
-queries where registers suffice. V is packed beforehand, keys in held order and channels in dealt order
-(:func:`.triton.attention_streaming.pack_value_kernel`), so that probabilities and outputs need no exchange between
-lanes.
+queries where registers suffice. V is packed beforehand by :func:`.triton.attention_streaming.pack_value_kernel`, with
+two permutations: keys in the order in which lanes have the scores (:func:`.common.tile_ops.held_order`), channels such
+that a lane's outputs are neighbours (:func:`.common.tile_ops.dealt_channel`). So lanes need not exchange probabilities
+or outputs.
 
 *Order.*
 

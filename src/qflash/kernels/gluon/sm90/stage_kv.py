@@ -17,8 +17,8 @@ store of V writes words of four keys. In shared memory, per tile and span, swizz
     V   (channels, keys)     channels in dealt order; keys in held order for tiles of 8 and 16
 
 Either permutation makes the scores of a lane the bytes that it has to supply to the product with V
-(:func:`.common.tile_ops.key_order`). Narrow tiles permute V, since key order needs sixteen columns and a tile may have
-eight.
+(:func:`.common.tile_ops.key_order`; held order is its inverse). Narrow tiles permute V, since key order needs sixteen
+columns and a tile may have eight. Dealt order (:func:`.sm90.query_block.deal`) makes a lane's outputs neighbours.
 """
 
 from __future__ import annotations

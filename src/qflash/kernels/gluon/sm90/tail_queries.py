@@ -4,7 +4,7 @@ Equations 1 to 11 and step 11 of Algorithm 1 for at most TAIL (8 or 16) queries.
 query at all. Here both products are transposed, so that all four warps share the keys and then the channels:
 
     S^T = K Q^T    rows are keys: 64 per product of four warps, sixteen per warp; columns are the queries
-    O^T = V^T P^T  rows are channels (dealt order), sixteen per warp; columns are the queries
+    O^T = V^T P^T  rows are channels (in the dealt order of :func:`.sm90.query_block.deal`); columns are the queries
 
 A lane has rows r = lane // 4 and r + 8 of its warp and columns (queries) 2t, 2t + 1 of every 8, t = lane % 4. So maxima
 and sums of a query go across lanes and warps. All operands lie in shared memory: keys and values as staged for the

@@ -18,7 +18,7 @@ in its lane and change no result:
 
 * channels 8t to 8t + 7 of a query and a key are loaded by one lane, four for each half of the product;
 * keys of P V stand in the order in which lanes have the scores;
-* channels of V are in dealt order, so that a lane's outputs are eight neighbouring channels.
+* channels of V are permuted ("dealt order"), so that a lane's outputs are eight neighbouring channels.
 
 Shared memory serves only a bias that several windows share (STAGED) and what four warps of a program exchange: parts of
 K and V (:mod:`.windows.operands`), and flags.

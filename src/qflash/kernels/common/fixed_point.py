@@ -1,8 +1,20 @@
-"""The fixed-point arithmetic of :mod:`qflash.fixed_point`, as Triton functions that give the same bits.
+"""Fixed-point arithmetic: scales to multipliers, scores to probabilities, sums to outputs (Triton device functions).
 
-Scales arrive as the raw bits of float32 (int32); nothing here is a float operation. ``GUARD`` is true in
-Triton's interpreter, where inline assembly does not exist and a shift by 32 or more is undefined; on a GPU
-the PTX shifts clamp.
+The integer counterpart of Equations 5 to 8 and 12 to 14 and of Algorithm 1, step 11: steps 2, 4, 7 and 8 of
+``docs/algorithm.md``. Every function returns the bits of its namesake in :mod:`qflash.fixed_point`, which is the
+specification and states the bounds.
+
+Everything is elementwise: a function works on scalars, on one number per row or per channel, or on a tile of scores, in
+whatever layout it gets, in registers only. In the order in which a kernel uses them:
+
+1. scales: :func:`split_scale`, :func:`combine_scales`, :func:`narrow_multiplier` or :func:`wide_multiplier`, once per row;
+2. probabilities: :func:`exponent_offset`, :func:`probability_word`, once per score;
+3. :func:`release_factor`, once per row and block of keys, for ``normalization="online"`` only;
+4. outputs: :func:`row_inverse` once per row, :func:`output_multiplier` once per channel, :func:`requantize` per element.
+
+Scales come as the bits of float32 in an int32. Nothing here is a float operation, except :func:`row_weight`, which serves
+float outputs. ``GUARD`` is true in Triton's interpreter: it has no inline assembly, and a shift by 32 or more is undefined
+there. On a GPU the PTX shifts clamp the amount. Inline assembly stands where the compiler's own code has more instructions.
 """
 
 import triton
@@ -12,21 +24,21 @@ from ... import fixed_point as fp
 
 MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
 
-# An output rounded: product and rounding in one multiply-add of 64 bits, of which a funnel shift takes what is wanted. Written
-# as mad.wide the assembler takes it apart.
+# An output, rounded: (product + rounding) >> shift in 64 bits. ptxas turns it into one multiply-add of 64 bits and one funnel
+# shift; written as mad.wide.s32 it would split it again.
 ROUND = tl.constexpr("""{.reg .b64 a;
 mul.wide.s32 a, $1, $2;
 add.s64 a, a, $3;
 shr.s64 a, a, $4;
 cvt.u32.u64 $0, a;}""")
-# The same with a rounding for each channel, complemented: (~half - product's high half) >> shift. As a sum the assembler would
-# fuse it with the product, whose addend is a pair of registers: two moves an element.
+# The same where each channel has its own rounding, complemented: (~half - high half of the product) >> shift. As a sum, ptxas
+# would fuse it with the product, whose addend is a pair of registers: two moves per element.
 ROUND_COMPLEMENT = tl.constexpr("{.reg .b32 a; mul.hi.s32 a, $1, $2; sub.s32 a, $3, a; shr.s32 $0, a, $4;}")
-# four 32-bit integers -> four bytes, saturating
+# four 32-bit integers -> four int8 in a word, saturated
 SATURATE = tl.constexpr("""{.reg .b32 a;
 cvt.pack.sat.s8.s32.b32 a, $4, $3, 0;
 cvt.pack.sat.s8.s32.b32 $0, $2, $1, a;}""")
-# and their complements
+# four 32-bit integers -> the complements of four saturated int8 in a word
 SATURATE_COMPLEMENT = tl.constexpr("""{.reg .b32 a;
 cvt.pack.sat.s8.s32.b32 a, $4, $3, 0;
 cvt.pack.sat.s8.s32.b32 a, $2, $1, a;
@@ -59,7 +71,7 @@ def shift_left(x, amount, GUARD: tl.constexpr):
 
 @triton.jit
 def multiply_high(a, b, GUARD: tl.constexpr):
-    """High 32 bits of the signed 64-bit product: one instruction, where the plain form takes three."""
+    """The high 32 bits of the signed 64-bit product. One instruction; the plain form compiles to three."""
     if GUARD:
         return ((a.to(tl.int64) * tl.cast(b, tl.int64)) >> 32).to(tl.int32)
     return tl.inline_asm_elementwise("mul.hi.s32 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
@@ -67,7 +79,7 @@ def multiply_high(a, b, GUARD: tl.constexpr):
 
 @triton.jit
 def split_scale(bits):
-    """float32 bits -> 24-bit mantissa, exponent."""
+    """(mantissa, exponent) of float32 bits: the scale is ``mantissa * 2**exponent``, with 24 bits of mantissa."""
     return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF) - 150
 
 
@@ -79,7 +91,10 @@ def usable_scale(bits):
 
 @triton.jit
 def combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent):
-    """``s = R * 2**-E`` of query scale, key scale and the host constant; R in [2**30, 2**31)."""
+    """(R, E): ``s = R * 2**-E`` of query scale, key scale and ``scale * log2(e)``; R is in [2**30, 2**31).
+
+    s is a score unit in octaves. Integer products only; R is right to 2**-21 of itself.
+    """
     query_mantissa, query_exponent = split_scale(query_bits)
     product = (key_mantissa.to(tl.int64) * constant_mantissa.to(tl.int64)) >> 22
     product = ((product * query_mantissa.to(tl.int64)) >> 22) << 3
@@ -90,7 +105,11 @@ def combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, co
 
 @triton.jit
 def narrow_multiplier(mantissa, exponent, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr):
-    """(M, F): one 32-bit multiply-add a score. MOST is 57344 // head_dim, MOST_BITS its bit length."""
+    """(M, F) for one key scale per head: ``M = round(s * 2**F) <= MOST``, with the largest such F up to 24.
+
+    A score then costs one 32-bit multiply-add, ``(m - S) * M``, in octaves with F fraction bits. MOST is 57344 //
+    head_dim (half of it with a bias), which keeps that product below 2**31; MOST_BITS is its bit length.
+    """
     SHIFT: tl.constexpr = 31 - MOST_BITS
     rounded = ((mantissa >> (SHIFT - 1)) + 1) >> 1
     shift = SHIFT + tl.where(rounded > MOST, 1, 0)
@@ -102,7 +121,7 @@ def narrow_multiplier(mantissa, exponent, MOST: tl.constexpr, MOST_BITS: tl.cons
 
 @triton.jit
 def wide_multiplier(mantissa, exponent, COLUMN_BITS: tl.constexpr, MOST_FRACTION_BITS: tl.constexpr):
-    """(R, F): one multiply-high a score of ``y = S * A``."""
+    """(R, F) for a key scale per token: ``mulhi(m - y, R)``, ``y = S * A``, is in octaves with F fraction bits."""
     fraction = exponent + (COLUMN_BITS - 32)
     excess = tl.minimum(tl.maximum(fraction - MOST_FRACTION_BITS, 0), 31)
     multiplier = tl.where(fraction < 0, 0x7FFFFFFF, mantissa >> excess)
@@ -111,7 +130,7 @@ def wide_multiplier(mantissa, exponent, COLUMN_BITS: tl.constexpr, MOST_FRACTION
 
 @triton.jit
 def column_multiplier(bits, largest_exponent, COLUMN_BITS: tl.constexpr):
-    """A: a key token's scale relative to the largest exponent of its head."""
+    """A: a key token's scale in units of ``2**(24 + largest_exponent)``, with COLUMN_BITS fraction bits, at most 1."""
     mantissa, exponent = split_scale(bits)
     shift = tl.minimum((24 - COLUMN_BITS) + largest_exponent - exponent, 31)
     return ((mantissa >> (shift - 1)) + 1) >> 1
@@ -119,7 +138,7 @@ def column_multiplier(bits, largest_exponent, COLUMN_BITS: tl.constexpr):
 
 @triton.jit
 def exponent_offset(OFFSET: tl.constexpr, fraction_bits):
-    """OFFSET / 512 octaves in fixed point, rounded up."""
+    """The offset t0, OFFSET / 512 octaves, with ``fraction_bits`` fraction bits, rounded up."""
     exact = OFFSET << tl.maximum(fraction_bits - 9, 0)
     return tl.where(fraction_bits >= 9, exact, ((OFFSET << tl.minimum(fraction_bits, 9)) + 511) >> 9)
 
@@ -128,10 +147,12 @@ def exponent_offset(OFFSET: tl.constexpr, fraction_bits):
 def probability_word(
     octaves, mantissa, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, GUARD: tl.constexpr
 ):
-    """A probability in the top bits of a word: byte 3 is what the matrix product reads.
+    """An unnormalised probability in the top bits of an int32, so that a byte permutation takes it without a shift.
 
-    For 8 bits byte 3 is 127 - P, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is
-    g = 511 - fraction. Rounding and the offset ride in one added constant, and taking a byte costs no shift.
+    For 8 bits byte 3 is 127 - P, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is ``g = 511 - f``, f the
+    8-bit fraction of the exponent (Equations 7 and 8 when linear, a parabola when QUADRATIC); ``octaves`` its whole
+    part, q. The shift by q is a product with a shifted constant, because the GPU fuses that with the addition of
+    rounding and offset.
     """
     if QUADRATIC:
         exp2 = mantissa * mantissa + (1 << 17)
@@ -143,7 +164,7 @@ def probability_word(
         value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         return value + (0x8000 if NEAREST else 0)
     if BITS == 8:
-        # 127 - P is an int8, and so is the -127 that brings the offset back; the shifted constant carries the sign
+        # 127 - P fits int8, and so does the -127 that cancels the offset later (-128 would not); the constant carries the sign
         LESS: tl.constexpr = 2147483647 - (1 << 23 if NEAREST else 0)
         return exp2 * shift_right_signed(-(1 << UP), octaves, GUARD) + LESS
     OFFSET: tl.constexpr = 1 << 23 if NEAREST else 0
@@ -152,7 +173,7 @@ def probability_word(
 
 @triton.jit
 def release_factor(step, fraction_bits, GUARD: tl.constexpr):
-    """ScaleRelease's 2**-step with 24 fraction bits."""
+    """ScaleRelease's factor 2**-step (Equations 12 to 14), 24 fraction bits; ``step`` is in octaves, ``fraction_bits``."""
     octaves = step >> fraction_bits
     fraction = (shift_left(step, 32 - fraction_bits, GUARD) >> 24) & 255
     return shift_right((512 - fraction) << 15, octaves, GUARD)
@@ -160,7 +181,7 @@ def release_factor(step, fraction_bits, GUARD: tl.constexpr):
 
 @triton.jit
 def bit_length(x, GUARD: tl.constexpr):
-    """Bit length of 0 <= x < 2**31."""
+    """Bit length of ``0 <= x < 2**31``: 32 less the leading zeros; a binary search in the interpreter."""
     if not GUARD:
         return 32 - tl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
     length = x * 0
@@ -174,7 +195,7 @@ def bit_length(x, GUARD: tl.constexpr):
 
 @triton.jit
 def reciprocal(divisor, GUARD: tl.constexpr):
-    """About 2**60 / divisor for a divisor in [2**30, 2**31): three Newton steps, no division."""
+    """About ``2**60 / divisor``, divisor in [2**30, 2**31), to a relative 2**-28: a linear start, three Newton steps."""
     x = 1515870810 - multiply_high(divisor, 2021161080, GUARD)
     for _ in tl.static_range(3):
         error = (1 << 28) - multiply_high(divisor, x, GUARD)
@@ -184,7 +205,7 @@ def reciprocal(divisor, GUARD: tl.constexpr):
 
 @triton.jit
 def row_inverse(denominator, GUARD: tl.constexpr):
-    """(bit length, reciprocal) of a row sum; a row sum of 0 gives harmless values."""
+    """(B, x) of a row sum l: ``1 / l`` is about ``x * 2**-(29 + B)``, B the bit length of l. For l = 0 x is harmless."""
     bits = bit_length(denominator, GUARD)
     safe = tl.maximum(denominator, 1)
     return bits, reciprocal(safe << (31 - tl.maximum(bits, 1)), GUARD)
@@ -192,13 +213,13 @@ def row_inverse(denominator, GUARD: tl.constexpr):
 
 @triton.jit
 def row_weight(inverse, bits):
-    """1 / row sum as float32, of :func:`row_inverse`'s integers: ``inverse * 2**-(29 + bits)``."""
+    """1 / row sum as float32, ``inverse * 2**-(29 + bits)`` with :func:`row_inverse`'s integers; for float outputs."""
     return inverse.to(tl.float32) * ((98 - bits) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def output_multiplier(value_bits, output_bits, GUARD: tl.constexpr):
-    """(R, shift) of value scale / output scale."""
+    """(R, shift) of value scale / output scale: 31 bits of mantissa, and a right shift (0 to 31) for :func:`requantize`."""
     value, value_exponent = split_scale(value_bits)
     output, output_exponent = split_scale(output_bits)
     ratio = multiply_high(value << 7, reciprocal(output << 7, GUARD), GUARD) << 2
@@ -209,16 +230,17 @@ def output_multiplier(value_bits, output_bits, GUARD: tl.constexpr):
 
 @triton.jit
 def half_of(shift):
-    """What makes a right shift round half up."""
+    """The addend that makes a right shift round half up: ``2**(shift - 1)``, or 0 for no shift."""
     return tl.where(shift > 0, 1 << tl.maximum(shift - 1, 0), 0)
 
 
 @triton.jit
 def requantize(numerator, multiplier, bits, shift, half, SIGN: tl.constexpr, GUARD: tl.constexpr):
-    """SIGN (1 or -1) times the numerators of rows whose sums have ``bits`` bits -> int8, half up, saturating.
+    """int8 outputs, rounded half up and saturated, of SIGN (1 or -1) times numerators; ``bits`` is the row sum's length.
 
-    What is shifted is ``mulhi(numerator << (24 - bits), multiplier) + half``. Rounding down twice is rounding down once, so
-    the product's low half, and with it the shift before it, can stay where it is until the end.
+    The result is ``(mulhi(SIGN * numerator << (24 - bits), multiplier) + half) >> shift``. Rounding down twice is
+    rounding down once. So on a GPU the low half of the product, and the left shift before it, are dropped by the last
+    shift only: one 64-bit multiply-add and one funnel shift per element.
     """
     scaled = numerator * (SIGN << (24 - bits))
     if GUARD:

@@ -1,4 +1,18 @@
-"""Quantisation in kernels: device functions with the bits of :mod:`qflash.quantization`."""
+"""Quantisation in kernels: ranges, scales, int8 values and fixed-point biases (Triton device functions).
+
+Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`qflash.quantization`:
+
+    scale = amplitude * (1 / 127)        value = round(x * (1 / scale)), ties to even, in [-128, 127]
+
+and the conversion of a float bias to units of 1/65536 octaves (step 2). The functions work on tiles in registers, in any
+layout. In order: ranges (:func:`lower`, :func:`higher`, :func:`lowest`, :func:`highest`), a scale
+(:func:`amplitude_to_scale`, :func:`inverse_scale`), values (:func:`round_to_int8` or :func:`to_int8`).
+
+A NaN has to reach the scale, so minima and maxima propagate it. Ranges of 16-bit floats are found on the numbers as
+they were loaded, two per instruction; only what is left is widened to float32. Rounding adds 1.5 * 2**23, which moves
+the integer into the low bits of the float: one fused multiply-add, and no conversion instruction. ``GUARD`` is true in
+Triton's interpreter, which has no inline assembly and whose fma rounds twice.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +28,13 @@ SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 LARGEST = tl.constexpr(LARGEST_SCALE)
 
-# Added to a number this rounds it to nearest, ties to even, in its lowest bits: 1.5 * 2**23, and 1.5 * 2**52 for float64.
+# 1.5 * 2**23, and 1.5 * 2**52 for float64: a number plus this is rounded to nearest, ties to even, and has the integer in its
+# lowest bits.
 ROUND = tl.constexpr(12582912.0)
 
 ROUND_WIDE = tl.constexpr(6755399441055744.0)
 
-# log2(e) * 2**16 and the limit of quantize_bias
+# nats to units of 1/65536 octaves, and the limit of a fixed-point bias in these units
 BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
 
 BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
@@ -34,7 +49,7 @@ BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
 
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 
-# minima and maxima of two 16-bit floats at a time; a NaN wins
+# minima and maxima of two 16-bit floats per instruction; the result is NaN if an operand is
 MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
 
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
@@ -43,14 +58,14 @@ MIN_BF16 = tl.constexpr("min.NaN.bf16x2 $0, $1, $2;")
 
 MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 
-# the same of magnitudes: of a 16-bit abs on halves of words that were packed, ptxas 12.8 makes a wrong one now and then
+# The same for magnitudes, on whole words: ptxas 12.8 sometimes miscompiles a 16-bit abs of a half of a packed word.
 SIGNS_OFF = "{.reg .b32 a, b; and.b32 a, $1, 0x7fff7fff; and.b32 b, $2, 0x7fff7fff; "
 
 MAX_ABS_F16 = tl.constexpr(SIGNS_OFF + "max.NaN.f16x2 $0, a, b;}")
 
 MAX_ABS_BF16 = tl.constexpr(SIGNS_OFF + "max.NaN.bf16x2 $0, a, b;}")
 
-# a Newton step on the device's estimate: correctly rounded as long as neither side is subnormal (tests/gpu: every scale)
+# One Newton step on rcp.approx: correctly rounded as long as neither side is subnormal (tests/gpu checks every scale).
 RECIPROCAL = tl.constexpr(
     "{.reg .f32 e; rcp.approx.ftz.f32 $0, $1; neg.f32 e, $1; fma.rn.f32 e, e, $0, 0f3F800000; fma.rn.f32 $0, e, $0, $0;}"
 )
@@ -58,19 +73,19 @@ RECIPROCAL = tl.constexpr(
 
 @triton.jit
 def nan_min(a, b):
-    """The smaller of the two; NaN if either is."""
+    """Elementwise minimum of float tiles; NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_max(a, b):
-    """The larger of the two; NaN if either is."""
+    """Elementwise maximum of float tiles; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def lower(a, b, GUARD: tl.constexpr):
-    """:func:`nan_min` of two tiles as they were loaded."""
+    """:func:`nan_min` of two tiles in the dtype they were loaded in (float32 in the interpreter); 16-bit floats by twos."""
     if GUARD:
         result = nan_min(a.to(tl.float32), b.to(tl.float32))
     elif a.dtype == tl.float16:
@@ -84,7 +99,7 @@ def lower(a, b, GUARD: tl.constexpr):
 
 @triton.jit
 def higher(a, b, GUARD: tl.constexpr):
-    """:func:`nan_max` of two tiles as they were loaded."""
+    """:func:`nan_max` of two tiles in the dtype they were loaded in (float32 in the interpreter); 16-bit floats by twos."""
     if GUARD:
         result = nan_max(a.to(tl.float32), b.to(tl.float32))
     elif a.dtype == tl.float16:
@@ -98,7 +113,7 @@ def higher(a, b, GUARD: tl.constexpr):
 
 @triton.jit
 def higher_magnitude(a, b, GUARD: tl.constexpr):
-    """:func:`nan_max` of the magnitudes of two tiles as they were loaded."""
+    """:func:`nan_max` of the magnitudes of two tiles in the dtype they were loaded in (float32 in the interpreter)."""
     if GUARD:
         result = nan_max(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)))
     elif a.dtype == tl.float16:
@@ -112,16 +127,16 @@ def higher_magnitude(a, b, GUARD: tl.constexpr):
 
 @triton.jit
 def lowest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
-    """Minimum along an axis; NaN, or in the interpreter minus infinity, if there is a NaN."""
+    """Minimum along an axis. With a NaN it is NaN, or minus infinity in the interpreter: either makes the range unusable."""
     if GUARD:
-        # a reduction of one's own takes the interpreter a step an element; it ignores NaN in those it knows
+        # the interpreter runs a custom reduction element by element, and its built-in ones ignore NaN
         return tl.min(tl.where(x == x, x, float("-inf")), AXIS)
     return tl.reduce(x, AXIS, nan_min)
 
 
 @triton.jit
 def highest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
-    """Maximum along an axis; NaN, or in the interpreter infinity, if there is a NaN."""
+    """Maximum along an axis. With a NaN it is NaN, or infinity in the interpreter: either makes the range unusable."""
     if GUARD:
         return tl.max(tl.where(x == x, x, float("inf")), AXIS)
     return tl.reduce(x, AXIS, nan_max)
@@ -129,7 +144,7 @@ def highest(x, AXIS: tl.constexpr, GUARD: tl.constexpr):
 
 @triton.jit
 def amplitude_to_scale(amplitude):
-    """Equation 2's scale: amplitude * (1 / 127), 1 for zero, NaN where the amplitude is not finite."""
+    """Equation 2's scale, float32: amplitude * (1 / 127), 1 for an amplitude of 0, NaN for one that is not finite."""
     scale = tl.minimum(tl.maximum(amplitude * (1.0 / 127.0), SMALLEST), LARGEST)
     scale = tl.where(amplitude == 0.0, 1.0, scale)
     return tl.where(amplitude < float("inf"), scale, float("nan"))
@@ -137,7 +152,7 @@ def amplitude_to_scale(amplitude):
 
 @triton.jit
 def inverse_scale(scale, GUARD: tl.constexpr):
-    """1 / scale, correctly rounded, for what :func:`amplitude_to_scale` returns."""
+    """1 / scale, float32, correctly rounded, for what :func:`amplitude_to_scale` returns."""
     if GUARD:
         inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     else:
@@ -147,7 +162,7 @@ def inverse_scale(scale, GUARD: tl.constexpr):
 
 @triton.jit
 def _rounded_product(x, inverse, GUARD: tl.constexpr):
-    """The exact product x * inverse rounded to nearest even, plus ROUND; in the interpreter float64, plus ROUND_WIDE."""
+    """x * inverse rounded once to nearest even, plus ROUND (float32); in the interpreter float64, plus ROUND_WIDE."""
     if GUARD:
         # the interpreter's fma rounds twice; float64 holds the product of two float32 exactly
         return x.to(tl.float64) * inverse.to(tl.float64) + ROUND_WIDE
@@ -156,14 +171,14 @@ def _rounded_product(x, inverse, GUARD: tl.constexpr):
 
 @triton.jit
 def round_to_int8(x, inverse, GUARD: tl.constexpr):
-    """The exact product x * inverse rounded to nearest even, for a scale found on x itself: it stays within +-127."""
+    """x * inverse as int8, rounded to nearest even. No clamp: with a scale found on x itself it stays within +-127."""
     rounded = _rounded_product(x, inverse, GUARD)
     return rounded.to(tl.int64 if GUARD else tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def to_int8(x, scale, GUARD: tl.constexpr):
-    """Round x / scale to nearest even, saturated to [-128, 127]; 0 where the quotient is NaN."""
+    """x / scale as int8, rounded to nearest even and saturated to [-128, 127], for any given scale; 0 for a NaN."""
     if GUARD:
         inverse = inverse_scale(scale, True)
     else:
@@ -175,7 +190,12 @@ def to_int8(x, scale, GUARD: tl.constexpr):
 
 @triton.jit
 def bias_base(row_max):
-    """What :func:`qflash.quantize_bias` takes off a row whose largest bias this is, and whether its keys share it evenly."""
+    """(base, even) of a row whose largest bias is ``row_max`` (float32, nats), as in :func:`qflash.quantize_bias`.
+
+    ``base`` is subtracted from the row's biases: ``row_max`` if it is further than 1024 from 0, else 0. ``even`` says
+    that it is so large (2**64 and more) that scores count for nothing beside it: the keys that have it share the row
+    evenly.
+    """
     size = tl.abs(row_max)
     base = tl.where((size > MOST_BIAS_MAXIMUM) & (size < float("inf")), row_max, 0.0)
     return base, tl.abs(base) >= LEAST_EVEN_MAXIMUM
@@ -183,7 +203,7 @@ def bias_base(row_max):
 
 @triton.jit
 def bias_to_fixed(bias, GUARD: tl.constexpr):
-    """A float32 tile of biases, less their rows' bases, but for its marks: nats to 1/65536 octaves, NaN to 0."""
+    """Float32 biases less their bases, in nats, as int32 in 1/65536 octaves, clamped; NaN gives 0. It sets no marks."""
     scaled = tl.minimum(tl.maximum(bias * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
     if GUARD:
         scaled = tl.where(bias == bias, scaled, 0.0)
@@ -193,17 +213,17 @@ def bias_to_fixed(bias, GUARD: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """|x|, with NaN as infinity so that a maximum cannot lose it."""
+    """|x|, and infinity for NaN, so that a maximum that ignores NaN cannot lose it."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 MOST_CHUNKS = 16
 
-"""Chunks of a long head: few enough that every program can look at the ranges, or the sums, of all."""
+"""Most chunks of tokens of a head: few enough that every program can read the ranges, or the sums, of all of them."""
 
 
 def chunk_tokens(tokens: int, least: int) -> int:
-    """Return how many tokens a chunk of a head takes: ``least``, or the power of two that makes no more than MOST_CHUNKS."""
+    """Return the tokens of a chunk: ``least``, or the power of two that makes at most MOST_CHUNKS chunks of a head."""
     return max(least, triton.next_power_of_2(triton.cdiv(tokens, MOST_CHUNKS)))
 
 

@@ -1,6 +1,30 @@
-"""What every attention kernel does with one tile: load it, score it, exponentiate it, accumulate it, finish a row.
+"""What an attention kernel does with one tile: load, score, exponentiate, accumulate, normalise (Triton device functions).
 
-Everything here is inlined into the kernels of :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`.
+Equations 3 to 11 and step 11 of Algorithm 1 for a tile of BLOCK_M queries by BLOCK_N keys: steps 2 to 8 of
+``docs/algorithm.md``. All of it is inlined into :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`;
+the Gluon kernels use the parts that do not depend on a layout. In the order of a kernel:
+
+1. per program: :func:`column_scales`, :func:`output_factors`; per row: :func:`row_multiplier`;
+2. per tile of keys: :func:`load_key`, :func:`scores` (Q K^T, mask, bias), :func:`probability_words`, :func:`load_value`,
+   :func:`accumulate` (P V and the row sums, both on the tensor core);
+3. at the end: :func:`finish`.
+
+Scores, probabilities and accumulators stay in registers; the compiler puts operands of products into shared memory where
+the tensor core reads them there. The order of the keys is chosen so that probabilities need not move between threads. With
+t = lane % 4, the int8 tensor core gives a lane these parts of a row (a quad of lanes shares rows r and r + 8):
+
+    scores, as accumulator, of 16 columns:     columns 2t, 2t + 1 and 8 + 2t, 8 + 2t + 1
+    probabilities, as left operand, 16 bytes:  bytes   4t, 4t + 1, 4t + 2, 4t + 3
+
+If column c of the scores is the key ``key_order(c)``, the four scores of a lane are those of four neighbouring keys, which
+are the four bytes that it has to supply:
+
+    column  0  1   2  3   4  5   6  7 |  8  9  10 11  12 13  14 15
+    key     0  1   4  5   8  9  12 13 |  2  3   6  7  10 11  14 15
+    lane    t = 0  t = 1  t = 2 t = 3 |  t = 0  t = 1  t = 2  t = 3
+
+This changes the order of integer sums only, so no result. Names with ``deal`` or ``dealt`` are about such permutations of
+keys or channels, names with ``held`` about the inverse of :func:`key_order`.
 """
 
 from __future__ import annotations
@@ -37,18 +61,18 @@ BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
 
-# Two words, each a probability in its top bytes -> two packed bytes: byte 3 of each, or byte 2 less 128.
+# Two words with a probability in their top bytes -> two packed int8: byte 3 of each, or byte 2 less 128.
 PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
 PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
-# Byte 3 of a left-aligned fraction with a 1 put above it. The 1 comes from a register that the assembler cannot
-# see through: as an immediate it would cost a move a score.
+# Byte 3 of a left-aligned fraction, with a 1 above it (256 + byte). The 1 comes from a register whose value ptxas
+# cannot know: as an immediate it would cost a move per score.
 MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
 OPAQUE_ONE = tl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 1;}")
 
 
 @triton.jit
 def _negative(x, GUARD: tl.constexpr):
-    """-x, formed once a row: the compiler would rather negate every score."""
+    """-x as an integer, formed once per row: the compiler would otherwise negate a number for every score."""
     if GUARD:
         return -x
     return tl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
@@ -56,7 +80,7 @@ def _negative(x, GUARD: tl.constexpr):
 
 @triton.jit
 def _high_bytes(word, GUARD: tl.constexpr):
-    """Byte 3 of every probability word, as int8."""
+    """Byte 3 of every probability word as int8, same shape: 127 - P (8 bits), P (7 bits) or the high byte of P (15 bits)."""
     if GUARD:
         return (word >> 24).to(tl.int8)
     return tl.inline_asm_elementwise(PACK_HIGH, "=h,r,r", [word], tl.int8, True, 2)
@@ -64,7 +88,7 @@ def _high_bytes(word, GUARD: tl.constexpr):
 
 @triton.jit
 def _low_bytes(word, GUARD: tl.constexpr):
-    """Byte 2 of every probability word less 128, as int8."""
+    """Byte 2 of every probability word less 128 as int8, same shape: the low byte of a 15-bit P."""
     if GUARD:
         return (((word >> 16) & 255) - 128).to(tl.int8)
     return tl.inline_asm_elementwise(PACK_LOW, "=h,r,r", [word], tl.int8, True, 2)
@@ -72,49 +96,59 @@ def _low_bytes(word, GUARD: tl.constexpr):
 
 @triton.jit
 def key_order(columns):
-    """Which key of its sixteen stands in which column of the scores.
+    """The key (modulo 16 in its group of 16) that stands in each column of the scores.
 
-    A thread of the tensor core holds two neighbouring columns of a product but must hand over four neighbouring
-    bytes of an operand. With the keys dealt like this what it holds is what it must hand over: no shuffle.
+    A lane has two neighbouring columns of each eight of an accumulator, but supplies four neighbouring bytes of a left
+    operand. With the keys in this order the two are the same scores, and probabilities need no shuffle (drawing above).
     """
     return (columns & -16) | ((columns & 6) << 1) | ((columns & 8) >> 2) | (columns & 1)
 
 
 @triton.jit
 def held_order(n):
-    """Which key of its sixteen stands at place ``n`` of a product with V if scores stand in the keys' own order."""
+    """The inverse of :func:`key_order`: which key's values stand at place ``n`` where K is in the keys' own order.
+
+    It permutes the rows of V instead of those of K, for kernels that copy K as it lies in memory.
+    """
     return (n & -16) | ((n & 2) << 2) | ((n & 12) >> 1) | (n & 1)
 
 
 @triton.jit
 def dealt_channel(channel, CHANNELS: tl.constexpr):
-    """The row of V's channel where channels are dealt to rows so that a thread ends up with neighbouring outputs."""
+    """The row of packed V for a channel in dealt order: channels permuted so that a lane's outputs are contiguous.
+
+    A lane has columns 2t, 2t + 1 of each eight of a product with V. With channel ``C / 8 * i + j`` in column ``8 j +
+    i`` these are C / 4 neighbouring channels, which take few wide stores.
+    """
     return channel % (CHANNELS // 8) * 8 + channel // (CHANNELS // 8)
 
 
 @triton.jit
 def channel_of_row(row, CHANNELS: tl.constexpr):
-    """The channel in such a row: undoes :func:`dealt_channel`."""
+    """The channel in a row of packed V in dealt order: the inverse of :func:`dealt_channel`."""
     return (row & 7) * (CHANNELS // 8) + (row >> 3)
 
 
 @triton.jit
 def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Put the columns of P back into the order of the keys (undoes :func:`key_order`)."""
+    """P with its columns in the order of the keys (undoes :func:`key_order`), (BLOCK_M, BLOCK_N); no shuffle."""
     dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
     return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def _deal(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Put columns in the order of the keys into that of :func:`key_order`."""
+    """A tile with its columns put from the order of the keys into that of :func:`key_order`, (BLOCK_M, BLOCK_N)."""
     natural = tl.reshape(x, (BLOCK_M, BLOCK_N // 16, 4, 2, 2))
     return tl.reshape(tl.permute(natural, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def interleave(a, b, c, d, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr):
-    """One (BLOCK_N, CHANNELS) tile of rows 4 i + 0, 1, 2, 3: four neighbouring keys of a channel end up in one register."""
+    """One (BLOCK_N, CHANNELS) tile from its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each (BLOCK_N / 4, CHANNELS).
+
+    Four neighbouring keys of a channel then are one register, which is stored as one word.
+    """
     quads = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(tl.permute(quads, (0, 2, 3, 1)), (BLOCK_N, CHANNELS))
 
@@ -125,10 +159,11 @@ def load_value(
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
     HELD: tl.constexpr = False,
 ):  # fmt: skip
-    """A (keys, channels) tile of V, zero beyond the edges; with HELD (and VALUE_ROWS) its keys by :func:`held_order`.
+    """A (keys, channels) int8 tile of V, zero beyond the edges; with HELD (and VALUE_ROWS) its keys in :func:`held_order`.
 
-    The tensor core wants the keys of a channel side by side. Where they are not (VALUE_ROWS) four rows are
-    interleaved in registers, so that they reach shared memory four bytes at a time instead of one.
+    The tensor core reads neighbouring keys of a channel together. Where memory has neighbouring channels together
+    instead (VALUE_ROWS), four rows are interleaved in registers, so that they reach shared memory four bytes at a time
+    instead of one.
     """
     if not VALUE_ROWS:
         n = start + tl.arange(0, BLOCK_N)
@@ -155,7 +190,10 @@ def load_value(
 def load_key(
     k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INSIDE: tl.constexpr
 ):  # fmt: skip
-    """Keys ``n`` as a (channels, keys) tile. Past the end the last key stands in, which leaves row maxima true."""
+    """Keys ``n`` as a (channels, keys) int8 tile, zero in channels past HEAD_DIM.
+
+    Unless INSIDE, keys past the last are copies of it, which leave the row maxima as they are.
+    """
     if not INSIDE:
         n = tl.minimum(n, keys - 1)
     ptrs = k_base + n[None, :] * k_stride_n + d[:, None] * k_stride_d
@@ -166,10 +204,10 @@ def load_key(
 
 @triton.jit
 def to_rows(q, row_bits, BLOCK_D: tl.constexpr):
-    """Bring one integer a row to where the tensor core keeps its rows.
+    """One integer per row, (rows, 1), in the layout of an accumulator's rows.
 
-    The compiler then works out there what a row needs, instead of moving each derived quantity through shared memory.
-    It follows the layout of a product, so the integer rides on one.
+    What is derived from it per row is then computed where the scores are, instead of passing through shared memory once per
+    derived number. The compiler gives that layout to a product, so the integer is selected by a test of one, always false.
     """
     carrier = tl.dot(q, tl.full((BLOCK_D, 16), 1, tl.int8), out_dtype=tl.int32)
     return tl.max(tl.where(carrier == 2147483647, carrier, row_bits), 1)[:, None]
@@ -177,7 +215,7 @@ def to_rows(q, row_bits, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
-    """Where the mask of a head starts; with a PERIOD it repeats over the batch."""
+    """Where the mask of a head starts. With a PERIOD the mask repeats after PERIOD elements of the batch."""
     if PERIOD > 0:
         return mask_ptr + (z % PERIOD) * stride_z + h * stride_h
     return mask_ptr + z * stride_z + h * stride_h
@@ -185,7 +223,12 @@ def mask_pointer(mask_ptr, z, h, stride_z, stride_h, PERIOD: tl.constexpr):
 
 @triton.jit
 def column_scales(ks_base, ks_stride_n, keys, BLOCK_N: tl.constexpr, KEY_TOKEN: tl.constexpr):
-    """(usable, mantissa, exponent) of the key scale common to a head, and per token the largest exponent."""
+    """(usable, mantissa, exponent, largest) of a head's key scale.
+
+    With one scale per token (KEY_TOKEN) the common scale is the power of two above the largest one, and ``largest`` its
+    exponent for :func:`.common.fixed_point.column_multiplier`; else ``largest`` is 0. ``usable``: all scales are
+    positive and finite.
+    """
     if KEY_TOKEN:
         largest_bits = tl.full((BLOCK_N,), 0, tl.int32)
         smallest_bits = tl.full((BLOCK_N,), 0x3F800000, tl.int32)
@@ -212,7 +255,10 @@ def row_multiplier(
     query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK: tl.constexpr, KEY_TOKEN: tl.constexpr,
     COLUMN_BITS: tl.constexpr, MOST: tl.constexpr, MOST_BITS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """(multiplier, fraction bits, bits to drop of a product with a bias beside it) of the rows' scores."""
+    """(multiplier, F, drop) of the rows' scores: how a score becomes octaves with F fraction bits.
+
+    With a bias, products lose ``drop`` bits by a right shift, so that at most 16 fraction bits are left: the bias has 16.
+    """
     mantissa, exponent = combine_scales(query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent)
     drop = 0
     if KEY_TOKEN:
@@ -231,8 +277,8 @@ def row_multiplier(
 def _mask_tile(
     base, stride_m, stride_n, rows, start, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """A tile of the mask, keys in the order of :func:`_deal`; beyond the edges the last row and key stand in."""
-    # loaded in the keys' own order and put into that one afterwards, which moves registers instead of computing addresses
+    """A (BLOCK_M, BLOCK_N) tile of the mask, keys in :func:`key_order`; beyond the edges the last row and key are repeated."""
+    # loaded in the keys' own order and permuted afterwards, which renames registers instead of computing more addresses
     row = tl.minimum(rows, queries - 1)[:, None]
     column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
     return _deal(tl.load(base + row * stride_m + column * stride_n), BLOCK_M, BLOCK_N)
@@ -242,7 +288,7 @@ def _mask_tile(
 def bias_bases(
     base, stride_m, stride_n, rows, queries, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """:func:`.common.quantize_ops.bias_base` of rows whose biases are floats, from all their keys."""
+    """:func:`.common.quantize_ops.bias_base` of rows with a float bias, from all TILES tiles of their keys: two (rows, 1)."""
     high = tl.max(_mask_tile(base, stride_m, stride_n, rows, 0, queries, keys, BLOCK_M, BLOCK_N).to(tl.float32), 1)
     for i in tl.static_range(1, TILES):
         more = _mask_tile(base, stride_m, stride_n, rows, i * BLOCK_N, queries, keys, BLOCK_M, BLOCK_N)
@@ -257,10 +303,12 @@ def scores(
     COLUMN_BITS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, KEY_TOKEN: tl.constexpr, CHECK: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of queries against BLOCK_N keys from ``start``, dealt, in a unit common to the row.
+    """Scores of a block of queries and BLOCK_N keys from ``start``, int32 (BLOCK_M, BLOCK_N), in :func:`key_order`.
 
-    ``base`` is what a row's float bias is taken relative to (:func:`.common.quantize_ops.bias_base`).
-    With CHECK whoever takes no part is set to the minimum, which no honest score reaches.
+    The unit is common to a row: S without a bias, ``y = S * A`` with a key scale per token, and with a bias z, in
+    octaves with ``fraction_bits`` fraction bits. ``base`` is subtracted from a float bias
+    (:func:`.common.quantize_ops.bias_base`). With CHECK, keys that take no part get the int32 minimum, which no other
+    score reaches.
     """
     s = tl.dot(q, k, out_dtype=tl.int32)
     n = start + key_order(tl.arange(0, BLOCK_N))
@@ -303,7 +351,12 @@ def probability_words(
     MASK: tl.constexpr, KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
     OFFSET: tl.constexpr, CHECK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised probabilities of a block of scores, as words (see :func:`.common.fixed_point.probability_word`)."""
+    """Unnormalised probabilities of a tile of scores, as :func:`.common.fixed_point.probability_word`; same shape.
+
+    Per score: the exponent ``t = (m - s) * M + t0`` in octaves with ``fraction_bits`` fraction bits (Equations 5 and
+    6), its whole octaves and the top eight bits of its fraction, then 2**-t (Equations 7 and 8). With CHECK masked
+    scores give P = 0.
+    """
     base = row_max
     if CHECK:
         base = tl.where(row_max == MASKED, 0, row_max)
@@ -316,7 +369,8 @@ def probability_words(
         t += begin
         flipped = ~shift_left(t, up, GUARD)
     else:
-        # two multiply-adds a score: the exponent, and the complement of its fraction alone, left-aligned
+        # Two multiply-adds per score: the exponent, and the complement of its left-aligned fraction. The second saves the shift
+        # and the complement that would follow the first.
         begin += base * multiplier
         t = s * _negative(multiplier, GUARD) + begin
         flipped = s * shift_left(multiplier, up, GUARD) + ~shift_left(begin, up, GUARD)
@@ -337,10 +391,11 @@ def accumulate(
     word, v, weight, offsets, accumulator, high, total, high_total,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, ADD_OFFSET: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys to the products with V and with ones (the row sums).
+    """Add a tile of keys to the products with V (BLOCK_M, BLOCK_DV) and with ones (BLOCK_M, 16), the row sums; int32.
 
-    8-bit probabilities are stored as 127 - P: with ADD_OFFSET the tensor core takes 127 V off again, and the
-    accumulator is the numerator's negative. Of 15-bit ones the low byte is 128 too small: two products with 64s.
+    8-bit probabilities are stored as 127 - P. With ADD_OFFSET a product with -127 removes the 127s, and the accumulator
+    is the negative of the numerator. Of 15-bit ones the low byte is 128 too small: two products with 64 correct it.
+    ``weight`` is 1, or 0 for keys past the last. Row sums are a product because they cost next to nothing there.
     """
     p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
     if BITS == 15:
@@ -358,6 +413,7 @@ def accumulate(
 
 @triton.jit
 def _latter(a, b, c, d, e, f):
+    """The second three of six: a reduction that keeps one of several equal rows."""
     return d, e, f
 
 
@@ -366,15 +422,15 @@ def output_factors(
     o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """What takes a normalised output to the stored one, for each channel or for all.
+    """What turns a normalised output into the stored one, one number or one per channel (1, BLOCK_DV).
 
-    For an int8 output (multiplier, shift, rounding) of value scale / output scale, else (value scale, 0, 0).
+    For int8 outputs (multiplier, shift, rounding) of value scale / output scale; for float outputs (value scale, 0, 0).
     """
     INTEGER: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
     SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD
     channel = tl.arange(0, BLOCK_DV)[None, :]
     if SPREAD:
-        # So many rows, all alike, that the compiler gives a thread one channel or two instead of many; one row is kept.
+        # With enough equal rows the compiler gives a thread one channel or two to compute, instead of many; one row is kept.
         channel += tl.zeros((256 // BLOCK_DV, 1), tl.int32)
     inside = channel < VALUE_DIM
     if VALUE_CHANNEL:
@@ -402,7 +458,12 @@ def finish(
     accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs, stored,
     BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Normalise by the row sums and store; ``count`` columns went into the sums, the factors are :func:`output_factors`'."""
+    """Normalise by the row sums (Algorithm 1, step 11) and store a (BLOCK_M, BLOCK_DV) block of outputs where ``stored``.
+
+    ``count`` columns went into the row sums; it takes the storage offset of P out of them. ``factor``, ``shift`` and
+    ``half`` come from :func:`output_factors`. Float outputs of rows with an unusable scale or a NaN in the bias are
+    NaN.
+    """
     total = tl.max(total, 1)[:, None]
     if BITS == 15:
         total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
@@ -435,7 +496,7 @@ def finish(
         factor = tl.where(usable_scale(factor.to(tl.int32, bitcast=True)), factor, float("nan"))
         if MASK == "bias":
             usable = usable & (row_max < POISON)
-        # NaN in a factor a row is cheaper than a choice an element
+        # a NaN in the factor of the row costs less than a select per element
         if FLOOR_OUTPUT:
             result = floor.to(tl.float32) * tl.where(usable, 1.0, float("nan"))
         else:

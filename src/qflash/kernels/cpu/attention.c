@@ -1,10 +1,27 @@
-/* Integer attention and quantisation on the CPU: the bits of reference.py and quantization.py, fused.
+/* Integer attention and quantisation on the CPU, with the bits of reference.py and quantization.py.
  *
- * Names follow fixed_point.py, which has the bounds. The matrix products take pairs of 16-bit integers, or where the CPU has
- * the instruction (VNNI) four bytes, unsigned times signed, and add up in 32 bits, in which no sum overflows. A few rows of
- * scores are worked on at a time, so that they stay in the cache.
+ * Steps 1 to 8 of docs/algorithm.md (Equations 1 to 14, Algorithm 1), two-pass or online, with any mask. Names follow
+ * fixed_point.py, which states the bounds.
  *
- * Compiled on first use by cpu.py; plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
+ * Work: a task is a block of BLOCK queries of one head; each thread has consecutive tasks, and packs keys and values of a head
+ * once for those of its tasks that share it. Order of a task (attend):
+ *
+ *     1. scores of all keys, by tiles of ROWS queries x WIDTH keys      w->s        BLOCK rows of int32
+ *     2. per row: mask and bias, maximum, probabilities, row sum        w->p        BLOCK rows of operands (15 bits: w->upper)
+ *     3. products with V, CHUNK keys at a time (online: key_block)      w->sum      BLOCK rows of int32
+ *     4. per row: normalise, write                                      out
+ *
+ * Scores and probabilities of a block stay in the cache, which is why a block is small.
+ *
+ * Products: a lane of a vector adds up GROUP products of neighbouring values of k: pairs of 16-bit integers, or with VNNI four
+ * bytes, unsigned times signed; no sum overflows 32 bits. Packed operands of the right side, by panels of WIDTH columns:
+ *
+ *     keys      [channel / GROUP][WIDTH keys][GROUP channels]
+ *     values    [key / GROUP][WIDTH channels][GROUP keys]
+ *
+ * A tile of a product is ROWS x 2 vectors, which with the operands nearly fill the vector registers.
+ *
+ * Compiled on first use by cpu/launch.py; plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
  */
 #include <math.h>
 #include <stdint.h>
@@ -29,19 +46,19 @@
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES) /* columns of one tile of a product */
-#define BLOCK (2 * ROWS)  /* queries worked on together: each panel of keys is fetched once for them */
-#define CHUNK 512         /* keys whose values a block multiplies before others take their place in the cache */
+#define BLOCK (2 * ROWS)  /* queries of a task: each panel of keys is read once for all of them */
+#define CHUNK 512         /* keys per product with V: their values stay in the cache for all rows of a block */
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
 #define BIAS_MASKED (-(1 << 30))
 #define BIAS_LIMIT (1 << 28)
 #define INLINE static inline __attribute__((always_inline))
 
-/* Operands of a product: left queries and probabilities, right keys and values. A group of them fills a lane. */
+/* Operands of a product: left queries and probabilities, right keys and values. A group of GROUP operands fills a lane. */
 #if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__))
 typedef uint8_t left_operand;
 typedef int8_t right_operand;
-#define SHIFTED 128 /* what is added to a query, which makes it unsigned */
+#define SHIFTED 128 /* added to queries, which makes them unsigned; taken out of the scores by `begin` */
 #else
 typedef int16_t left_operand;
 typedef int16_t right_operand;
@@ -70,7 +87,7 @@ INLINE float float_of(int32_t bits) {
     return x;
 }
 
-/* of an exponent that a float32 has without being subnormal */
+/* 2^exponent as a float, -126 <= exponent <= 127 */
 INLINE float power_of_two(int exponent) { return float_of((127 + exponent) << 23); }
 
 INLINE int usable(float scale) { return bits_of(scale) > 0 && bits_of(scale) < 0x7F800000; }
@@ -93,7 +110,7 @@ INLINE pair combine_scales(pair query, pair key, pair constant) {
     return (pair){product << extra, -(query.exponent + key.exponent + constant.exponent + 41 - extra)};
 }
 
-/* Multiplier and fraction bits of a row, as a pair. */
+/* (M, F) of a row with one key scale per head: M = round(s * 2^F), at most 57344 / d, half of it with a bias. */
 INLINE pair narrow_multiplier(pair s, int64_t head_dim, int biased) {
     int64_t most = (biased ? 28672 : 57344) / head_dim, shift = 31 - bit_length(most);
     shift += round_shift(s.mantissa, shift) > most;
@@ -128,7 +145,7 @@ INLINE int64_t release_factor(uint32_t step, int fraction_bits) {
 
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
-/* sum + a0 * b0 + a1 * b1 + ... in every lane, whose groups these are */
+/* sum + a0 * b0 + a1 * b1 + ... in every lane, over the GROUP operands of the lane */
 INLINE vector add_products(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -145,9 +162,9 @@ INLINE vector add_products(vector sum, vector a, vector b) {
 #endif
 }
 
-/* c[r][0:WIDTH] (+)= sum over k of a[r][k] * b[k][0:WIDTH]; of a narrow tile only the first LANES columns. Of b a group of
- * values of k stands side by side, b[k / GROUP][0:WIDTH][GROUP]; behind a depth that is no multiple of it a or b has zeros.
- * What c is not added to begins with the columns' `begin`, or with 0 if that is NULL. */
+/* c[r][0:WIDTH] (+)= sum over k < depth of a[r][k] * b[k][0:WIDTH]; only the first LANES columns if `narrow`. b is packed as
+ * b[k / GROUP][0:WIDTH][GROUP]; if depth is no multiple of GROUP, a or b has zeros after it. Without `add`, c starts from the
+ * columns' `begin`, or from 0 if that is NULL. */
 typedef struct {
     const left_operand *a;
     const right_operand *b;
@@ -207,7 +224,7 @@ static void tile(int rows, product by) {
 
 /* --- one row of scores ------------------------------------------------------------------------------------ */
 
-enum { NARROW, TOKEN, BIAS }; /* how an exponent follows from a score; see reference._Scores */
+enum { NARROW, TOKEN, BIAS }; /* how a score becomes an exponent: key scale per head, per token, bias; reference._Scores */
 
 typedef struct {
     int quadratic, bits, nearest, offset, up, down, key_block, online, floor_output;
@@ -219,7 +236,8 @@ INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplie
     return (int32_t)((uint32_t)base - (uint32_t)s);
 }
 
-/* Turns scores [0, n) into probabilities `p`; of 15 bits the high part goes to `upper`. Returns their sum. */
+/* Turns scores s[0:n] into probabilities P in `p`, for 15 bits (`wide`) the low byte there and the high byte in `upper`.
+ * Returns their sum. `base` is the row maximum; the exponents have `fraction_bits` fraction bits of an octave. */
 INLINE int64_t probabilities(
     const int kind, const int quadratic, const int wide, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
     int32_t multiplier, int fraction_bits, left_operand *restrict p, left_operand *restrict upper
@@ -228,14 +246,14 @@ INLINE int64_t probabilities(
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
     const int up = by->up, down = by->down;
     const uint32_t half = by->nearest ? 1u << (down - 1) : 0, full = (1u << by->bits) - 1;
-    uint32_t total = 0; /* below 2^31: 32767 * 65536 */
+    uint32_t total = 0; /* at most 32767 * 65536 < 2^31 */
     for (int64_t j = 0; j < n; j++) {
         uint32_t t = (uint32_t)row_exponent(kind, base, s[j], multiplier) + begin;
         uint32_t octaves = t >> fraction_bits;
         octaves = octaves < 31 ? octaves : 31;
         uint32_t fraction = ((t << left) >> right) & 255;
         uint32_t mantissa = quadratic ? (511 - fraction) * (511 - fraction) + (1 << 17) : (512 - fraction) * full;
-        uint32_t value = (((mantissa << up) >> octaves) + half) >> down; /* 32 bits: probability_constants sees to that */
+        uint32_t value = (((mantissa << up) >> octaves) + half) >> down; /* 32 bits suffice: probability_constants */
         value = s[j] == MASKED ? 0 : value;
         total += value;
         if (wide) {
@@ -284,14 +302,14 @@ typedef struct {
     right_operand *key, *value;
     left_operand *query, *p, *upper;
     int32_t *s, *column;
-    int32_t *begin;              /* what SHIFTED adds to a key's scores, less */
+    int32_t *begin;              /* -SHIFTED times the sum of each key's channels, from which its scores start */
     int32_t *sum;                /* products with V; 8 bits of P times 65536 keys fit */
-    int64_t *numerator;          /* what sum cannot hold: online, or 15 bits of P */
-    int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel, */
-    int32_t *shift, *round;      /* whose shift is one by so much, and a rounded one by 1 or 0 */
+    int64_t *numerator;          /* the same in 64 bits, for online and for 15 bits of P */
+    int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel; its shift is divided */
+    int32_t *shift, *round;      /* into a shift without rounding and one by `round` (0 or 1) with rounding half up */
     float *scale;                /* float output: value scale, NaN where it is not usable */
-    int64_t head;                /* whose key and value are packed, -1 none */
-    int64_t out_head;            /* whose output scales are prepared */
+    int64_t head;                /* the head whose keys and values are packed, -1 for none */
+    int64_t out_head;            /* the head whose output scales are prepared, -1 for none */
     pair reference;
     int usable_key;
 } workspace;
@@ -299,10 +317,10 @@ typedef struct {
 INLINE int64_t grouped(int64_t n) { return (n + GROUP - 1) / GROUP * GROUP; }
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 INLINE int64_t in_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-/* From one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
+/* Elements from one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
 
-/* A row of int8 as operands, each with so much added. */
+/* Copies a row of n int8 to operands, each plus `add`. */
 INLINE void copy_row(const int8_t *from, int64_t stride, int64_t n, int add, right_operand *to) {
     if (stride == 1 && n == WIDTH)
         for (int64_t k = 0; k < WIDTH; k++) to[k] = (right_operand)(from[k] + add);
@@ -368,8 +386,8 @@ INLINE vector lane_numbers(void) {
     return number;
 }
 
-/* Turns a row of the product into scores in the unit reference._Scores.tile gives them; keys that take no part are
- * MASKED. */
+/* Turns a row of Q K^T into scores in the unit of reference._Scores.tile, with a bias in octaves; keys that take no part
+ * are MASKED. */
 static void row_scores(
     const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by,
     int drop
@@ -392,14 +410,14 @@ static void row_scores(
         for (int64_t j = 0; j < n; j++) s[j] = mask[j * m_stride] ? s[j] : MASKED;
     }
     const int64_t seen = x->causal && i + 1 < n ? i + 1 : n;
-    /* whole vectors: what is written in pieces could not be read as one before it has left the store buffer */
+    /* whole vectors: a vector load of data that is still in the store buffer as several smaller stores would stall */
     for (int64_t j = seen / LANES * LANES; j < width; j += LANES) {
         vector inside = lane_numbers() + (int32_t)j < (vector){0} + (int32_t)seen;
         *(vector *)(s + j) = (*(vector *)(s + j) & inside) | (((vector){0} + MASKED) & ~inside);
     }
 }
 
-/* What the channels of a head are multiplied with at the end. */
+/* Prepares the output factors of the channels of a head. */
 static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) {
     const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
     const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
@@ -432,10 +450,11 @@ INLINE vector high_product(vector a, vector b) {
 #endif
 }
 
-/* A row's sum as large as 32 bits allow: the quotient is that times the row's inverse. */
+/* A numerator scaled by 2^(24 - bits), which fits 32 bits: its high product with the row's inverse is the quotient. */
 INLINE int32_t left_aligned(int64_t numerator, int bits) { return (int32_t)((int64_t)((uint64_t)numerator << 24) >> bits); }
 
-/* Writes a row out. Its numerators are `sum`, or in `numerator` if that is not NULL. */
+/* Normalises a row and writes its outputs at `at`; float ones are NaN if `bad`. The numerators are `numerator`, or `sum` if
+ * that is NULL. */
 static void finish_row(
     const problem *x, const workspace *w, int32_t *restrict sum, const int64_t *restrict numerator, int64_t denominator, int bad,
     int64_t at
@@ -457,7 +476,7 @@ static void finish_row(
             for (int64_t c = 0; c < channels; c++) sum[c] *= 1 << 23;
         else if (numerator)
             for (int64_t c = 0; c < channels; c++) sum[c] = left_aligned(numerator[c], bits);
-        else /* left_aligned without 64 bits, of which vectors have half as many */
+        else /* left_aligned in 32 bits: vectors have twice as many of these lanes as of 64 bits */
             for (int64_t c = 0; c < channels; c++) sum[c] = (int32_t)((uint32_t)sum[c] << up) >> down;
         for (int64_t c = 0; c < channels; c += LANES) {
             vector multiplier = *(const vector *)(w->multiplier + c), round = *(const vector *)(w->round + c);
@@ -483,7 +502,7 @@ static void finish_row(
         for (int64_t c = 0; c < channels; c++) out[c] = (float)sum[c] * weight * scale[c];
 }
 
-/* A block of up to BLOCK queries, from scores to output. */
+/* Attention of a block of `rows` queries, at most BLOCK, from scores to outputs: the order is at the top of this file. */
 static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
     const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys);
     const recipe by = {
@@ -491,7 +510,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         (int)x->online, (int)x->floor_output,
     };
     const int kind = x->masked == 2 ? BIAS : x->key_token ? TOKEN : NARROW;
-    /* causal: keys that no query of the block sees are left out */
+    /* causal: keys that no query of the block may see are skipped */
     const int64_t n = x->causal ? at_most(x->keys, first + rows) : x->keys, width = in_vectors(n);
     const int64_t step = by.online ? by.key_block : CHUNK, blocks = (n + step - 1) / step;
     pair multiplier[BLOCK];
@@ -596,7 +615,7 @@ static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t operands = line * grouped(d) + channels * grouped(x->keys) + BLOCK * (grouped(d) + line + (x->bits == 15 ? line : 0));
     const size_t integers = BLOCK * line + 2 * line + 3 * channels + BLOCK * channels + channels;
     const size_t longs = BLOCK * channels;
-    /* of vectors no lane may be read before it is written */
+    /* zeroed: whole vectors are read, also lanes that were never written */
     *memory = calloc(8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
     if (!*memory) return 0;
     w->numerator = (int64_t *)*memory;
@@ -617,7 +636,7 @@ static int allocate(const problem *x, workspace *w, char **memory) {
     return 1;
 }
 
-/* The part that one of so many threads has of `tasks`: [begin, end). */
+/* The calling thread's part of the tasks: [begin, end). */
 typedef struct {
     int64_t begin, end;
 } share;
@@ -631,14 +650,14 @@ INLINE share share_of(int64_t tasks) {
     return (share){tasks * thread / threads, tasks * (thread + 1) / threads};
 }
 
-/* A thread's share of attention. As every function that Python calls, it returns 0, or 1 when memory ran out. */
+/* Attention of the calling thread's tasks. Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
 static int attend_share(const problem *x) {
     const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
     const share mine = share_of(x->batch * x->heads * blocks);
     workspace w = {0};
     char *memory;
     if (!allocate(x, &w, &memory)) return 1;
-    /* neighbouring tasks share a head, which is packed once */
+    /* consecutive tasks share a head, whose keys and values are packed once */
     for (int64_t task = mine.begin; task < mine.end; task++) {
         int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * BLOCK;
         if (w.head != z * x->key_heads + h / group) {
@@ -662,7 +681,7 @@ int qflash_attention(const problem *x) {
     return failed;
 }
 
-/* The same with other addresses. */
+/* qflash_attention of a problem like another one, with other addresses: for repeated calls. */
 int qflash_attention_at(
     const problem *like, const int8_t *query, const int8_t *key, const int8_t *value, const float *query_scale,
     const float *key_scale, const float *value_scale, const float *output_scale, const void *mask, void *out
@@ -702,8 +721,8 @@ typedef struct {
     int64_t line; /* floats from one token to the next */
 } rows_of;
 
-/* A head with its channels side by side: in place, or copied to `copy`, less every channel's midrange if asked for.
- * `range` holds three rows. */
+/* A head with contiguous channels: in place, or copied to `copy`, less every channel's midrange if `center` is set. `range` has
+ * room for three rows. */
 INLINE rows_of load_head(const conversion *a, const int64_t d, int64_t head, float *restrict copy, float *restrict range) {
     const int64_t n = a->tokens, line = a->stride[2], across = a->stride[3];
     const float *from = a->x + head / a->heads * a->stride[0] + head % a->heads * a->stride[1];
@@ -784,8 +803,8 @@ INLINE void quantize_head(const conversion *a, const int64_t d, rows_of x, int64
     }
 }
 
-/* Heads [begin, end): the largest magnitude of all, or their values and scales. A number of channels that the compiler
- * knows is twice as fast as one it does not. */
+/* Heads [begin, end): returns the largest magnitude of all of them (`find`), or writes their values and scales. With `d` known
+ * at compile time this is twice as fast as without. */
 INLINE int32_t heads_known(
     const conversion *a, const int64_t d, int64_t begin, int64_t end, int find, int32_t all, float *x, float *range
 ) {
@@ -815,8 +834,8 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
     }
 }
 
-/* A thread's share of a tensor. `all` is where threads put together the largest magnitude of one scale. Returns what
- * attend_share does. */
+/* Quantises the calling thread's heads. With one scale for the tensor, threads combine its largest magnitude in `all`.
+ * Returns 0, or 1 when memory ran out. */
 static int quantize_share(const conversion *a, int32_t *all) {
     const int64_t n = a->tokens, d = a->channels;
     const share mine = share_of(a->batch * a->heads);
@@ -841,7 +860,7 @@ int qflash_quantize(const conversion *a) {
     return failed;
 }
 
-#define LINE 64 /* bytes; a row of numbers that lies across two lines of the cache takes longer */
+#define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */
 
 INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
@@ -860,7 +879,8 @@ INLINE int64_t scales_of(const conversion *a) {
     }
 }
 
-/* Floats, a conversion each for query, key and value: quantised, then attended by the same threads. The output is float, too. */
+/* Attention of float query, key and value, with a `conversion` for each: the same threads quantise all three, then attend. The
+ * output is float. */
 int qflash_float_attention(
     const conversion *three, const problem *like, const float *query, const float *key, const float *value, const void *mask,
     void *out

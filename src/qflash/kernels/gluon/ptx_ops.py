@@ -1,4 +1,27 @@
-"""What the kernels in Gluon share."""
+"""Device functions of all Gluon kernels: exponential of five instructions, packed PTX operations, output factors.
+
+Equations 5 to 10 for the default recipe (quadratic exponential, 8-bit P, rounded), steps 2 to 5 of
+``docs/algorithm.md``, with the same integers as :mod:`.common.tile_ops`. Everything works on registers of one lane at a
+time; row numbers are in the forms of :mod:`.gluon.row_ops`.
+
+The exponential of a score s with row maximum m (:func:`row_exponents`, :func:`twice_probabilities`, :func:`pack`). The
+exponent is aligned to bytes, so that both its parts are taken by a byte permutation or a shift, without a multiply-add
+each:
+
+    bits 31..24         23..16              15..0
+    octaves q + 9       fraction byte f     dropped        = s * slope + begin     (one multiply-add)
+
+    x = f - 512                                  prmt: f below the upper bytes of -2
+    2 P = (x * x + 2**17) >> (q + 9)             multiply-add, two shifts
+    127 - P                                      one multiply-add, and one prmt for four scores
+
+Up to 2 P that is five instructions per score; the general form takes seven. The price: octaves have eight bits, so an
+exponent of more than 236 octaves could wrap. :func:`may_wrap` and :func:`least_if_needed` bound the exponents of a row.
+Where the bound does not suffice, scores are raised to a score that is at least 64 octaves below the row maximum
+(:func:`raised`, :func:`raised_if_needed`); P is 0 for both.
+
+Inline assembly is used where the compiler would emit more instructions, or has no operation for it.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +36,36 @@ from .row_ops import beside_rows, bring_both, own_twice
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# x / scale rounded to nearest even, in the low bits of 1.5 * 2**23 and more
+# x * inverse rounded to nearest even: the low bits of its sum with 1.5 * 2**23
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
-# a register that the assembler cannot see through: as an immediate it would cost a move a score
+# -2 in a register ($1 is not negative) whose value ptxas cannot know: as an immediate it would cost a move per score
 OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
-# Twice a probability from an exponent that has 24 fraction bits, 9 octaves too many and 1/256 more: with x = f - 512, f the
-# fraction's byte, (x * x + 2**17) >> octaves. The parabola runs on from octave to octave, which is why a byte may carry.
+# Twice a probability, rounded down, from an exponent with 24 fraction bits to which 9 octaves and 1/256 were added: with f the
+# byte of the fraction and x = f - 512, (x * x + 2**17) >> octaves. The 1/256 turns 511 - f into 512 - f. It may carry into the
+# octaves: the parabola is continuous from one octave to the next, so the result is the same.
 TWICE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
 prmt.b32 a, $1, $2, 0x5542; mad.lo.s32 a, a, a, 0x20000; shr.u32 b, $1, 24; shr.u32 $0, a, b;}""")
-# the same from an exponent that has 16 fraction bits
+# the same from an exponent with 16 fraction bits
 TWICE_PROBABILITY_16 = gl.constexpr(TWICE_PROBABILITY.value.replace("0x5542", "0x5541").replace("$1, 24", "$1, 16"))
-# Four of those -> the bytes 127 - P, P rounded half up. A pair lies in the halves of a word, and its bytes above 128ths.
+# Four of those -> the bytes 127 - P, P rounded half up. Each half of a word computes 127.5 - 2P / 2 with eight fraction bits
+# (0x7F7F is 127.5 less 1/256); its upper byte is the result.
 PACK_FOUR = gl.constexpr("""{.reg .b32 a, b;
 mad.lo.s32 a, $1, -128, 0x7F7F7F7F; mad.lo.s32 a, $2, -8388608, a;
 mad.lo.s32 b, $3, -128, 0x7F7F7F7F; mad.lo.s32 b, $4, -8388608, b;
 prmt.b32 $0, a, b, 0x7531;}""")
-# the sum of the magnitudes of four int8, and nothing in the other three of four places
+# the sum of the magnitudes of four int8 in the first of four outputs, 0 in the other three
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
-# the numbers in a word of two, as float32
+# the first or second of two 16-bit floats in a word, as float32
 FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}")
 SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
 FIRST_BF16 = gl.constexpr("shl.b32 $0, $1, 16;")
 SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
-# octaves that exponents may reach as they are: of the 256 of TWICE_PROBABILITY ten are taken
+# octaves below which exponents need no bound: TWICE_PROBABILITY has 256, of which added constants take up to ten
 OCTAVES = gl.constexpr(236)
-# Whether a row of the warp reaches its limit, which an unsigned number holds: if so what is kept is each row's own, else the
-# least number there is. A thread has one row or two.
+# If a row of the warp reaches its limit (unsigned comparison), each row's least score, else the int32 minimum in all rows. A
+# thread has one row, or two.
 LEAST_IF_NEEDED = gl.constexpr(
     f"{{.reg .pred p; setp.ge.u32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, $3, {MASKED.value}, p;}}"
 )
@@ -50,13 +75,13 @@ vote.sync.any.pred p, p, -1; selp.b32 $0, $6, {MASKED.value}, p; selp.b32 $1, $7
 
 @gluon.constexpr_function
 def _in_rows(rank):
-    """Numbers in shared memory one behind the other, the last dimension first."""
+    """Plain row-major shared memory, without swizzle."""
     return gl.SwizzledSharedLayout(1, 1, 1, [*range(rank)][::-1])
 
 
 @gluon.jit
 def aside(x):
-    """Numbers left in shared memory."""
+    """Allocate shared memory, store ``x`` there row-major, and return it."""
     smem = gl.allocate_shared_memory(x.dtype, x.shape, _in_rows(len(x.shape)))
     smem.store(x)
     return smem
@@ -64,39 +89,43 @@ def aside(x):
 
 @gluon.jit
 def wait_for_copies(x):
-    """Wait for a thread's own ``cp.async``; ``x`` is any integer.
+    """Wait for the thread's own ``cp.async``; ``x`` is any integer.
 
-    Triton's would be followed by a barrier of its own, before the fence and the barrier that a product needs anyway.
+    Triton's wait adds a barrier, but a fence and a barrier follow anyway before the product that reads the data.
     """
     gl.inline_asm_elementwise("cp.async.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.constexpr_function
 def _branch_around_trap(place):
-    """Assembly that branches unless its operand is a number of 31 bits."""
+    """PTX for a branch around a trap that is always taken: the operand is below 2**30 and never equals ``2**30 + place``."""
     return f"{{.reg .pred p; setp.ne.s32 p, $1, {(1 << 30) + place}; @p bra.uni DONE; trap; DONE: mov.b32 $0, $1;}}"
 
 
 @gluon.jit
 def keep_apart(number, PLACE: gl.constexpr):
-    """Keep the assembler from mixing what comes before this with what comes behind it.
+    """Keep ptxas from moving instructions across this place.
 
-    It orders the instructions between two branches, and where there are many by no means well. This is a branch that is
-    always taken, which it cannot know: ``number``, a mantissa or a tile's, is below 2**30. Each place in a kernel needs a
-    number of its own, since the assembler knows how a comparison ended that it has seen before.
+    ptxas schedules the instructions between two branches together, and large blocks badly: it moves loads or waits to
+    where they cost time. This is a branch that is always taken, which ptxas cannot know: ``number`` (a mantissa or a
+    tile's number) is below 2**30. Every place in a kernel needs its own PLACE, because ptxas remembers the outcome of a
+    comparison it has seen.
     """
     gl.inline_asm_elementwise(_branch_around_trap(PLACE), "=r,r", [number], gl.int32, False, 1)
 
 
 @gluon.jit
 def row_factors(query_bits, units, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
-    """:func:`.tile_ops.row_multiplier` for one key scale a head; ``units`` are it and the softmax's, in two parts each."""
+    """(multiplier, F, drop) of rows, as :func:`.common.tile_ops.row_multiplier`, for one key scale per head.
+
+    ``units`` is (key mantissa, key exponent, constant mantissa, constant exponent); the constant is ``scale * log2(e)``.
+    """
     return row_multiplier(query_bits, units[0], units[1], units[2], units[3], MASK, False, 0, MOST, MOST_BITS, False)
 
 
 @gluon.jit
 def first_of_four(x):
-    """The first of every four neighbours of a row: (rows, columns / 4)."""
+    """The first of every four neighbouring columns: (rows, columns / 4)."""
     x, _ = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
     x, _ = gl.split(x)
     return x
@@ -104,44 +133,45 @@ def first_of_four(x):
 
 @gluon.jit
 def magnitudes_by_four(x):
-    """Sums of the magnitudes of four neighbouring int8 of a row: (rows, columns / 4)."""
+    """Sums of the magnitudes of four neighbouring int8 of a row, int32 (rows, columns / 4)."""
     return first_of_four(gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4))
 
 
 @gluon.jit
 def magnitudes(x):
-    """Sums of the magnitudes of a tile's int8 rows."""
+    """Sums of the magnitudes of each int8 row, int32 (rows,)."""
     return gl.sum(magnitudes_by_four(x), 1)
 
 
 @gluon.jit
 def may_wrap(magnitude, row_max, multiplier, fraction_bits):
-    """Whether a row's exponents could reach OCTAVES, if its query's magnitudes sum up to ``magnitude``: 0 or 1.
+    """Per row 1 if its exponents could reach OCTAVES, else 0; ``magnitude`` is the sum of its query's magnitudes.
 
-    No score lies below ``-128 * magnitude``.
+    No score of the row lies below ``-128 * magnitude``.
     """
     return (((128 * magnitude + row_max) * multiplier) >> fraction_bits >= OCTAVES).to(gl.int32)
 
 
 @gluon.jit
 def least_score(row_max, multiplier, fraction_bits):
-    """A score 64 to 128 octaves below the row's maximum: what lies below it may as well be it."""
+    """Per row a score that lies 64 to 128 octaves below its maximum: P is 0 there, and for all lower scores."""
     bits = bit_length(multiplier, False)
     return row_max - (1 << gl.minimum(gl.maximum(fraction_bits + 7 - bits, 0), 24))
 
 
 @gluon.jit
 def raised(s, least):
-    """A tile's scores, none lower than the least of its row."""
+    """A tile of scores, each at least ``least`` of its row."""
     L: gl.constexpr = s.type.layout
     return gl.maximum(s, beside_rows(least, L))
 
 
 @gluon.constexpr_function
 def _raised_in_place(pieces, each, own):
-    """Assembly for so many pieces of ``each`` scores: maxima with as many others, unless these are the least there is.
+    """PTX for ``pieces`` of ``each`` scores per thread: maxima with the rows' least scores, unless these are INT_MIN.
 
-    If these are a thread's ``own``, neighbours tell each other theirs.
+    The branch around the maxima is uniform in a warp. If each lane has only its ``own`` row's number, neighbours
+    exchange theirs.
     """
     count = each * pieces
     least = [f"${2 * count + i}" for i in range(each)]
@@ -156,14 +186,14 @@ def _raised_in_place(pieces, each, own):
 
 @gluon.constexpr_function
 def _in_place(pieces, each):
-    """Constraints of :func:`_raised_in_place`: the scores are read from the registers that are written."""
+    """Constraints of :func:`_raised_in_place`: scores are read from the registers that are written."""
     count = each * pieces
     return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * each)
 
 
 @gluon.jit
 def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
-    """A tile's columns, eight of each warp at a time."""
+    """A tile split by columns into pieces of eight columns per warp, without moving data; ACROSS warps share a row."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1] // ACROSS
     if N == 8:
@@ -177,7 +207,7 @@ def _apart(s, L: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _together(pieces, ACROSS: gl.constexpr):
-    """Undoes :func:`_apart`."""
+    """The tile from the pieces of :func:`_apart`."""
     HALF: gl.constexpr = len(pieces) // 2
     if HALF == 0:
         s = pieces[0]
@@ -192,9 +222,9 @@ def _together(pieces, ACROSS: gl.constexpr):
 
 @gluon.jit
 def least_if_needed(row_max, most, multiplier, fraction_bits):
-    """:func:`least_score` in a warp of which a row's exponents could reach OCTAVES, elsewhere the least there is.
+    """:func:`least_score` of the rows of a warp if exponents of any of them could reach OCTAVES, else the int32 minimum.
 
-    No score lies below ``-most``. Rows are one a thread, or a vector of more than eight.
+    No score lies below ``-most``. Rows are one per thread, or a vector of more than eight.
     """
     reach = (row_max + most) * multiplier
     least = least_score(row_max, multiplier, fraction_bits)
@@ -208,9 +238,9 @@ def least_if_needed(row_max, most, multiplier, fraction_bits):
 
 @gluon.jit
 def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
-    """Tiles of scores, none lower than what :func:`least_if_needed` returned, behind one branch of every warp.
+    """Tiles of scores, each at least its row's ``least`` (:func:`least_if_needed`), behind one branch per warp.
 
-    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: two scores a thread and row.
+    ``L`` is the layout of eight columns of each of the ACROSS warps that share a row: two scores per thread and row.
     """
     EACH: gl.constexpr = 4 if tiles[0].shape[0] > 8 else 2
     pieces = ()
@@ -232,9 +262,12 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """(slope, begin, constant) of a row, for :func:`twice_probabilities`."""
+    """(slope, begin, constant) of rows, for :func:`twice_probabilities`: ``s * slope + begin`` has 24 fraction bits.
+
+    ``begin`` includes the row maximum, the offset t0, 9 octaves and 1/256.
+    """
     up = MAX_FRACTION_BITS - fraction_bits
-    # from 64 octaves a unit on, the next score is nothing already
+    # if a score unit is 64 octaves or more, every score below the maximum has P = 0, and any large slope will do
     slope = gl.where((multiplier >> fraction_bits) >= 64, 1 << 30, multiplier << up)
     begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((9 << 24) + (1 << 16)) + row_max * slope
     slope = gl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [slope], gl.int32, True, 1)
@@ -243,17 +276,17 @@ def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def twice_probabilities(s, slope, begin, constant):
-    """Floors of 2 P of the quadratic exponential for scores that :func:`may_wrap` or :func:`least_score` vouches for.
+    """Floor of 2 P (quadratic exponential) of a tile of scores, int32, same shape; the exponents must not wrap.
 
-    The bits of :func:`.fixed_point.probability` once rounded, in five instructions instead of seven: the exponent is aligned
-    to bytes, so that its octaves and its fraction need no multiply-add of their own.
+    Rounded half up by :func:`pack` these are the bits of :func:`qflash.fixed_point.probability`. Five instructions per
+    score, with the packing: see the module.
     """
     return gl.inline_asm_elementwise(TWICE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
 
 
 @gluon.jit
 def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
-    """:func:`twice_probabilities` of scores that have 16 fraction bits already, which leaves octaves enough for any."""
+    """:func:`twice_probabilities` of scores that already are octaves with 16 fraction bits; no bound is needed then."""
     begin = row_max + ((OFFSET << 7) + (9 << 16) + (1 << 8))
     constant = gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
     return gl.inline_asm_elementwise(TWICE_PROBABILITY_16, "=r,r,r", [begin - z, constant], gl.int32, True, 1)
@@ -261,20 +294,20 @@ def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
 
 @gluon.jit
 def pack(twice):
-    """What :func:`twice_probabilities` returned, four neighbours a thread, as stored probabilities."""
+    """Stored probabilities 127 - P, int8, from :func:`twice_probabilities`; a thread has four neighbouring columns."""
     return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [twice], gl.int8, True, 4)
 
 
 @gluon.jit
 def _pairs(x):
-    """Neighbouring numbers of 16 bits of a row in a word."""
+    """Neighbouring 16-bit numbers of a row, two in a word: int32 (rows, columns / 2)."""
     a, b = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], gl.int32, True, 1)
 
 
 @gluon.jit
 def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
-    """A row of numbers, as float32, out of words of :func:`_pairs` by an instruction for the first and one for the second."""
+    """float32 numbers of a row from words of :func:`_pairs`; FIRST and SECOND are the instructions for the two halves."""
     a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
     b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
     return gl.reshape(gl.join(a, b), (2 * x.shape[0],))
@@ -282,7 +315,7 @@ def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def words_of(x):
-    """A row's numbers as they travel: those of 16 bits two in a word. A thread has two neighbours of a row at least."""
+    """A row's numbers as words to exchange: 16-bit ones in pairs, float32 as they are. A thread has at least two."""
     if x.dtype != gl.float32:
         x = _pairs(x)
     return x
@@ -290,7 +323,7 @@ def words_of(x):
 
 @gluon.jit
 def numbers_of(x, DTYPE: gl.constexpr):
-    """A row's numbers, as float32, out of :func:`words_of`."""
+    """A row's numbers as float32, from the words of :func:`words_of`."""
     if gl.float16 == DTYPE:
         x = _unpaired(x, FIRST_F16, SECOND_F16)
     elif gl.bfloat16 == DTYPE:
@@ -300,6 +333,7 @@ def numbers_of(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _combined(a, b, F16: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr):
+    """Elementwise minimum or maximum of words: F16 or BF16 is the packed instruction, WIDE the function for float32."""
     if gl.float16 == DTYPE:
         x = gl.inline_asm_elementwise(F16, "=r,r,r", [a, b], gl.int32, True, 1)
     elif gl.bfloat16 == DTYPE:
@@ -311,44 +345,49 @@ def _combined(a, b, F16: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, D
 
 @gluon.jit
 def higher_words(a, b, DTYPE: gl.constexpr):
-    """Maxima of words of :func:`words_of`."""
+    """Maxima of the numbers in words of :func:`words_of`; a NaN wins."""
     return _combined(a, b, MAX_F16, MAX_BF16, nan_max, DTYPE)
 
 
 @gluon.jit
 def lower_words(a, b, DTYPE: gl.constexpr):
-    """Minima of words of :func:`words_of`."""
+    """Minima of the numbers in words of :func:`words_of`; a NaN wins."""
     return _combined(a, b, MIN_F16, MIN_BF16, nan_min, DTYPE)
 
 
 @gluon.jit
 def _higher_float16(a, b):
+    """Maxima of two float16 in a word."""
     return higher_words(a, b, gl.float16)
 
 
 @gluon.jit
 def _higher_bfloat16(a, b):
+    """Maxima of two bfloat16 in a word."""
     return higher_words(a, b, gl.bfloat16)
 
 
 @gluon.jit
 def _wider_float16(low_a, high_a, low_b, high_b):
+    """(minima, maxima) of two float16 in a word."""
     return lower_words(low_a, low_b, gl.float16), higher_words(high_a, high_b, gl.float16)
 
 
 @gluon.jit
 def _wider_bfloat16(low_a, high_a, low_b, high_b):
+    """(minima, maxima) of two bfloat16 in a word."""
     return lower_words(low_a, low_b, gl.bfloat16), higher_words(high_a, high_b, gl.bfloat16)
 
 
 @gluon.jit
 def _wider(low_a, high_a, low_b, high_b):
+    """(minimum, maximum) of float32."""
     return nan_min(low_a, low_b), nan_max(high_a, high_b)
 
 
 @gluon.jit
 def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """Maxima along an axis of words of :func:`words_of`."""
+    """Maxima along an axis of words of :func:`words_of`; a NaN wins."""
     if gl.float16 == DTYPE:
         x = gl.reduce(x, AXIS, _higher_float16)
     elif gl.bfloat16 == DTYPE:
@@ -360,7 +399,7 @@ def word_maxima(x, AXIS: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """Minima of one and maxima of the other, like :func:`word_maxima`."""
+    """Minima of ``low`` and maxima of ``high`` along an axis, like :func:`word_maxima`, in one reduction."""
     if gl.float16 == DTYPE:
         low, high = gl.reduce((low, high), AXIS, _wider_float16)
     elif gl.bfloat16 == DTYPE:
@@ -372,22 +411,23 @@ def word_ranges(low, high, AXIS: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def largest_in_warp(x):
-    """The bits of the largest of magnitudes, a vector that every warp has all of.
+    """The bits (int32) of the largest of non-negative float32 numbers, of which every warp has all.
 
-    They have the magnitudes' order, NaN above all, and one instruction finds a warp's largest integer.
+    The bits have the order of the numbers, with NaN above all, and an integer maximum over a warp is one instruction
+    (redux).
     """
     return gl.max(x.to(gl.int32, bitcast=True), 0)
 
 
 @gluon.jit
 def halves(x):
-    """The upper and the lower half of the rows."""
+    """(upper, lower) half of the rows."""
     return gl.split(gl.permute(gl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
 
 
 @gluon.jit
 def beside_channels(x, L: gl.constexpr):
-    """A number, or one for each channel, beside a tile of layout ``L``."""
+    """One number per channel broadcast to a tile of layout ``L``; a scalar is returned as it is."""
     if x.type.is_block():
         x = gl.convert_layout(x, gl.SliceLayout(0, L))[None, :]
     return x
@@ -395,13 +435,13 @@ def beside_channels(x, L: gl.constexpr):
 
 @gluon.jit
 def round_to_int8(x, inverse):
-    """:func:`.common.quantize_ops.round_to_int8`."""
+    """:func:`.common.quantize_ops.round_to_int8`: x * inverse as int8, for a scale found on x itself."""
     return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
 
 
 @gluon.jit
 def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """The numbers in words of four bytes, which a loop can hand on as they are: (rows, numbers) in ``layout``."""
+    """The numbers in words of four bytes, (rows, numbers) in ``layout``; a loop carries words, one register each."""
     if dtype == gl.int8:
         x = gl.join(gl.join(x, x), gl.join(x, x))
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], gl.int8, True, 4)
@@ -420,9 +460,9 @@ def output_factors(
     CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
     L: gl.constexpr,
 ):  # fmt: skip
-    """:func:`.common.tile_ops.output_factors`, numbers or one a channel in layout L; a thread forms those of one channel.
+    """:func:`.common.tile_ops.output_factors`: scalars, or one per channel in layout L; a thread computes one channel.
 
-    Of D channels those past CHANNELS have the last one's.
+    Of D channels those past CHANNELS get the last one's.
     """
     channel = gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     if CHANNELS < D:

@@ -1,14 +1,20 @@
-"""Numbers of a tile's rows in the kernels in Gluon: beside the tile, and one row a thread.
+"""One number per row of a tile: reductions over a row, and the forms such numbers take in registers (Gluon).
 
-Four neighbouring lanes have the same rows, of sixteen one of the upper eight and the one eight below it. A number for each
-row is one of:
+Row maxima, row sums, scales and reciprocals (Equations 4, 11 and Algorithm 1, step 11) are one number per row. In the
+fragment of an accumulator a quad of lanes (t = lane % 4) shares two rows, r = lane // 4 and r + 8 of a warp's sixteen:
 
-* a vector, in a slice of the tile's layout: every thread has the numbers of both its rows;
-* one row a thread, (rows / 2, 4): even lanes have the upper row's number, odd ones the lower's, so that what is worked out
-  for rows takes half the instructions. Of eight rows, which are one a thread anyway, (rows, 4);
-* (rows, 4), all columns alike: both rows again.
+    columns     0, 1    2, 3    4, 5    6, 7    (and the same in every further eight)
+    row r       t = 0   t = 1   t = 2   t = 3
+    row r + 8   t = 0   t = 1   t = 2   t = 3
 
-One number for all rows stays what it is, and a vector where both rows are asked for.
+A number for each row has one of three forms:
+
+* a vector in a slice of the tile's layout: each of the four lanes has the numbers of both rows;
+* one row per thread, (rows / 2, 4): lanes with even t have the number of row r, odd ones that of row r + 8. What is
+  computed per row then takes half the instructions. A tile of eight rows has one per thread anyway, (rows, 4);
+* (rows, 4), equal in all columns: the numbers of both rows again, from the second form.
+
+A number common to all rows stays a scalar. Everything is in registers; lanes of a quad exchange numbers by shuffles.
 """
 
 from __future__ import annotations
@@ -21,19 +27,19 @@ from ..common.quantize_ops import nan_max
 
 @gluon.constexpr_function
 def of_partner(bit):
-    """Assembly for a number of the lane whose own number differs in a bit."""
+    """PTX for the number of the lane whose lane number differs in bit ``bit``: a butterfly shuffle."""
     return f"shfl.sync.bfly.b32 $0, $1, {1 << bit}, 31, -1;"
 
 
 @gluon.constexpr_function
 def bring_both(even, odd, own):
-    """Assembly for the numbers of the even and of the odd one of two neighbouring lanes, which are a segment of a shuffle."""
+    """PTX for the numbers of the even and the odd lane of a pair, in both lanes: two shuffles within segments of two."""
     return f"shfl.sync.idx.b32 {even}, {own}, 0, 0x1E1F, -1; shfl.sync.idx.b32 {odd}, {own}, 1, 0x1E1F, -1;"
 
 
 @gluon.jit
 def _upper_and_lower(x):
-    """(rows, 4) -> the eight upper and the eight lower rows of every sixteen, (rows / 2, 4) both."""
+    """(rows, 4) -> rows r and rows r + 8 of every sixteen, two (rows / 2, 4)."""
     ROWS: gl.constexpr = x.shape[0]
     x, y = gl.split(gl.permute(gl.reshape(x, (ROWS // 16, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.reshape(x, (ROWS // 2, 4)), gl.reshape(y, (ROWS // 2, 4))
@@ -41,7 +47,7 @@ def _upper_and_lower(x):
 
 @gluon.jit
 def _in_rows(x, y):
-    """Undoes :func:`_upper_and_lower`."""
+    """The inverse of :func:`_upper_and_lower`: (rows, 4)."""
     ROWS: gl.constexpr = 2 * x.shape[0]
     x = gl.permute(gl.reshape(gl.join(x, y), (ROWS // 16, 8, 4, 2)), (0, 3, 1, 2))
     return gl.reshape(x, (ROWS, 4))
@@ -49,14 +55,14 @@ def _in_rows(x, y):
 
 @gluon.jit
 def _where_even(x, y):
-    """The first in even lanes, the second in odd ones."""
+    """``x`` in lanes with even t, ``y`` in odd ones."""
     L: gl.constexpr = x.type.layout
     return gl.where((gl.arange(0, 4, layout=gl.SliceLayout(0, L)) & 1)[None, :] == 0, x, y)
 
 
 @gluon.jit
 def shuffled(x, ASSEMBLY: gl.constexpr):
-    """A number of another lane's."""
+    """Each lane's ``x`` replaced by another lane's, as ASSEMBLY (a shuffle) says."""
     FLOAT: gl.constexpr = x.dtype == gl.float32
     if FLOAT:
         x = x.to(gl.int32, bitcast=True)
@@ -68,11 +74,13 @@ def shuffled(x, ASSEMBLY: gl.constexpr):
 
 @gluon.jit
 def _sum(a, b):
+    """Elementwise sum."""
     return a + b
 
 
 @gluon.jit
 def _larger(a, b):
+    """Elementwise maximum; for float32 a NaN wins."""
     if a.dtype == gl.float32:
         x = nan_max(a, b)
     else:
@@ -82,9 +90,9 @@ def _larger(a, b):
 
 @gluon.jit
 def _reduced(x, COMBINE: gl.constexpr):
-    """(rows, 4), what four lanes have of a row -> that combined, one row a thread."""
+    """(rows, 4), the parts of a row in the lanes of a quad -> combined by COMBINE, one row per thread."""
     if x.shape[0] > 8:
-        # each of two neighbours goes on with one row, and hands the other what it has of that one's
+        # of two neighbouring lanes each keeps one of the two rows, and gives the other its part of that one's row
         a, b = _upper_and_lower(x)
         x = COMBINE(_where_even(a, b), shuffled(_where_even(b, a), of_partner(0)))
     else:
@@ -94,20 +102,20 @@ def _reduced(x, COMBINE: gl.constexpr):
 
 @gluon.jit
 def row_sum(x):
-    """Sums of rows of four columns, one a thread."""
+    """Sums of rows of four columns, one row per thread."""
     return _reduced(x, _sum)
 
 
 @gluon.jit
 def row_largest(x):
-    """The largest of each row's eight columns, or NaN, one row a thread."""
+    """The largest of each row's eight columns (NaN if there is one), one row per thread."""
     a, b = gl.split(gl.reshape(x, (x.shape[0], 4, 2)))
     return _reduced(_larger(a, b), _larger)
 
 
 @gluon.jit
 def one_row(x):
-    """Of rows' numbers, in all of eight columns, one a thread."""
+    """Numbers of rows that are equal in all of eight columns, one row per thread."""
     x, _ = gl.split(gl.reshape(x, (x.shape[0], 4, 2)))
     if x.shape[0] > 8:
         x, y = _upper_and_lower(x)
@@ -117,7 +125,7 @@ def one_row(x):
 
 @gluon.jit
 def both_rows(x, ROWS: gl.constexpr):
-    """Numbers of ROWS rows, one a thread -> (ROWS, 4), the same in all columns."""
+    """Numbers of ROWS rows, one row per thread -> (ROWS, 4), equal in all columns; other forms are returned as they are."""
     if len(x.shape) == 2 and ROWS > 8:
         FLOAT: gl.constexpr = x.dtype == gl.float32
         if FLOAT:
@@ -131,7 +139,10 @@ def both_rows(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def own_twice(x, ROWS: gl.constexpr):
-    """The same, but for both rows of a thread its own number: of what is alike in all, or where any row of a warp will do."""
+    """Like :func:`both_rows` without a shuffle: both rows of a thread get its own number.
+
+    For numbers that are equal in all rows, or where the number of any row of the warp will do.
+    """
     if len(x.shape) == 2 and ROWS > 8:
         x = _in_rows(x, x)
     return x
@@ -148,7 +159,7 @@ def _repeated(x, TIMES: gl.constexpr):
 
 @gluon.jit
 def beside_columns(x, EACH: gl.constexpr, L: gl.constexpr):
-    """What :func:`both_rows` returned, beside a tile of layout ``L`` of which a lane has EACH neighbouring columns in turn."""
+    """Numbers of :func:`both_rows` broadcast to a tile of layout ``L``, where a lane has EACH neighbouring columns."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = L.shape[1]
     x = _repeated(x, EACH)
@@ -161,7 +172,7 @@ def beside_columns(x, EACH: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def beside_rows(x, L: gl.constexpr):
-    """Rows' numbers, a vector or what :func:`both_rows` returned, beside a tile of scores of layout ``L``."""
+    """Numbers of rows, a vector or from :func:`both_rows`, broadcast to scores of layout ``L``; a scalar as it is."""
     if len(x.shape) == 2:
         x = beside_columns(x, 2, L)
     elif len(x.shape) == 1:

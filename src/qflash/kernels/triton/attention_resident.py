@@ -1,8 +1,20 @@
-"""Rows of up to 256 keys, the shapes of vision transformers: attention in one launch, from int8 or from float.
+"""Attention for rows of up to 256 keys, from int8 or from float, in one launch (Triton, any NVIDIA GPU from sm_80 on).
 
-A program takes one head, or every few blocks of its queries. It brings the head's keys and values to the chip once,
-quantising them there if they are float, and then walks over the queries. A row of scores is held whole, in one tile
-or two.
+Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
+shapes of vision transformers. A program takes one head, or every n-th block of its queries (grid: n programs of a head,
+heads, batch). "Resident" means that the scores of a row stay in registers between the maximum and the exponential, as one
+tile of BLOCK_N keys or two (TILES), so that Q K^T is computed once.
+
+Order of a program:
+
+1. Keys and values are loaded once, and with QUANTIZE quantised here: ranges per channel, then scales, then int8.
+2. For each block of BLOCK_M queries: load (and quantise) it, scores of all tiles, row maximum, probabilities, products with
+   V and with ones, normalise, store.
+
+The compiler chooses the layouts. Int8 keys and values lie in shared memory, where the tensor core reads them in every
+block. Keys stand in :func:`.common.tile_ops.key_order`, so that probabilities become the operand of the next product
+without a shuffle. Floats are loaded as four sets of rows, 4i + 0, 1, 2 and 3 ("quads"): interleaved, four neighbouring
+keys of a channel are one register, and the transposed store of V takes words instead of bytes.
 """
 
 from __future__ import annotations
@@ -43,12 +55,13 @@ from ..common.tile_ops import (
 
 @triton.jit
 def _combine_ranges(low_a, high_a, most_a, low_b, high_b, most_b):
+    """Reduction of (minimum, maximum, largest magnitude) of channels, for one pass over all three; a NaN wins."""
     return nan_min(low_a, low_b), nan_max(high_a, high_b), nan_max(most_a, most_b)
 
 
 @triton.jit
 def _load_rows(base, stride_n, stride_d, n, keys, channels, CHANNELS: tl.constexpr, CLAMP: tl.constexpr):
-    """Rows ``n`` of a float tensor; beyond the last key comes the last again (CLAMP) or zero."""
+    """Rows ``n`` of a float tensor, (len(n), channels) as stored; past the last key the last is repeated (CLAMP), or zero."""
     inside = channels[None, :] < CHANNELS
     if CLAMP:
         n = tl.minimum(n, keys - 1)
@@ -61,7 +74,7 @@ def _load_rows(base, stride_n, stride_d, n, keys, channels, CHANNELS: tl.constex
 def _load_quads(
     base, stride_n, stride_d, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr
 ):
-    """A (BLOCK_N, channels) tile as four sets of rows, 4 i + 0, 1, 2, 3; those of K in the order of :func:`key_order`."""
+    """A (BLOCK_N, channels) tile as four tiles of a quarter of its rows, 4i + 0, 1, 2 and 3; K in :func:`key_order`."""
     n = 4 * tl.arange(0, BLOCK_N // 4)
     n0, n1, n2, n3 = n, n + 1, n + 2, n + 3
     if KEY:
@@ -76,21 +89,25 @@ def _load_quads(
 
 @triton.jit
 def _lowest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    """Elementwise minimum of four tiles as loaded."""
     return lower(lower(a, b, GUARD), lower(c, d, GUARD), GUARD)
 
 
 @triton.jit
 def _highest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    """Elementwise maximum of four tiles as loaded."""
     return higher(higher(a, b, GUARD), higher(c, d, GUARD), GUARD)
 
 
 @triton.jit
 def _largest_of_four(a, b, c, d, GUARD: tl.constexpr):
+    """Elementwise largest magnitude of four tiles as loaded."""
     return higher(higher_magnitude(a, b, GUARD), higher_magnitude(c, d, GUARD), GUARD)
 
 
 @triton.jit
 def _quantize_row(x, middle, inverse, CENTER: tl.constexpr, GUARD: tl.constexpr):
+    """One of the four tiles as int8, less the channels' midranges if CENTER."""
     y = x.to(tl.float32)
     if CENTER:
         y = y - middle
@@ -101,7 +118,7 @@ def _quantize_row(x, middle, inverse, CENTER: tl.constexpr, GUARD: tl.constexpr)
 def _quantize_quads(
     a, b, c, d, middle, inverse, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, GUARD: tl.constexpr
 ):
-    """Quantise four sets of rows and interleave them."""
+    """Four tiles of rows quantised and interleaved: (BLOCK_N, CHANNELS) int8."""
     a = _quantize_row(a, middle, inverse, CENTER, GUARD)
     b = _quantize_row(b, middle, inverse, CENTER, GUARD)
     c = _quantize_row(c, middle, inverse, CENTER, GUARD)
@@ -130,9 +147,11 @@ def short_kernel(
     VALUE_ROWS: tl.constexpr, QUANTIZE: tl.constexpr, CENTER: tl.constexpr, QUERY_TOKEN: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head; see :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
+    """Attention of one head; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
-    With QUANTIZE query, key and value are float, their scales are found here and the output is float.
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float. CHECK says that
+    some keys may take no part (a mask, a bias or causal attention). Strides are in elements; ``constant`` is ``scale *
+    log2(e)``.
     """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -148,11 +167,11 @@ def short_kernel(
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
     blocks = tl.cdiv(queries, BLOCK_M)
-    # a number for each channel, or rows so short that a program walks over many blocks: formed once, before them
+    # output factors are formed once, before the loop, if there is one per channel or if rows are short and blocks many
     EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or TILES == 1
 
     if QUANTIZE:
-        # every load is under way before the first use, and one reduction finds all ranges
+        # all loads are issued before the first use, and one reduction finds all ranges
         ka, kb, kc, kd = _load_quads(k_base, k_stride_n, k_stride_d, 0, KEYS, d, HEAD_DIM, BLOCK_N, True)
         va, vb, vc, vd = _load_quads(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False)
         if TILES == 2:
@@ -186,7 +205,7 @@ def short_kernel(
             k1 = tl.trans(_quantize_quads(ke, kf, kg, kh, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
             v1 = _quantize_quads(ve, vf, vg, vh, middle, value_inverse, False, BLOCK_N, BLOCK_DV, GUARD)
         if not QUERY_TOKEN:
-            # one scale for the head's queries: a walk of its own
+            # one scale for the head's queries: a pass over them to find it
             query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for block in range(blocks):
                 rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -213,13 +232,13 @@ def short_kernel(
             factor, shift, half = output_factors(
                 o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
             )
-    # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
-    # the row sum. Under a mask they are masked like any other.
+    # Keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of the row sum.
+    # With CHECK they are masked.
     ones = tl.full((16, BLOCK_N), 1, tl.int8)
     weight = ones
     if not CHECK and KEYS < TILES * BLOCK_N:
         weight = tl.where((TILES - 1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < KEYS, ones, 0)
-    # transposed, so that neighbouring keys, which the tensor core wants side by side, are written together
+    # transposed, so that neighbouring keys, which the tensor core reads together, are written together
     ones, weight = tl.trans(ones), tl.trans(weight)
     offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
@@ -282,7 +301,7 @@ def short_kernel(
                 word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS, BITS != 7, GUARD
             )
         if not QUANTIZE and not EARLY:
-            # one number, cheap enough to form again for every block; here nobody waits for it
+            # one number: cheap to form in every block, and here it is off the critical path
             factor, shift, half = output_factors(o_ptr, vs_base, 0, os_base, 0, VALUE_DIM, BLOCK_DV, False, False, GUARD)
         o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
         finish(

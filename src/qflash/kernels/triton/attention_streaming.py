@@ -1,7 +1,17 @@
-"""Rows of any length: attention in loops over the keys, and the kernel that brings V to the tensor core's order first.
+"""Attention for rows of any length on int8, and the kernel that packs V for it (Triton, any NVIDIA GPU from sm_80 on).
 
-One program computes one block of queries of one head, walking over the row twice (its maximum first), or once with
-ScaleRelease when the recipe is online.
+Computes steps 2 to 8 of ``docs/algorithm.md`` (Equations 3 to 14, Algorithm 1). A program takes one block of BLOCK_M
+queries of one head (grid: blocks, heads, batch) and loads tiles of BLOCK_N keys in loops. "Streaming" means that scores
+do not fit the chip, so with two passes the keys are read twice:
+
+1. for the row maximum: scores of all tiles, kept nowhere;
+2. for the rest: the scores again, probabilities, products with V and with ones.
+
+After that it normalises and stores. With ``normalization="online"`` there is one pass (Algorithm 1): before each tile of
+``key_block`` keys the sums are scaled by ScaleRelease to the new maximum (Equations 12 to 14).
+
+The compiler chooses the layouts: queries, scores and accumulators in registers, tiles of keys and values in shared memory,
+prefetched by its software pipelining. Each pass is two loops, whole tiles and the rest, so that the first needs no masks.
 """
 
 from __future__ import annotations
@@ -34,12 +44,12 @@ def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
 ):  # fmt: skip
-    """Bring a chunk of a head's V to the order the tensor core reads, (channels, keys), and sum each of its channels.
+    """Write a chunk of a head's V as (channels, keys), as the tensor core reads it, and sum its channels over the chunk.
 
-    A head has WIDTH channels there, zero from VALUE_DIM on. DEALT is the order of :mod:`.sm90.attention_streaming`: keys by
-    :func:`.common.tile_ops.held_order`, channels by :func:`.common.tile_ops.dealt_channel`. Keys from the last up to ``padded``
-    are zero. Sums are
-    stored chunk by chunk: there is nothing to clear beforehand.
+    A head has WIDTH channels there, zero from VALUE_DIM on, and ``padded`` keys, zero past the last. With DEALT keys
+    are in :func:`.common.tile_ops.held_order` and channels in :func:`.common.tile_ops.dealt_channel`, as
+    :mod:`.sm90.attention_streaming` takes them. Program x is a chunk of ``chunk`` keys and a block of BLOCK_C channels.
+    Sums (int32) are stored per chunk rather than added atomically: nothing has to be cleared before.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     blocks = (WIDTH + BLOCK_C - 1) // BLOCK_C
@@ -137,7 +147,11 @@ def long_kernel(
     OUTPUT_CHANNEL: tl.constexpr,
     GUARD: tl.constexpr,
 ):
-    """Attention of one block of queries; see :func:`.dispatch.launch_attention`."""
+    """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
+
+    CHECK says that keys may be masked (a mask, a bias or causal attention). With VALUE_SUMS the channel sums of V, in
+    ``parts`` chunks, correct the storage offset of P at the end; without, a product with a constant does in every tile.
+    """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
     kv_head = h // GROUP
@@ -167,7 +181,7 @@ def long_kernel(
     )  # fmt: skip
 
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
-    # row sums are a product with a matrix of ones: the tensor core adds them up for nothing
+    # row sums are a product with a matrix of ones, which costs the tensor core next to nothing
     total = tl.zeros((BLOCK_M, 16), tl.int32)
     high_total = tl.zeros((BLOCK_M, 16), tl.int32)
     accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
@@ -175,8 +189,8 @@ def long_kernel(
     offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     ones = tl.full((BLOCK_N, 16), 1, tl.int8)
     ADD_OFFSET: tl.constexpr = BITS != 7 and not VALUE_SUMS
-    # keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of
-    # the row sum. Under a mask they are masked like any other.
+    # Keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of the row sum.
+    # With CHECK they are masked.
     if CHECK:
         weight = ones
     else:
@@ -241,7 +255,7 @@ def long_kernel(
         sums = tl.sum(tl.load(sums_ptr + at, mask=(part < parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
         accumulator += (128 if BITS == 15 else -127) * sums[None, :]
     if ONLINE:
-        # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l
+        # ScaleRelease rounds O and l down separately, which can leave |O| a few units above 128 l
         most = 128 * tl.max(total, 1)[:, None]
         accumulator = tl.minimum(tl.maximum(accumulator, -most), most)
     o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d

@@ -1,4 +1,13 @@
-"""Quantisation kernels: the bits of :mod:`qflash.quantization`, one launch a tensor (two for one scale in all)."""
+"""Quantisation of a tensor (batch, heads, tokens, channels) to int8, and of a float bias to fixed point (Triton).
+
+Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`qflash.quantization`. One launch per tensor
+where a scale belongs to a token, or to a head short enough for one program. More for long heads, whose ranges are found
+by :func:`range_kernel` first, and for one scale for the whole tensor.
+
+A program takes a tile of BLOCK_N tokens by BLOCK_D channels of one head at a time, in registers, in the layout the
+compiler chooses. Where it has to find a scale of the whole head it goes through the tokens twice: ranges of all
+channels, then values. Fused multiply-adds are off (``enable_fp_fusion=False``), since they would change the last bit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +35,11 @@ def bias_kernel(
     bias_ptr, fixed_ptr, stride_z, stride_h, stride_m, stride_n, rows, heads, queries, keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """:func:`qflash.quantize_bias` of a block of rows."""
+    """:func:`qflash.quantize_bias` of BLOCK_M rows: nats to int32 in 1/65536 octaves, with marks for -inf, +inf and NaN.
+
+    Two passes over the keys: the largest bias of each row, then the values relative to
+    :func:`.common.quantize_ops.bias_base`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = row // queries
     begin = bias_ptr + head // heads * stride_z + head % heads * stride_h + row % queries * stride_m
@@ -36,7 +49,7 @@ def bias_kernel(
     for start in range(0, keys, BLOCK_N):
         at = start + n[None, :]
         bias = tl.load(begin[:, None] + at * stride_n, mask=inside & (at < keys), other=float("-inf")).to(tl.float32)
-        # a NaN leaves its row as it is
+        # NaN counts as infinity, for which bias_base subtracts nothing
         high = tl.maximum(high, tl.max(tl.where(bias == bias, bias, float("inf")), 1))
     base, even = bias_base(high[:, None])
     for start in range(0, keys, BLOCK_N):
@@ -55,7 +68,7 @@ def quantize_kernel(
     s_stride_z, s_stride_h, s_stride_n, s_stride_d,
     tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a block of tokens of one head with given scales."""
+    """Write BLOCK_N tokens of a head as int8 with given scales (any granularity, by strides), less ``center``."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -75,7 +88,7 @@ def quantize_token_kernel(
     x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a block of tokens of one head with one scale found per token."""
+    """Write BLOCK_N tokens of one head as int8, and one scale per token, found here."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -92,7 +105,7 @@ def quantize_token_kernel(
 def _channel_range(
     x_base, x_stride_n, x_stride_d, begin, end, tokens, channels, d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Lowest and highest value of every channel over tokens ``begin`` to ``end``; NaN shows as an infinite range."""
+    """(minimum, maximum) of channels over tokens ``begin`` to ``end``, (BLOCK_D,) float32; infinite with a NaN."""
     low = tl.full((BLOCK_N, BLOCK_D), float("inf"), tl.float32)
     high = tl.full((BLOCK_N, BLOCK_D), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -110,9 +123,9 @@ def quantize_head_kernel(
     CHUNKS: tl.constexpr, GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one head, or a chunk of its tokens, with the scales of the whole head.
+    """Write one head, or a chunk of its tokens, as int8 with scales of the whole head, or per token of centred channels.
 
-    With one chunk the ranges of the channels are found here, otherwise :func:`range_kernel` has found every chunk's.
+    With one chunk the ranges of the channels are found here, otherwise :func:`range_kernel` has found those of every chunk.
     """
     h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     head = z * tl.num_programs(0) + h
@@ -155,7 +168,7 @@ def range_kernel(
     x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, chunk_tokens,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Lowest and highest value of every channel over one chunk of tokens of one head."""
+    """Write the minimum and maximum of every channel over one chunk of tokens of one head."""
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     begin = chunk * chunk_tokens
@@ -169,6 +182,7 @@ def range_kernel(
 
 
 def _tokens_per_block(channels: int) -> int:
+    """Return the tokens of a tile of 4096 elements."""
     return max(1, 4096 // triton.next_power_of_2(channels))
 
 
@@ -234,8 +248,8 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                     BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
                 )  # fmt: skip
             else:
-                # A head of up to 256 tokens is one block: its second pass finds it in the cache. A longer one is divided,
-                # into chunks few enough that every program can look at the ranges of all.
+                # A short head is one block: its second pass finds it in the cache. A longer one is divided into chunks, few
+                # enough that every program can read the ranges of all of them.
                 whole = max(1, min(triton.next_power_of_2(tokens), 16384 // width))
                 chunk = chunk_tokens(tokens, whole)
                 chunks = triton.cdiv(tokens, chunk)
@@ -254,7 +268,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                     num_warps=8 if whole * width >= 8192 else 4,
                 )  # fmt: skip
         return values, scale
-    # one scale for everything: the ranges of all heads have to be in before the first value is written
+    # one scale for the whole tensor: the ranges of all heads are needed before the first value is written
     chunks = triton.cdiv(tokens, block)
     low = torch.empty((batch, heads, chunks, channels), dtype=torch.float32, device=x.device)
     high = torch.empty_like(low)

@@ -1,4 +1,17 @@
-"""Quantisation for long rows: query, key and value in two launches, V brought to the tensor core's order on the way."""
+"""Quantisation of query, key and value for long rows in two launches, packing V for the tensor core (Triton).
+
+Equations 1 and 2 (step 1 of ``docs/algorithm.md``), for a scale per query token, per key head and per value channel. In
+order:
+
+1. :func:`long_range_kernel`: minima and maxima of the channels of K and V, per chunk of tokens;
+2. :func:`long_quantize_kernel`: every program combines the ranges of its head, then writes a chunk of K, V or Q as int8.
+
+A program takes tiles of BLOCK_N tokens by BLOCK_D channels in registers and loads the next tile before it stores the
+last. V is written as (channels, keys), with the sums of its channels, as
+:func:`.triton.attention_streaming.pack_value_kernel` does: four neighbouring keys are interleaved in registers, so that
+they are stored as one word. One launch for all three tensors saves launches; the ranges cannot be part of it, because a
+scale needs those of all chunks.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +39,21 @@ from ..tiles import kernel_width
 
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
-"""Programs that look for ranges: fewer would leave processors idle, more would leave more ranges to read."""
+"""Programs that find ranges, at least: fewer would leave SMs idle, more would leave more ranges to read."""
 _CHUNK = 256
-"""Tokens a program quantises, or more."""
+"""Tokens that a program quantises, at least."""
 
 
 @triton.jit
 def _load(base, stride_n, stride_d, n, last, d, channels):
-    """Tokens ``n`` of a head as they are; past the ``last`` the last again."""
+    """Tokens ``n`` of a head, (tokens, channels) as stored; past the ``last`` one it is repeated."""
     ptrs = base + tl.minimum(n, last)[:, None] * stride_n + d[None, :] * stride_d
     return tl.load(ptrs, mask=d[None, :] < channels, other=0.0)
 
 
 @triton.jit
 def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr):
-    """Where a head's tokens begin and how far apart they lie: multiples of UNIT, which the compiler is to see."""
+    """(pointer to a head's tokens, their stride), as multiples of UNIT elements, so that the compiler sees the alignment."""
     return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
 
 
@@ -50,7 +63,7 @@ def long_range_kernel(
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
     UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Lowest and highest value of every channel over a chunk of a head's keys or values (program z even or odd)."""
+    """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd)."""
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
     is_value = tl.program_id(2) % 2
     begin = part * chunk
@@ -71,14 +84,14 @@ def long_range_kernel(
         x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
         low, high = lower(low, x, GUARD), higher(high, x, GUARD)
     out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + d
-    # NaN, or in the interpreter infinity, where there is a NaN
+    # a channel with a NaN has NaN here, or infinity in the interpreter
     tl.store(low_ptr + out, lowest(low.to(tl.float32), 0, GUARD))
     tl.store(high_ptr + out, highest(high.to(tl.float32), 0, GUARD))
 
 
 @triton.jit
 def _whole_range(low_ptr, high_ptr, row, ranges, RANGES: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
-    """The range of a head's channels from those of its chunks."""
+    """(minimum, maximum) of a head's channels, from those of its chunks: two (BLOCK_D,) float32."""
     parts = tl.arange(0, RANGES)[:, None]
     at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     low = lowest(tl.load(low_ptr + at, mask=parts < ranges, other=float("inf")), 0, GUARD)
@@ -90,7 +103,7 @@ def _queries(
     base, stride_n, stride_d, values, scales, begin, end, channels,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise queries ``begin`` to ``end`` of a head, a scale a token."""
+    """Write queries ``begin`` to ``end`` of a head as int8, and a scale per token."""
     d = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -104,7 +117,7 @@ def _queries(
 
 @triton.jit
 def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
-    """The midrange of a head's channels, and its scale, from the channels' ranges."""
+    """(midrange per channel (BLOCK_D,), scale of the head (1, 1)), from the ranges of its channels."""
     middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
     if CENTER:
         low -= middle
@@ -117,6 +130,7 @@ def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
 def _store_keys(
     values, stride_n, y, middle, inverse, n, end, d, channels, CENTER: tl.constexpr, GUARD: tl.constexpr
 ):  # fmt: skip
+    """Store a tile of keys as int8, less the channels' midranges if CENTER."""
     if CENTER:
         y = y - middle[None, :]
     inside = (n[:, None] < end) & (d[None, :] < channels)
@@ -128,10 +142,10 @@ def _keys(
     base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
     RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise keys ``begin`` to ``end`` of a head with one scale."""
+    """Write keys ``begin`` to ``end`` of a head as int8; the first chunk's program also writes the scale."""
     d = tl.arange(0, BLOCK_D)
     n = begin + tl.arange(0, BLOCK_N)
-    # under way while the ranges are put together, and later while the block before is stored
+    # prefetch: this load runs while the ranges are combined, later ones while the tile before is stored
     x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
     low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
     middle, scale = _key_scale(low, high, d, channels, CENTER)
@@ -146,7 +160,7 @@ def _keys(
 
 @triton.jit
 def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.constexpr):
-    """Four tiles of rows, zero past the last: ``n``, the next, and both ``FAR`` on."""
+    """Four tiles of rows, zero past the last token: ``n``, ``n + 1``, ``n + FAR`` and ``n + FAR + 1``."""
     ptrs, inside = base + n[:, None] * stride_n + d[None, :] * stride_d, d[None, :] < channels
     v0 = tl.load(ptrs, mask=inside & (n[:, None] < tokens), other=0.0)
     v1 = tl.load(ptrs + stride_n, mask=inside & (n[:, None] + 1 < tokens), other=0.0)
@@ -157,13 +171,14 @@ def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.const
 
 @triton.jit
 def _value_scale(low, high, d, channels):
-    """The scales of a head's channels from their ranges."""
+    """The scales (1, BLOCK_D) of a head's value channels, from their ranges."""
     amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
     return amplitude_to_scale(amplitude)[None, :]
 
 
 @triton.jit
 def _four_int8(tiles, inverse, GUARD: tl.constexpr):
+    """Four tiles of values as int8."""
     i0 = round_to_int8(tiles[0].to(tl.float32), inverse, GUARD)
     i1 = round_to_int8(tiles[1].to(tl.float32), inverse, GUARD)
     i2 = round_to_int8(tiles[2].to(tl.float32), inverse, GUARD)
@@ -173,7 +188,7 @@ def _four_int8(tiles, inverse, GUARD: tl.constexpr):
 
 @triton.jit
 def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store four tiles of values, interleaved, from column ``start`` on, and return their sum."""
+    """Store four tiles of values, interleaved, from key ``start`` on; return the elementwise sum of the four, int32."""
     i0, i1, i2, i3 = four
     column = start + tl.arange(0, BLOCK_N)
     inside = (d[None, :] < width) & (column[:, None] < padded)
@@ -186,9 +201,9 @@ def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
     width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise values ``begin`` to ``end`` of a head, a scale a channel; store them (``width``, tokens up to ``padded``)."""
+    """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
-    # rows four apart are interleaved in registers, so that four neighbours of a channel are stored as one word
+    # four tiles are interleaved in registers, so that four neighbouring keys of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)
     FAR: tl.constexpr = 8 if DEALT else 2
     if DEALT:
@@ -216,13 +231,13 @@ def long_quantize_kernel(
     key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a chunk of a head's keys (a scale a head), values (a scale a channel) or queries (a scale a token).
+    """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
-    Program z modulo KINDS, 2 or 3, tells which, counted from the last. The values come out as the tensor core reads them,
-    (channels up to ``width``, tokens up to ``padded``, zero past both ends), with the sums of the channels of each chunk: see
-    :func:`.triton.attention_streaming.pack_value_kernel`.
+    Program z modulo KINDS (2 or 3), counted from the last program, tells which. Values are written as the tensor core
+    reads them, (``width`` channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
+    with DEALT in the orders of :func:`.triton.attention_streaming.pack_value_kernel`.
     """
-    # the last first: they are what the search for ranges has left in the cache
+    # from the last chunk to the first: the last ones are still in the cache from the search for ranges
     part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     last = tl.num_programs(2) - 1 - tl.program_id(2)
     z, kind = (last // KINDS).to(tl.int64), last % KINDS
@@ -256,7 +271,7 @@ def long_quantize_kernel(
 
 
 def quantizes_long(recipe: Recipe, batch: int) -> bool:
-    """Tell whether :func:`launch_quantize_long` finds the scales the recipe asks for."""
+    """Tell whether :func:`launch_quantize_long` finds scales of the granularity that the recipe asks for."""
     granularities = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
     return (
         granularities == ("token", "head", "channel")
@@ -268,9 +283,9 @@ def quantizes_long(recipe: Recipe, batch: int) -> bool:
 
 
 class LongQuantized(NamedTuple):
-    """What :func:`launch_quantize_long` returns: int8 tensors (value with its tokens side by side), scales, channel sums.
+    """What :func:`launch_quantize_long` returns: int8 tensors (value contiguous along tokens), scales, channel sums.
 
-    The sums are those of chunks of tokens, (batch, heads, chunks, channels). Query is None if none was given.
+    The sums are per chunk of tokens, (batch, heads, chunks, channels). Query is None if none was given.
     """
 
     query: torch.Tensor | None
@@ -283,7 +298,7 @@ class LongQuantized(NamedTuple):
 
 
 def _range_chunk(tokens: int, heads: int) -> int:
-    """Return how many tokens a program looks through for ranges."""
+    """Return how many tokens a program of :func:`long_range_kernel` reads."""
     chunk = 1024
     while chunk > 128 and 2 * heads * triton.cdiv(tokens, chunk) < _PROGRAMS:
         chunk //= 2
@@ -293,15 +308,16 @@ def _range_chunk(tokens: int, heads: int) -> int:
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
 ) -> LongQuantized:
-    """Quantise what a call with long rows needs in two launches: ranges, then values.
+    """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
-    Scales are one a token for query, one a head for key, one a channel for value.
+    There is a scale per token for query, per head for key and per channel for value.
 
     Args:
-        query: float (batch, heads, tokens, channels), not empty; None to leave it as it is.
+        query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
-        center: subtract every key channel's midrange first (:func:`qflash.quantization.center_channels`).
-        dealt: leave V as :mod:`.sm90.attention_streaming` takes it; see :func:`.triton.attention_streaming.pack_value_kernel`.
+        center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
+        dealt: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
+            :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
     """
     batch, key_heads, tokens, channels = key.shape
     value_channels = value.shape[3]
@@ -310,16 +326,17 @@ def launch_quantize_long(
     padded = triton.cdiv(tokens, 128) * 128
     block_d = triton.next_power_of_2(max(channels, value_channels))
     block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
-    # what the copy engine takes: rows of whole sixteen bytes, all channels of the kernel's width
+    # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
     key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
     chunk = chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
 
-    # Triton itself looks no further than at multiples of sixteen
+    # Triton specialises on multiples of 16 only; UNIT tells the kernel about multiples of 8
     numbers = [channels, value_channels, *(x.stride(dim) for x in (like, key, value) for dim in range(3))]
     unit = 8 if channels % 16 == 8 and all(number % 8 == 0 for number in numbers) else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an empty tensor on the device of the keys."""
         return torch.empty(shape, dtype=dtype, device=key.device)
 
     packed = new(batch, key_heads, width, padded, dtype=torch.int8)
@@ -341,10 +358,10 @@ def launch_quantize_long(
     )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
-    # without queries their places are filled by anything
+    # without queries these pointers are not used; any tensors will do
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
-    # Two warps are faster than four, with which Triton 3.6 moreover gets an address wrong (one head of at most 32 channels).
-    # With two it does so, too, for a single range of 32 channels: a place more stays empty.
+    # Two warps are faster than four. With four, Triton 3.6 also miscompiles an address (one head of at most 32 channels); with
+    # two it does so for a single range of 32 channels, hence RANGES is at least 2, with an empty second one.
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale, found.value_sums, *like.stride(), *key.stride(), *value.stride(), queries,

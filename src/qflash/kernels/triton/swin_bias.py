@@ -1,4 +1,9 @@
-"""The bias of windows, looked up in a table and added to a mask in one launch."""
+"""Swin's additive bias: relative positions looked up in a table, plus the mask of shifted windows, in one launch (Triton).
+
+Computes :func:`qflash.integrations.swin_bias.window_bias`. A program writes _BLOCK neighbouring elements of one window
+and head, elementwise in registers (grid: parts of a matrix, heads, windows). One launch replaces PyTorch's look-up and
+addition, and rows are padded to a multiple of eight elements, which attention reads with wider loads.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,16 @@ def window_bias_kernel(
     mask_stride_w, mask_stride_m, mask_stride_n,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of one window and head of the bias, rows of ROW elements; see :func:`.swin_bias.window_bias`."""
+    """Write BLOCK elements of the (QUERIES, ROW) bias of one window and head, in nats; columns from KEYS on are 0.
+
+    An index outside the table gives NaN.
+    """
     h, window = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m, n = at // ROW, at % ROW
     inside = (m < QUERIES) & (n < KEYS)
     distance = tl.load(index_ptr + m * index_stride_m + n * index_stride_n, mask=inside, other=0).to(tl.int64)
-    # a number that the table has not is no reason to read what lies elsewhere
+    # an index outside the table must not read other memory
     there = (distance >= 0) & (distance < distances)
     bias = tl.load(table_ptr + distance * table_stride_d + h * table_stride_h, mask=inside & there, other=0.0).to(tl.float32)
     bias = tl.where(there, bias, float("nan"))
@@ -32,14 +40,14 @@ def window_bias_kernel(
         mask = tl.load(mask_ptr + window * mask_stride_w + m * mask_stride_m + n * mask_stride_n, mask=inside, other=0.0)
         bias += mask.to(tl.float32)
     base = o_ptr + (window * tl.num_programs(1) + h) * (QUERIES * ROW)
-    # behind a row as well, zeros
+    # columns past KEYS are stored too, as zeros
     tl.store(base + at, bias.to(o_ptr.dtype.element_ty), mask=at < QUERIES * ROW)
 
 
 def launch_window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Run :func:`qflash.integrations.swin_bias.window_bias` on the GPU; its result, with whole rows.
+    """Run :func:`qflash.integrations.swin_bias.window_bias` on the GPU; return its result with padded rows.
 
-    That is (windows, heads, tokens, tokens up to a multiple of eight).
+    The shape is (windows, heads, tokens, tokens rounded up to a multiple of eight).
     """
     distances, heads = table.shape
     queries, keys = index.shape
@@ -49,7 +57,7 @@ def launch_window_bias(table: torch.Tensor, index: torch.Tensor, mask: torch.Ten
     arguments = {
         "table_ptr": table,
         "index_ptr": index,
-        # any tensor fills the place
+        # without a mask the pointer is not read; any tensor will do
         "mask_ptr": table if mask is None else mask,
         "o_ptr": out,
         "distances": distances,

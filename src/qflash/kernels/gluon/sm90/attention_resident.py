@@ -1,26 +1,40 @@
-"""Rows of 65 keys to what shared memory holds on Hopper, with layouts and tensor-core products by hand (Gluon).
+"""Attention on Hopper for rows from 65 keys to what shared memory holds, from int8 or from float (Gluon, wgmma).
 
-What :mod:`.triton.attention_resident` does, faster, and for longer rows what :mod:`.triton.attention_streaming` does. A program
-takes one head, or every few blocks of 64 or 128 of its queries, or, where rows are walked over, blocks of several heads, one
-head after the other. A row of scores comes in tiles of 128, 64, 32, 16 and 8 keys, so that 197 keys take 200 columns and not
-256. Rows of up to 288 keys are held whole. Longer ones are walked over twice, for their maximum and for the rest; the second
-walk computes the scores again (:func:`.tiles.row_fits_registers`). A head's channels are one span, or of 72 to 96 two
-(:func:`.tiles.channel_spans`), each with loads, products and outputs of its own, and scores the sum of both. Keys and values
-lie in shared memory, all of them; queries, probabilities and outputs stay in the registers of whom they belong to, so that
-after the values are there no warp waits for another. Three orders make that possible; they leave every product as it is:
+Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
+default recipe without a mask, with the bits of :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`.
 
-* queries are loaded as the tensor core holds them;
-* the keys of a product with V come in the order in which threads hold the scores;
-* the channels of V are dealt to the columns of its product so that a thread ends up with neighbouring outputs.
+*Work.* A program takes one head, or every n-th block of 64 or 128 of its queries; where keys pass twice it may take
+consecutive blocks of several heads. Tail queries, past whole blocks, may be computed by :mod:`.sm90.tail_queries`. A row of
+scores is a sequence of tiles of 128, 64, 32, 16 and 8 keys; a head's channels are one span or two (:mod:`.sm90.layouts`).
 
-The products of a block are issued one behind the other and waited for tile by tile: those of a tile of probabilities
-with V run under the exponentials of the next. What the offset of a stored probability adds to an output, 127 times a
-channel's sum of V, is formed once a program, and products begin there or it is added at their end; where tensor cores would
-idle it is a product with -127 in every block.
+*Memory.* All keys and values of the head lie in shared memory as int8, swizzled for wgmma. Queries, scores,
+probabilities and outputs stay in the registers of the lane that loads or computes them; so once the values are staged,
+no warp waits for another, unless two share rows. A warp has sixteen rows; a quad of lanes shares rows r and r + 8
+(drawing in :mod:`.gluon.row_ops`):
 
-Where there are more processors than programs, a call takes as long as one warp's chain of instructions. From floats, and
-where rows are long, two warps then share sixteen queries: each has half of the scores and half of the outputs, and
-probabilities pass through shared memory. So rows of up to 608 keys are held whole.
+    block of 64 queries, one warp per 16 rows       two warps per 16 rows (ACROSS is 2)
+    rows  0..15   warp 0, all keys and channels     warps 0 and 4, half of the columns of each tile and of the channels
+    rows 16..31   warp 1                            warps 1 and 5
+    rows 32..47   warp 2                            warps 2 and 6
+    rows 48..63   warp 3                            warps 3 and 7
+
+*Resident* rows, of up to 288 keys, or up to 608 with two warps: the scores of all tiles stay in registers between
+maximum and exponential. Longer rows pass over the keys in shared memory twice per block and compute the scores again
+(TURN is then the tiles of 128 keys per turn of these loops).
+
+*Order.* Issue loads of queries, keys and values; quantise (:mod:`.sm90.stage_kv`); barrier. Then per block: read
+queries, start the products with all keys, row maximum, probabilities tile by tile, products with V, normalise, store.
+Products are asynchronous: those of one tile of probabilities with V run while the next tile's exponentials are
+computed, and the next block's queries are prefetched. Three permutations keep data in its lane and change no result:
+queries are loaded as the tensor core reads them, keys of P V stand in the order in which lanes have the scores,
+channels of V in dealt order (:func:`.sm90.query_block.deal`).
+
+*Storage offset.* Probabilities are stored as 127 - P, which adds 127 times the channel sums of V to an output. SUMS
+says where that is taken out; the best place depends on how full the GPU is.
+
+*Two warps per sixteen rows.* With fewer programs than SMs, a call takes as long as one warp's chain of instructions.
+From floats, and for long rows, two warps then share it; their maxima, row sums and probabilities pass through shared
+memory.
 """
 
 from __future__ import annotations
@@ -86,12 +100,13 @@ from .tail_queries import last_queries, last_rows, load_last
 
 @gluon.jit
 def _allocate_tiles(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """One piece of shared memory for COUNT tiles, (COUNT, ROWS, COLUMNS) int8, swizzled for wgmma."""
     return gl.allocate_shared_memory(gl.int8, [COUNT, ROWS, COLUMNS], shared_layout(COLUMNS))
 
 
 @gluon.jit
 def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the products of a block of queries with all keys."""
+    """Start the products of a block of queries with all tiles of keys: a tuple of accumulators under way."""
     scores = ()
     for t in gl.static_range(len(WIDTHS)):
         scores = scores + (start_scores(q, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
@@ -109,7 +124,7 @@ def _tile_at(whole, i):
 
 @gluon.jit
 def _first_rows(v, D: gl.constexpr):
-    """Spans of a tile of V without rows past their channels."""
+    """Spans of a tile of V, (channels, keys), without the rows past their channels."""
     spans = ()
     for c in gl.static_range(len(D)):
         if v[c].shape[0] > D[c]:
@@ -121,7 +136,7 @@ def _first_rows(v, D: gl.constexpr):
 
 @gluon.jit
 def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
-    """Maxima of columns eight apart of a block's scores, which are not kept."""
+    """First pass over the keys: maxima of columns eight apart of a block's scores, int32 (rows, 8). Scores are not kept."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     TURNS: gl.constexpr = KEYS // (128 * TURN)
     largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
@@ -140,7 +155,10 @@ def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARP
 
 @gluon.jit
 def _tile_probabilities(q, k, row, WIDTH: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr):
-    """Stored probabilities of a tile of keys; ``row`` is each row's least score, slope, beginning and constant."""
+    """Stored probabilities of a tile of keys, as a left operand; the scores are computed again.
+
+    ``row`` is (least score, slope, begin, constant) of each row: :func:`.gluon.ptx_ops.row_exponents`.
+    """
     least, slope, begin, constant = row
     s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
     s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
@@ -152,7 +170,7 @@ def _second_walk(
     q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
     WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Start the products of a block's probabilities with V, the last still under way, and sum the probabilities up."""
+    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row)."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TURNS: gl.constexpr = KEYS // (128 * TURN)
@@ -172,13 +190,13 @@ def _second_walk(
 
 @gluon.jit
 def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """A span of zeros."""
+    """An accumulator of zeros for one span of V."""
     return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
 
 
 @gluon.jit
 def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """What products with the spans of V begin at: the sums of its channels, or nothing."""
+    """The accumulators at which products with the spans of V begin: -127 times the sums of its channels, or zeros."""
     spans = ()
     for c in gl.static_range(len(v)):
         if SUMS == "begin":
@@ -195,16 +213,17 @@ def _block(
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
     TURN: gl.constexpr, QUANTIZE: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries.
+    """Attention of a block of queries, from scores to stored outputs.
 
     Args:
-        scores: their products with the keys, under way; none where rows are walked over twice.
-        row: what :func:`.gluon.ptx_ops.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
-        memory: keys and values, in the order of tiles and the whole tiles in one piece, each span by span, and where warps
-            that share a row leave probabilities, maxima and sums.
-        output: the sums that :func:`.sm90.stage_kv.sums_aside` left, or, where registers have room for those that are added at
-            the end, as :func:`.sm90.stage_kv.sums_beside` has them; what outputs are multiplied with and shifted by, span by
-            span; where they go.
+        scores: products with the keys, under way; none where the keys pass twice.
+        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
+            ``units``.
+        memory: shared memory, span by span: keys and values per tile, whole tiles also in one piece, and what warps of
+            a row exchange (probabilities, maxima, row sums).
+        output: sums, factors and pointer. The sums are -127 times V's channel sums, from
+            :func:`.sm90.stage_kv.sums_aside`; if they are added at the end and registers allow, from
+            :func:`.sm90.stage_kv.sums_beside`. The factors are per span.
     """
     k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
     sums, factors, o_base = output
@@ -239,7 +258,7 @@ def _block(
         for t in gl.static_range(1, TILES):
             ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
             largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
-    # with one scale for all queries there is so little to work out for a row that this gains nothing
+    # With one scale for all queries little is computed per row, and one row per thread gains nothing.
     ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
     if ONE:
         row_max = row_largest(largest)
@@ -249,7 +268,7 @@ def _block(
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     if QUANTIZE and WARPS == 4 and ACROSS == 1 and not TWICE:
-        # measured: three programs a processor 2 to 3 % faster where they are many, 2 to 3 % slower where one round takes them
+        # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
         keep_apart(units[2], 2)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
@@ -268,7 +287,7 @@ def _block(
     for t in gl.static_range(len(ready)):
         s = ready[t]
         if APART:
-            # with a processor to itself a program starts on the first tile rather than saves a branch
+            # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
         p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
         if ACROSS == 1:
@@ -319,13 +338,12 @@ def _allocate(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, ACROSS: gl.constexpr,
     TWICE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for a head: keys and values in the order of tiles, those in one piece that are whole, and what warps that
-    share a row exchange."""
+    """Shared memory of a head: keys and values per tile, whole tiles in one piece, what warps of a row exchange."""
     D: gl.constexpr = span_widths(HEAD_DIM)
     DV: gl.constexpr = value_widths(HEAD_DIM)
     COUNT: gl.constexpr = len(D)
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
-    # the last queries take keys and values as rows of products, of which there are at least 64
+    # for tail queries keys and values are the rows of products, at least 64
     LEAST: gl.constexpr = 64 if TAIL else 32
     VALUE_LEAST: gl.constexpr = 64 if TAIL else 16
     k_smem = ()
@@ -334,7 +352,7 @@ def _allocate(
     k_whole = ()
     v_whole = ()
     if TWICE:
-        # in one piece, for loops
+        # in one piece, so that loops can index them
         for c in gl.static_range(COUNT):
             k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
             v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
@@ -368,13 +386,13 @@ def _head(
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Attention of every ``step``-th of a head's blocks of queries from ``block`` on, before ``blocks``.
+    """Attention of blocks ``block``, ``block + step``, ... below ``blocks`` of one head.
 
     Args:
-        tensors: where the head begins in query, key, value and output.
-        scales: where its scales are.
-        memory: what :func:`_allocate` returned, in nobody's use.
-        last_too: whether the queries behind the last of ``blocks``, TAIL at most, are this program's.
+        tensors: pointers to the head in query, key, value and output.
+        scales: pointers to its scales.
+        memory: from :func:`_allocate`; no thread uses it any more.
+        last_too: whether this program also computes the tail queries, TAIL at most, after the last block.
     """
     q_base, k_base, v_base, o_base = tensors
     qs_base, ks_base, vs_base, os_base = scales
@@ -392,7 +410,7 @@ def _head(
     TILES: gl.constexpr = len(WIDTHS)
     TWICE: gl.constexpr = TURN > 0
 
-    # queries are on their way while keys and values, or the block before, are worked on
+    # prefetch: queries arrive while keys and values, or the block before, are computed
     following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
     if TAIL and QUANTIZE:
         last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
@@ -405,22 +423,22 @@ def _head(
     TOGETHER: gl.constexpr = not TWICE and COUNT == 1
     EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
     if QUANTIZE:
-        # every load is under way before the first use, as far as registers go
+        # all loads are issued before the first use, as far as registers allow
         k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY)
         v = ()
         if TOGETHER:
             v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
         if EARLY:
-            # queries came first, and nobody has anything else to do until keys and values are there
+            # queries arrive first, and until keys and values do there is nothing else to compute
             q, query_bits = read_queries(
                 following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
         key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
         if not TOGETHER:
-            # of keys and values registers hold one
+            # registers suffice for keys or for values, not for both
             v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
         if not QUERY_TOKEN:
-            # one scale for the head's queries: a walk of its own, behind which they are read again
+            # one scale for the head's queries: a pass to find it; they are loaded again for the blocks
             words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
             largest = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
@@ -438,7 +456,7 @@ def _head(
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
-            # a tile at a time: a thread loads up to sixteen channels at once, and a warp stores a word to each bank of memory
+            # A tile at a time: a thread loads up to sixteen channels at once, and a warp stores one word to each bank.
             values = ()
             for c in gl.static_range(COUNT):
                 x = load_quads(
@@ -475,12 +493,12 @@ def _head(
             last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
         )
     if EARLY:
-        # scores are on their way while the values are quantised
+        # the products with the keys run while the values are quantised
         fence_async_shared()
         barrier()
         scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
     if QUANTIZE:
-        # their scales are read in outputs' order later, once everybody has to wait anyway
+        # their scales are read after the next barrier, in the layout of outputs
         scale_smem = quantize_values(v, v_smem, constant_mantissa, VALUE_CHANNEL, ALL, ACROSS)
     fence_async_shared()
     barrier()
@@ -505,7 +523,7 @@ def _head(
             KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
-            # Triton sees the last use of the keys where products start that still read them
+            # Triton sees the last use of the keys where products start; these still read the keys afterwards
             for c in gl.static_range(COUNT):
                 k_smem[i][c]._keep_alive()
     else:
@@ -534,7 +552,7 @@ def _head(
             )  # fmt: skip
 
 
-# compiled once for all batches: these would be constants where they are 1, and special where multiples of sixteen
+# Compiled once for all batches: Triton would otherwise specialise these on 1 and on multiples of 16.
 @gluon.jit(do_not_specialize=("share", "total"))
 def hopper_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
@@ -553,21 +571,23 @@ def hopper_kernel(
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
     BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Attention of every so manieth block of a head's queries, or of so many blocks in a row, of one head after the other.
+    """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
-    See :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`. With BLOCKS, how many a head has, a program
-    takes the next ``share`` of the ``total`` blocks of HEADS heads of every batch element; if that is 0 it keeps to the head
-    that its place in the grid names. With SPREAD the first programs of all heads come before the second ones.
+    Which blocks a program takes: with BLOCKS (the blocks per head), ``share`` consecutive ones of the ``total`` blocks
+    of HEADS heads per batch element, head after head; if BLOCKS is 0, every n-th block of the one head that its
+    place in the grid names. With SPREAD the first programs of all heads come before the second ones.
 
-    With QUANTIZE query, key and value are float, their scales are found here and the output is float. With WALK a
-    program takes more than one block of queries; with TAIL up to so many past whole blocks, 8 or 16, are a
-    matter of their own. A warp has 16 of the BLOCK_M queries, by itself or with ACROSS - 1 others that share the keys of
-    its scores and the channels of its outputs. Rows that are walked over twice are so TURN tiles of 128 keys a turn; where they
-    are held whole it is 0.
+    Constants of the kernel:
 
-    SUMS says how outputs come by -127 times the sums of V's channels, for the offset of stored probabilities: products with
-    V "begin" there, they are added at the "end", or they are one of the "products" of every block. POLICY is how the L2 is to
-    treat what is read.
+    * QUANTIZE: query, key and value are float, their scales are found here and the output is float.
+    * WALK: a program takes more than one block of queries.
+    * TAIL: places for tail queries past whole blocks, 8 or 16; 0 if there are none or they are a block.
+    * ACROSS: warps that share sixteen queries; each has a part of the keys of the scores and of the channels of the
+      outputs.
+    * TURN: tiles of 128 keys per turn of the loops where keys pass twice; 0 where scores are resident.
+    * SUMS: how the storage offset is corrected by -127 times the sums of V's channels. Products with V "begin" at them,
+      they are added at the "end", or they are "products" of V with -127 in every block.
+    * POLICY: the L2 eviction policy of what is read.
     """
     memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
     if BLOCKS:
@@ -611,5 +631,5 @@ def hopper_kernel(
             WALK, TAIL, ACROSS, SUMS, TURN, POLICY,
         )  # fmt: skip
         if BLOCKS:
-            # the next head's keys and values take the places of these
+            # the next head's keys and values overwrite these
             barrier()

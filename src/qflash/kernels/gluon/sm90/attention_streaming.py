@@ -1,14 +1,33 @@
-"""Attention over rows of any length on Hopper (Gluon): what :mod:`.triton.attention_streaming` does, faster.
+"""Attention over rows of any length on Hopper, for heads of 33 to 128 channels (Gluon; wgmma, TMA).
 
-A program takes one block of queries of one head and walks over the keys twice, for the maximum of its rows and for the
-rest. The copy engine brings keys and values to shared memory, a step or more ahead; scores, probabilities and outputs
-stay in registers, as do queries where there is room, in the orders of :mod:`.sm90.attention_resident`, for which V is packed
-beforehand (:func:`.triton.attention_streaming.pack_value_kernel`).
+Computes steps 2 to 8 of ``docs/algorithm.md`` (Equations 3 to 11, Algorithm 1 with the row maximum known first), and
+step 1 for the queries, for the default recipe without a mask, with the bits of :mod:`.triton.attention_streaming`.
 
-On this chip products and the integer pipes hardly run at the same time: what counts is the number of instructions. Hence
-steps of 256 keys where they fit, else two steps a turn, an exponential of few instructions, and loops of their own for what is
-seldom needed: keys past the last, scales so large that scores have to be raised. What outputs need besides is worked out at
-the beginning, while the first keys are on their way.
+*Work.* A program takes one block of queries of one head, sixteen rows per warp; a quad of lanes shares rows r and r + 8
+(drawing in :mod:`.gluon.row_ops`). "Streaming": the keys pass through shared memory twice, for the row maximum and for
+the rest. A step is SPAN keys in tiles of 128, each a wgmma of its own; only the last tile of the last step may be
+narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and their number is even.
+
+*Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
+ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do
+queries where registers suffice. V is packed beforehand by :func:`.triton.attention_streaming.pack_value_kernel`, with
+two permutations: keys in the order in which lanes have the scores (:func:`.common.tile_ops.held_order`), channels such
+that a lane's outputs are neighbours (:func:`.common.tile_ops.dealt_channel`). So lanes need not exchange probabilities
+or outputs.
+
+*Order.*
+
+1. Start the copies of the first keys and values. Meanwhile: load (and quantise) queries, sums of V's channels, output
+   factors.
+2. First pass: all products of a turn are started, then their maxima taken; a slot is refilled as soon as its keys are
+   read.
+3. Row maximum, slope and offset of the exponentials, and whether exponents could wrap in any row of the program.
+4. Second pass, per tile: scores again, probabilities, asynchronous product with V, row sums.
+5. Normalise and store.
+
+*Why this way.* On this chip products and integer instructions hardly overlap, so the number of instructions counts:
+steps of 256 keys where they fit, the exponential of five instructions, and separate loops for the rare cases (keys past
+the last, and scales so large that scores have to be raised).
 """
 
 from __future__ import annotations
@@ -60,8 +79,8 @@ from .query_block import (
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# At 64 channels registers are short behind quantisation, and always with the assembler of Triton 3.9, which then waits behind
-# every product (C7512). Queries in shared memory leave room; elsewhere, measured, they are 1 to 4 % slower there.
+# At 64 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits after every
+# product (warning C7512). Queries in shared memory leave room. Where registers suffice, measured, this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
 # keys of a product
 TILE = gl.constexpr(128)
@@ -69,31 +88,31 @@ TILE = gl.constexpr(128)
 
 @gluon.constexpr_function
 def step_columns(place, unroll, last, span, left):
-    """The columns of a step of a turn, or of the last turn: only its last step may have fewer."""
+    """Return the columns of step ``place`` of a turn; in the ``last`` turn the last step may have fewer."""
     return left if last and place == unroll - 1 else span
 
 
 @gluon.constexpr_function
 def tile_count(columns):
-    """The tiles of a step of so many columns: all but the last are whole."""
+    """Return the tiles of a step of ``columns``; all but the last tile are whole."""
     return -(-columns // TILE.value)
 
 
 @gluon.jit
 def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The keys of a tile of a step."""
+    """The keys of tile ``index`` of a step, (keys, channels) in shared memory."""
     return smem.slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0)
 
 
 @gluon.jit
 def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The values of a tile of a step, as a product takes them."""
+    """The values of tile ``index`` of a step, (keys, channels) in shared memory, as the right operand."""
     return smem.slice(0, min(TILE, COLUMNS - index * TILE), 1).permute((1, 0))
 
 
 @gluon.jit
 def _padded(s, there, filler):
-    """Scores, and a filler for keys past the last."""
+    """A tile of scores with ``filler`` in the columns of keys past the last; ``there`` keys are left."""
     L: gl.constexpr = s.type.layout
     n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     return gl.where((n < there)[None, :], s, filler)
@@ -101,14 +120,14 @@ def _padded(s, there, filler):
 
 @gluon.jit
 def _padded_rows(s, there, filler):
-    """The same with a filler for each row."""
+    """:func:`_padded` with a filler per row."""
     L: gl.constexpr = s.type.layout
     return _padded(s, there, beside_rows(filler, L))
 
 
 @gluon.jit
 def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of V's channels from those of its chunks, in the order in which its channels are dealt."""
+    """Sums of V's channels, int32 (channels,), from those of its chunks, in the rows of packed V (dealt order)."""
     L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
     part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
     channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]
@@ -130,13 +149,13 @@ def long_hopper_kernel(
     LEFT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one block of queries; see :func:`.dispatch.launch_attention`.
+    """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
 
-    The keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h`` on, in
-    the columns from ``h * k_columns_h`` on. The channels of V are rows of another (``v_desc``), and their sums come in
-    ``parts``. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. If keys are
-    left over from whole steps the last one has LEFT columns; else that is SPAN. With QUANTIZE queries are floats, which get a
-    scale each.
+    Keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h``
+    on, in the columns from ``h * k_columns_h`` on. The channels of packed V are rows of another (``v_desc``); their
+    sums come in ``parts`` chunks. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their
+    number is even. The last step has LEFT columns, SPAN if it is whole. With QUANTIZE queries are float and get a scale
+    each.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -158,7 +177,7 @@ def long_hopper_kernel(
     k_row = gl.program_id(2) * k_rows_z + kv_head * k_rows_h
     k_column = kv_head * k_columns_h
 
-    # steps of keys that are here or on their way in the first walk; in the second, which takes longer, two
+    # steps of keys in shared memory in the first pass, arrived or under way; the second pass takes longer and uses two
     SLOTS: gl.constexpr = 2 * UNROLL
     k_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
@@ -177,7 +196,7 @@ def long_hopper_kernel(
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
     words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
     sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS)
-    # measured: products begin at them, or at 128 channels they are added at the end, 1 to 2 % faster each
+    # measured: at 64 channels products that begin at the sums are 1 to 2 % faster, at 128 sums that are added at the end
     BEGIN: gl.constexpr = D == 64
     sums = aside(pairs_twice(sums)) if BEGIN else aside(sums)
     factor, shift, rounding = output_factors(
@@ -211,12 +230,12 @@ def long_hopper_kernel(
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
     turns = steps // UNROLL
-    # turns of whole steps; the last one has a loop to itself in both walks if it is not
+    # turns of whole steps; a last turn that is not whole has a loop of its own in both passes
     whole = keys // (UNROLL * SPAN)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
     for last in gl.static_range(2):
         for turn in range(whole if last else 0, turns if last else whole):
-            # all products of a turn are under way before the first maximum
+            # all products of a turn are started before the first maximum
             scores = ()
             for place in gl.static_range(UNROLL):
                 slot = turn % 2 * UNROLL + place
@@ -232,7 +251,7 @@ def long_hopper_kernel(
                     s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
-                    # nobody reads these keys any more; behind the last the second walk begins, in the first slots
+                    # These keys are read: refill their slot. After the last ones come the first keys of the second pass.
                     barrier()
                     more = turn + 2 < turns
                     following = gl.where(more, step + SLOTS, tile if UNROLL == 2 else step + SLOTS - steps)
@@ -244,19 +263,19 @@ def long_hopper_kernel(
     wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
     least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    # what stands for keys past the last has the largest probability
+    # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
     most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
     row_max = both_rows(row_max, BLOCK_M)
     slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
     accumulator = beside_product(sums, WARPS) if BEGIN else gl.zeros((BLOCK_M, D), gl.int32, PV)
     accumulator = warpgroup_mma_init(accumulator)
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
-    # steps that the first two slots had in the first walk
+    # steps that the first two slots had in the first pass, for the parity of their mbarriers
     passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
     mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
     mbarrier.wait(first_values, 0)
-    # Scores are raised in the other loop if the last step has nothing else of its own, but for two steps a turn: without a
-    # branch there the assembler asks for keys only behind the exponential.
+    # Where the last step is whole, all steps go to the second loop, which raises scores, if exponents could wrap. Not with two
+    # steps per turn: without a branch in the first loop ptxas delays the copies of keys until after the exponentials.
     APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
     if APART:
         whole = gl.where(wrap, 0, whole)
@@ -270,7 +289,7 @@ def long_hopper_kernel(
                     k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
                     s = finished(start_scores((operand,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
-                        # nobody reads these keys any more, nor the values of the step before
+                        # these keys are read, and so are the values of the step before: refill both
                         barrier()
                         if step + 1 < steps:
                             mbarrier.expect(ready.index(slot), 2 * SIZE)
@@ -281,12 +300,12 @@ def long_hopper_kernel(
                     if last:
                         s = raised(s, least)
                         s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
-                    elif not APART:  # what the compiler knows is no part of a condition
+                    elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)
                     p = stored(s, slope, begin, constant, OPERAND, WARPS, 1)
                     if half == 0:
-                        # these values, and the keys of the next step
+                        # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
                     v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
                     accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
@@ -301,7 +320,7 @@ def long_hopper_kernel(
     count = (steps - 1) * SPAN + LEFT
     total = row_sum(total) + (count - keys) * most
     if HEAD_DIM % 16:
-        # Triton itself looks no further than at multiples of sixteen, and would store a number at a time
+        # Triton specialises on multiples of 16 only, and would store one number at a time
         o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
     bits, inverse = row_inverses(total, count)
     store_span(

@@ -1,4 +1,23 @@
-"""What the kernels for Hopper do to a block of queries: load and quantise it, its products and probabilities, its outputs."""
+"""One block of queries on Hopper: load and quantise it, start its products, exponentiate, store its outputs (Gluon).
+
+Equations 1 to 3 and 5 to 11 and step 11 of Algorithm 1 for a block of 64 or 128 queries (steps 1 and 3 to 8 of
+``docs/algorithm.md``), shared by :mod:`.sm90.attention_resident` and :mod:`.sm90.attention_streaming`. In the order of
+a block:
+
+1. :func:`load_queries`, :func:`read_queries`: words from global memory straight into the registers of a left operand;
+2. :func:`start_scores`, :func:`finished`: asynchronous wgmma with keys in shared memory, scores in registers;
+3. :func:`fold_columns` for the row maximum, :func:`stored` for probabilities, :func:`quarter_sums` for row sums;
+4. :func:`add_values`: asynchronous wgmma of probabilities with V in shared memory;
+5. :func:`row_inverses`, :func:`store_span`: normalise and store.
+
+A warp has sixteen rows of the block; with t = lane % 4 a lane has rows r = lane // 4 and r + 8 (layouts and drawing in
+:mod:`.sm90.layouts`). Queries, scores, probabilities and outputs stay in registers of that lane from load to store. Two
+permutations make it possible, and change no result: keys of P V stand in the order in which lanes have the scores, and
+the channels of V in dealt order (:func:`deal`), so that a lane's outputs are neighbours. Only where two warps share
+sixteen rows (ACROSS is 2) do probabilities pass through shared memory.
+
+A head's channels may be two spans; then operands, accumulators and outputs are tuples with an element per span.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +47,13 @@ from .layouts import (
     stored_layout,
 )
 
-# the sum of four bytes, each times its weight, and nothing in the other three of four places
+# the sum of four int8, each times its weight, in the first of four outputs, 0 in the other three
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
 
 
 @gluon.jit
 def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, POLICY: gl.constexpr):
-    """Rows ``n`` of numbers, or of words that begin with the given ``channels`` of D; zero from CHANNELS on."""
+    """Rows ``n`` of numbers, or of words whose first channels are ``channels``, of D; zero from CHANNELS on."""
     if D == CHANNELS:
         x = gl.load(ptrs, eviction_policy=POLICY)
     else:
@@ -45,9 +64,10 @@ def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, PO
 
 @gluon.jit
 def deal(x, ACROSS: gl.constexpr):
-    """Channels 8 i + j (of 64) in columns 8 j + i: a thread of a product with V then holds neighbouring outputs.
+    """A (keys, channels) tile with its channels in dealt order: of 64, channel 8i + j in column 8j + i.
 
-    The same in each part of the channels that warps of a row share.
+    Channels are permuted so that a lane's fragment of the product with V is contiguous. Each of the ACROSS parts of the
+    channels is permuted by itself.
     """
     N: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
@@ -56,6 +76,7 @@ def deal(x, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _undeal(x, ACROSS: gl.constexpr):
+    """The inverse of :func:`deal`, for (rows, channels) outputs: each lane renames its registers."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     return gl.reshape(gl.permute(gl.reshape(x, (M, ACROSS, D // (8 * ACROSS), 8)), (0, 1, 3, 2)), (M, D))
@@ -66,7 +87,7 @@ def load_queries(
     base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Spans of queries as words of four bytes, which a loop hands on as they are; past the last the last again."""
+    """The spans of a block of queries as int32 words, which a loop carries as they are; past the last query it is repeated."""
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     spans = ()
@@ -80,7 +101,7 @@ def load_query_span(
     base, stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
-    """One of them: CHANNELS numbers a row from ``base`` on, and zeros up to the kernel's width."""
+    """One span of :func:`load_queries`: CHANNELS numbers per row from ``base`` on, and zeros up to the kernel's width."""
     D: gl.constexpr = kernel_width(CHANNELS)
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(D, EACH, WARPS, ACROSS)
@@ -92,7 +113,7 @@ def load_query_span(
 
 @gluon.jit
 def row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Largest magnitude of each row, as float32: one row a thread, or a vector where warps share rows."""
+    """Largest magnitude of each row over all spans, float32: one row per thread, or a vector where warps share rows."""
     largest = _span_amplitude(spans[0])
     for c in gl.static_range(1, len(spans)):
         more = gl.convert_layout(_span_amplitude(spans[c]), largest.type.layout, assert_trivial=True)
@@ -107,7 +128,7 @@ def row_amplitude(spans, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _span_amplitude(x):
-    """Eight magnitudes a row, of which one is the largest; two numbers an instruction while a thread is by itself."""
+    """(rows, 8) float32 magnitudes, of which one is the row's largest; 16-bit floats by twos until lanes have to exchange."""
     ROWS: gl.constexpr = x.shape[0]
     x = gl.abs(x)
     if x.shape[1] == 128:
@@ -124,7 +145,7 @@ def _span_amplitude(x):
 
 @gluon.jit
 def unpack_queries(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """The numbers in what :func:`load_queries` returned."""
+    """The numbers in the words of :func:`load_queries`, span by span."""
     spans = ()
     for c in gl.static_range(len(words)):
         spans = spans + (_unpack_span(words[c], DTYPE, WARPS, ACROSS),)
@@ -133,13 +154,14 @@ def unpack_queries(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.c
 
 @gluon.jit
 def _unpack_span(words, DTYPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The numbers in one span's words, (rows, channels)."""
     L: gl.constexpr = query_layout(words.shape[1] * (32 // DTYPE.primitive_bitwidth), 1, WARPS, ACROSS)
     return unpack(words, DTYPE, L)
 
 
 @gluon.jit
 def round_rows(x, inverse):
-    """Floats times the inverse of their row's scale, or of all rows', as int8."""
+    """Floats times the inverse of their row's scale, or of one scale for all, as int8."""
     L: gl.constexpr = x.type.layout
     if len(inverse.shape) == 2:
         inverse = beside_columns(both_rows(inverse, x.shape[0]), 4, L)
@@ -153,7 +175,7 @@ def read_queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
     QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """A block of queries as int8, span by span, and the bits of its scale or of its rows', like :func:`row_amplitude`'s."""
+    """(a block of queries as int8 per span; float32 bits of its scale, or of its rows' as :func:`row_amplitude`)."""
     q = unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
     if QUANTIZE:
@@ -181,14 +203,14 @@ def read_queries(
 
 @gluon.jit
 def pairs_twice(x):
-    """Numbers of V's channels in the order in which :func:`beside_product` reads them: every two neighbours twice."""
+    """One number per channel of V -> 2 D numbers with every two neighbours twice, for :func:`beside_product`."""
     D: gl.constexpr = x.shape[0]
     return gl.reshape(gl.permute(gl.reshape(gl.join(x, x), (D // 2, 2, 2)), (0, 2, 1)), (2 * D,))
 
 
 @gluon.jit
 def in_order(x):
-    """Undoes :func:`pairs_twice`."""
+    """The inverse of :func:`pairs_twice`."""
     D: gl.constexpr = x.shape[0] // 2
     x, _ = gl.split(gl.permute(gl.reshape(x, (D // 2, 2, 2)), (0, 2, 1)))
     return gl.reshape(x, (D,))
@@ -196,9 +218,9 @@ def in_order(x):
 
 @gluon.jit
 def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
-    """What :func:`pairs_twice` returned, left in shared memory, in every row of a product with V.
+    """Numbers of :func:`pairs_twice`, in shared memory, broadcast to an accumulator of a product with V, (rows, D).
 
-    A thread reads it for both of its rows, so that it comes straight to the registers where the product begins.
+    A thread reads them for both of its rows in one load, straight into the registers in which the product starts.
     """
     D: gl.constexpr = smem.shape[0] // 2
     L: gl.constexpr = half_layout(D, WARPS, ACROSS)
@@ -213,7 +235,7 @@ def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 @gluon.jit
 def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the products of a tile of probabilities with the spans of a tile of V."""
+    """Start the products of a tile of probabilities with the spans of a tile of V; returns accumulators under way."""
     spans = ()
     for c in gl.static_range(len(v)):
         spans = spans + (_add_span(accumulator[c], p, v[c], WARPS, ACROSS),)
@@ -222,23 +244,24 @@ def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the product of a tile of probabilities with one span of V, (channels, keys) in shared memory."""
     L: gl.constexpr = product_layout(v.shape[0], WARPS, ACROSS)
     if not in_memory(p.type.layout):
-        # the order of probabilities is that of any product
+        # a left operand's registers do not depend on the product's width
         p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
     return warpgroup_mma(p, v.permute((1, 0)), accumulator, is_async=True)
 
 
 @gluon.jit
 def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the product of a block of queries, in registers or shared memory, with a tile of keys, span by span."""
+    """Start the product of a block of queries, in registers or shared memory, with a tile of WIDTH keys, span by span."""
     L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
     s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
     for c in gl.static_range(len(q)):
         k = k_smem[c].slice(0, WIDTH, 0)
         q_c = q[c]
         if not in_memory(q_c.type.layout):
-            # their layout is that of any product
+            # a left operand's registers do not depend on the product's width
             q_c = gl.convert_layout(q_c, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
         s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
@@ -246,14 +269,17 @@ def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
 
 @gluon.jit
 def finished(s, ahead: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
-    """The scores of a product, once no more than ``ahead`` of those started later, spans by themselves, are under way."""
+    """Scores int32 (rows, WIDTH), once at most ``ahead`` of the products that were started later are still under way.
+
+    Each span counts as one product.
+    """
     s = warpgroup_mma_wait(ahead, [s])
     return gl.convert_layout(s, score_layout(s.shape[1], WARPS, ACROSS), assert_trivial=True)
 
 
 @gluon.jit
 def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
-    """Maxima of columns eight apart, which a thread holds."""
+    """Maxima of columns eight apart, which one lane has: (rows, 8), or eight columns for each warp that shares the row."""
     M: gl.constexpr = s.shape[0]
     if s.shape[1] > 8 * ACROSS:
         s = gl.max(gl.reshape(s, (M, ACROSS, s.shape[1] // (8 * ACROSS), 8)), 2)
@@ -263,7 +289,7 @@ def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 @gluon.jit
 def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Stored probabilities of a tile of scores, as a product with V takes them: an operand, or on its way to memory."""
+    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand, or for shared memory (ACROSS is 2)."""
     M: gl.constexpr = s.shape[0]
     L: gl.constexpr = s.type.layout
     STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
@@ -279,13 +305,13 @@ def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr
 
 @gluon.jit
 def _twice(p):
-    """The columns, and the same again: what stands there meets values of zero."""
+    """The columns, then the same again, to fill an operand of 32 keys: the copies meet values of zero."""
     return gl.reshape(gl.permute(gl.join(p, p), (0, 2, 1)), (p.shape[0], 2 * p.shape[1]))
 
 
 @gluon.jit
 def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
-    """Sums of four neighbouring stored probabilities, those past the last key left out, at the first of them; else zero."""
+    """Sums (dp4a) of four neighbouring stored P, without keys past the last, in the first of four columns; else 0."""
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
     if WIDTH < 32:
@@ -299,7 +325,7 @@ def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexp
 
 @gluon.jit
 def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of a tile's stored probabilities, those past the last key left out: four a row, one for each thread."""
+    """Sums of a tile's stored probabilities, keys past the last left out: int32 (rows, 4), one per lane of a quad."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
@@ -308,7 +334,10 @@ def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
-    """Sums of stored probabilities over places of a warp that are 32 apart, those past the last key left out."""
+    """Sums of stored probabilities, keys past the last left out, over columns of a warp's part that are 32 / ACROSS apart.
+
+    int32 (rows, 32), of which each of the ACROSS warps has 32 / ACROSS columns.
+    """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     parts = _sums_of_four(p, START, WIDTH, KEYS)
@@ -317,7 +346,7 @@ def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, A
 
 @gluon.jit
 def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Numbers of rows, as :func:`store_span` has them, beside outputs."""
+    """Numbers of rows, in the form that :func:`store_span` gets them, broadcast to outputs."""
     if ACROSS == 1:
         x = beside_columns(both_rows(x, 16 * WARPS), L.shape[1] // 4, L)
     else:
@@ -327,7 +356,7 @@ def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexp
 
 @gluon.jit
 def row_inverses(total, count):
-    """What :func:`store_span` normalises by: ``total`` adds up ``count`` stored probabilities of each row."""
+    """(bit length, reciprocal) of the rows' sums of P, from ``total``, the sums of ``count`` stored probabilities 127 - P."""
     return row_inverse(127 * count - total, False)
 
 
@@ -336,9 +365,9 @@ def store_span(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Normalise a block of a span's outputs and store those of its rows that there are: :func:`.common.tile_ops.finish`.
+    """Normalise a span of a block's outputs and store its rows below ``queries``: :func:`.common.tile_ops.finish`.
 
-    Rows' numbers are one a thread, or vectors where warps share rows. Numerators come negative.
+    Numbers of rows are one per thread, or vectors where warps share rows. ``numerator`` is the negative of the sum of P V.
     """
     factor, shift, half = factors
     M: gl.constexpr = numerator.shape[0]
@@ -354,10 +383,10 @@ def store_span(
         result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
-        # NaN in a factor a row is cheaper than a choice an element
+        # a NaN in the factor of the row costs less than a select per element
         weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))
         weight = _beside_outputs(weight, L, WARPS, ACROSS)
-        # the sum makes nothing times a negative weight 0, not -0
+        # the addition of 0 turns -0 (0 times a negative weight) into 0
         result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
@@ -368,4 +397,5 @@ def store_span(
 
 @gluon.jit
 def allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for ROWS rows of COLUMNS int8, swizzled for wgmma."""
     return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))

@@ -1,4 +1,25 @@
-"""A head's keys and values to shared memory in :mod:`.sm90.attention_resident`, quantised on the way if they are float."""
+"""A head's keys and values to shared memory for :mod:`.sm90.attention_resident`, quantised on the way if they are float.
+
+Equations 1 and 2 (step 1 of ``docs/algorithm.md``) for K and V of one head, and the sums of V's channels that correct the
+storage offset of P (step 5). All warps of the program share the work. In order:
+
+1. int8: :func:`copy_keys` (``cp.async``) and :func:`load_quads` for V. Floats: :func:`all_quads` loads all tiles into
+   registers;
+2. floats: :func:`quantize_keys` and :func:`quantize_values`: ranges within each thread, then within each warp by
+   shuffles, then through shared memory between warps, once; every thread computes the scales it needs; int8 values go
+   to shared memory;
+3. :func:`sums_aside`: sums of V's channels.
+
+A thread has four neighbouring keys ("quads") of a few channels (:func:`.sm90.layouts.quad_layout`). So the transposed
+store of V writes words of four keys. In shared memory, per tile and span, swizzled for wgmma:
+
+    K   (keys, channels)     rows in key order for tiles of 32 keys and more
+    V   (channels, keys)     channels in dealt order; keys in held order for tiles of 8 and 16
+
+Either permutation makes the scores of a lane the bytes that it has to supply to the product with V
+(:func:`.common.tile_ops.key_order`; held order is its inverse). Narrow tiles permute V, since key order needs sixteen
+columns and a tile may have eight. Dealt order (:func:`.sm90.query_block.deal`) makes a lane's outputs neighbours.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +70,7 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 @gluon.jit
 def _join_rows(a, b):
-    """The rows of ``a``, then those of ``b``."""
+    """The rows of ``a``, then those of ``b``; no data moves."""
     x = gl.permute(gl.join(a, b), (2, 0, 1))
     return gl.reshape(x, (2 * a.shape[0], a.shape[1]))
 
@@ -59,12 +80,11 @@ def load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
     KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Keys (past the end the last again) or values (zero there) for a tile of scores of WIDTH columns, or 32 if it has fewer.
+    """A tile of keys (past the last it is repeated) or values (zero there) as stored, (keys, channels), in quads.
 
-    Channels past CHANNELS, up to the kernel's width, are zero.
-
-    PIECE keys at a time (:func:`quad_layout`). A wide tile deals the keys by :func:`.common.tile_ops.key_order`, one of 8 or 16
-    the values by :func:`held_order`.
+    The tile has WIDTH keys, but at least 32 rows; channels from CHANNELS up to the kernel's width are zero. PIECE keys
+    are loaded at a time (:func:`.sm90.layouts.quad_layout`). Of wide tiles the keys are in
+    :func:`.common.tile_ops.key_order`, of tiles of 8 or 16 the values in :func:`.common.tile_ops.held_order`.
     """
     D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
@@ -98,7 +118,7 @@ def all_quads(
     base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
     WARPS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Every tile of keys or values, span by span, to be quantised."""
+    """All tiles of keys or values of a head, span by span, in registers, to be quantised."""
     START: gl.constexpr = row_starts(KEYS)
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
@@ -117,7 +137,7 @@ def all_quads(
 
 @gluon.jit
 def _own_halves(x, WARPS: gl.constexpr):
-    """Two halves of the rows, the same part of each a thread's: of pieces, or of what a thread has of one."""
+    """Two halves of the rows such that a thread has the same part of each: by pieces, or within one piece."""
     if x.shape[0] > float_piece(x.shape[1], WARPS):
         a, b = halves(x)
     else:
@@ -127,7 +147,7 @@ def _own_halves(x, WARPS: gl.constexpr):
 
 @gluon.jit
 def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
-    """Minima (EXTREME is :func:`lower`) or maxima of the rows of a thread, 32 in all; two numbers an instruction."""
+    """Minima (EXTREME is :func:`lower`) or maxima over the rows of each thread: 32 rows in all; 16-bit floats by twos."""
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
         x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
@@ -136,14 +156,14 @@ def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _beside(x, tile):
-    """Numbers of channels beside a tile of keys or values."""
+    """One number per channel broadcast to a tile of keys or values; a scalar as it is."""
     L: gl.constexpr = tile.type.layout
     return beside_channels(x, L)
 
 
 @gluon.jit
 def _by_warps(x, WARPS: gl.constexpr):
-    """What :func:`_own_extremes` returned, as words, with the rows of a warp beside one another."""
+    """What :func:`_own_extremes` returned, as words, (warps with different keys, rows of each, words of channels)."""
     PARTS: gl.constexpr = key_warps(x.shape[1], WARPS)
     x = words_of(x)
     return gl.reshape(x, (PARTS, 32 // PARTS, x.shape[1]))
@@ -151,28 +171,29 @@ def _by_warps(x, WARPS: gl.constexpr):
 
 @gluon.jit
 def _own_words(smem, tile, WARPS: gl.constexpr):
-    """What :func:`aside` left there of a thread's own channels, those that it has of ``tile``."""
+    """The words, per warp, of the channels that a thread has of ``tile``, from shared memory."""
     return smem.load(part_words_layout(smem.shape[1], tile.shape[1], WARPS))
 
 
 @gluon.jit
 def _all_words(smem, WARPS: gl.constexpr):
-    """What :func:`aside` left there of all channels, for every warp."""
+    """The words, per warp, of all channels, from shared memory into every warp."""
     return smem.load(all_words_layout(smem.shape[1], smem.shape[0], WARPS))
 
 
 @gluon.jit
 def _own_numbers(words, tile, WARPS: gl.constexpr):
-    """A thread's own channels, as float32, out of words."""
+    """The numbers of a thread's own channels, float32, from their words."""
     L: gl.constexpr = gl.SliceLayout(0, range_layout(tile.shape[1], WARPS))
     return gl.convert_layout(numbers_of(words, tile.dtype), L, assert_trivial=True)
 
 
 @gluon.jit
 def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """The bits of the largest magnitude in a span of all keys, centred or not, and the middles of its channels.
+    """(bits of a span's largest magnitude over all keys, midranges of a thread's channels); centred first if CENTER.
 
-    Warps pass on what they found through shared memory, once: every thread puts together what it needs.
+    Warps exchange ranges through shared memory once. After that every thread combines what it needs by itself, which
+    takes more instructions but no second exchange.
     """
     DTYPE: gl.constexpr = k[0].dtype
     low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
@@ -197,9 +218,9 @@ def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
-    """Quantise the spans of all tiles of keys into shared memory; return the bits of their scale.
+    """Quantise the spans of all tiles of keys into shared memory; return the float32 bits of the head's scale.
 
-    ``mantissa`` is for :func:`.gluon.ptx_ops.keep_apart`.
+    ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
     largest = 0
     middles = ()
@@ -214,14 +235,14 @@ def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
             y = k[c][i].to(gl.float32)
             if CENTER:
                 y = y - _beside(middles[c], y)
-            # a tile of 16 columns or fewer has 32 rows here, the last key repeated
+            # a tile of 8 or 16 columns has 32 rows here, the last key repeated
             k_smem[i][c].slice(0, k[c][i].shape[0], 0).store(round_to_int8(y, inverse))
     return scale.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def _value_maxima(v, WARPS: gl.constexpr):
-    """Largest magnitudes in the channels of a span of all values, as :func:`aside` leaves them."""
+    """Largest magnitudes of the channels of a span of all values, as words per warp, in shared memory."""
     most = _own_extremes(gl.abs(v[0]), higher, WARPS)
     for i in gl.static_range(1, len(v)):
         most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
@@ -230,9 +251,9 @@ def _value_maxima(v, WARPS: gl.constexpr):
 
 @gluon.jit
 def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Quantise the spans of all tiles of values into shared memory, transposed, and leave the channels' scales there, too.
+    """Quantise all tiles of values into shared memory, transposed; return the scales per span, in shared memory.
 
-    ``mantissa`` is for :func:`.gluon.ptx_ops.keep_apart`.
+    ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
     lefts = ()
     maxima = ()
@@ -259,7 +280,7 @@ def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.
             v_smem[i][c].permute((1, 0)).store(deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
         scales = scales + (aside(scale),)
     for c in gl.static_range(len(v)):
-        # places that are taken again would be waited for
+        # keeps the allocator from reusing this memory, which would add a barrier
         lefts[c]._keep_alive()
     return scales
 
@@ -269,7 +290,7 @@ def copy_keys(
     base, stride_n: gl.constexpr, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile of keys to shared memory. In channels past CHANNELS anything may stand: there queries are zero."""
+    """Start the copy (``cp.async``) of a tile of int8 keys. Channels past CHANNELS are arbitrary: queries are zero there."""
     D: gl.constexpr = smem.shape[1]
     L: gl.constexpr = row_layout(D, 8, WARPS)
     n = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, L))
@@ -285,7 +306,7 @@ def copy_keys(
 
 @gluon.jit
 def _parts_of_sums(smem, WARPS: gl.constexpr):
-    """Sums of the channels of a tile of V in shared memory, eight parts of each: (channels, 8), alike for all tiles."""
+    """Sums of the channels of a tile of V, in eight parts: int32 (channels, 8), in the same layout for all tiles."""
     D: gl.constexpr = smem.shape[0]
     v = smem.load(sum_layout(D, WARPS))
     x = first_of_four(gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [v, v * 0 + 1], gl.int32, True, 4))
@@ -294,7 +315,7 @@ def _parts_of_sums(smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
-    """-127 times the sums of the channels of a span of V: what the offset of stored probabilities adds to outputs."""
+    """-127 times the sums of a span's channels of V, int32 (channels,): corrects the storage offset of P in outputs."""
     parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
     for i in gl.static_range(1, len(v_smem)):
         parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
@@ -303,7 +324,7 @@ def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
-    """These sums, span by span, left in shared memory: in the order in which products begin at them, or in their own."""
+    """These sums in shared memory, span by span: for products that begin at them as pairs, otherwise one per channel."""
     spans = ()
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
@@ -316,6 +337,6 @@ def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def sums_beside(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """A span of them, in their own order, beside a product with V."""
+    """One span of sums, one per channel, broadcast to the accumulator of a product with V, (1, channels)."""
     L: gl.constexpr = product_layout(smem.shape[0], WARPS, ACROSS)
     return smem.load(gl.SliceLayout(0, L))[None, :]

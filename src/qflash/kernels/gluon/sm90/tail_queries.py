@@ -1,4 +1,17 @@
-"""The last few queries of a head in :mod:`.sm90.attention_resident`, where a block of them would be mostly empty."""
+"""Tail queries in :mod:`.sm90.attention_resident`: the last few, for which a block would be mostly empty (Gluon).
+
+Equations 1 to 11 and step 11 of Algorithm 1 for at most TAIL (8 or 16) queries. As a block, most warps would have no
+query at all. Here both products are transposed, so that all four warps share the keys and then the channels:
+
+    S^T = K Q^T    rows are keys: 64 per product of four warps, sixteen per warp; columns are the queries
+    O^T = V^T P^T  rows are channels (in the dealt order of :func:`.sm90.query_block.deal`); columns are the queries
+
+A lane has rows r = lane // 4 and r + 8 of its warp and columns (queries) 2t, 2t + 1 of every 8, t = lane % 4. So maxima
+and sums of a query go across lanes and warps. All operands lie in shared memory: keys and values as staged for the
+blocks, the queries (TAIL, channels), and the stored probabilities (TAIL, keys) per tile. In order: :func:`load_last`
+and :func:`last_queries` while keys and values arrive, then :func:`last_rows`: scores of all tiles, maximum,
+probabilities, barrier, products with V, outputs.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +47,9 @@ def _load_last_span(
     q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
+    """One span of the tail queries as stored, (TAIL, channels); past the last query it is repeated."""
     D: gl.constexpr = kernel_width(CHANNELS)
-    # rows lie alike in spans of 64 and of 32
+    # spans of 64 and of 32 channels get the same layout of rows
     EACH: gl.constexpr = 4 if D == 128 else D // 16
     L: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
     n = gl.minimum(first + gl.arange(0, TAIL, layout=gl.SliceLayout(1, L)), queries - 1)
@@ -48,7 +62,7 @@ def load_last(
     q_ptr, q_stride_n: gl.constexpr, first, queries, TAIL: gl.constexpr, CHANNELS: gl.constexpr, WARPS: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
-    """The spans of the last few queries."""
+    """The spans of the tail queries as stored, each (TAIL, channels)."""
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     spans = ()
@@ -59,7 +73,7 @@ def load_last(
 
 @gluon.jit
 def _last_maximum(x, L: gl.constexpr):
-    """Largest magnitudes of the rows of all spans, as float32."""
+    """Largest magnitudes of the rows over all spans, float32 (TAIL,)."""
     largest = gl.reduce(gl.abs(x[0]).to(gl.float32), 1, nan_max)
     for c in gl.static_range(1, len(x)):
         more = gl.reduce(gl.abs(x[c]).to(gl.float32), 1, nan_max)
@@ -72,7 +86,7 @@ def last_queries(
     x, smem, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Leave the last few queries in shared memory, as int8; return the bits of their scale or scales."""
+    """Store the tail queries in shared memory as int8; return the float32 bits of their scale, or of each query's."""
     ROWS: gl.constexpr = x[0].shape[0]
     L: gl.constexpr = x[0].type.layout
     COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS, WARPS))
@@ -95,7 +109,7 @@ def last_queries(
 
 @gluon.jit
 def _across(x, D: gl.constexpr, L: gl.constexpr):
-    """A number, or one for each (dealt) channel, beside outputs whose rows are the channels."""
+    """One number per channel in dealt order, broadcast to outputs whose rows are channels; a scalar as it is."""
     if x.type.is_block():
         x = _beside_last(gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,)), L)[:, None]
     return x
@@ -103,7 +117,7 @@ def _across(x, D: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _beside_last(x, L: gl.constexpr):
-    """A number for each column of V beside the rows of its transposed product, of which there are 64 at least."""
+    """One number per channel in dealt order, in the layout of O^T's rows; repeated up to 64, a product's fewest."""
     if x.shape[0] < 64:
         x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (2 * x.shape[0],))
     if x.shape[0] < 64:
@@ -113,7 +127,7 @@ def _beside_last(x, L: gl.constexpr):
 
 @gluon.jit
 def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
-    """What :func:`.sm90.stage_kv.sums_aside` left there, beside outputs whose rows are the channels."""
+    """The sums of :func:`.sm90.stage_kv.sums_aside`, from shared memory, broadcast to outputs whose rows are channels."""
     if SUMS == "begin":
         sums = _beside_last(in_order(smem.load(gl.BlockedLayout([4], [32], [4], [0]))), L)
     elif smem.shape[0] >= 64:
@@ -125,7 +139,7 @@ def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
-    """Start the product of a tile of keys with the last few queries, span by span."""
+    """Start S^T, the product of a tile of keys with the tail queries, span by span: int32 (keys, TAIL)."""
     M: gl.constexpr = k_smem[0].shape[0]
     N: gl.constexpr = q_smem[0].shape[0]
     s = gl.zeros((M, N), gl.int32, product_layout(N, WARPS))
@@ -138,7 +152,10 @@ def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
 def _last_stored(
     s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, OFFSET: gl.constexpr
 ):
-    """Store probabilities of a tile, as the product with V takes them, and return their sums over keys 64 apart."""
+    """Store the probabilities 127 - P of a tile for the product with V; return their parts of the row sums.
+
+    The parts are int32 (64, TAIL): of a tile of 128 keys, keys 64 apart are added. Keys past the last are left out.
+    """
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
     L: gl.constexpr = s.type.layout
@@ -159,7 +176,7 @@ def _last_stored(
 
 @gluon.jit
 def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Start the products of a span of V, channels as rows, with the last few queries' probabilities."""
+    """Start O^T: products of a span of V (channels as rows) with all tiles of P, int32 (channels, TAIL)."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     D: gl.constexpr = v_smem[0][c].shape[0]
     N: gl.constexpr = p_smem[0].shape[0]
@@ -176,9 +193,14 @@ def last_rows(
     queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
     MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the last few queries. As a block most warps would have none; here the keys, then the channels are shared.
+    """Attention of the tail queries, from int8 in shared memory to stored outputs, in the order of the module.
 
-    Both products are transposed: rows are keys and channels, columns the queries.
+    Args:
+        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
+            ``units``.
+        v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not
+            stored.
+        sums: from :func:`.sm90.stage_kv.sums_aside`: products begin at them.
     """
     N: gl.constexpr = q_smem[0].shape[0]
     SPANS: gl.constexpr = channel_spans(CHANNELS)
@@ -210,7 +232,7 @@ def last_rows(
     for t in gl.static_range(TILES):
         s = warpgroup_mma_wait(COUNT * (TILES - 1 - t), [scores[t]])
         if WIDTHS[t] <= 32:
-            # nobody has written the second half of the tile
+            # only 32 of the 64 rows of keys were written
             n = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
             s = gl.where((n < 32)[:, None], s, MASKED)
         ready = ready + (s,)
@@ -230,7 +252,7 @@ def last_rows(
         total += _last_stored(
             ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET
         )
-    # here, because a reduction may use the shared memory of what nobody waits for any more, such as products under way
+    # Reduced before the products start: the compiler may give a reduction shared memory that products under way still read.
     total = gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
     fence_async_shared()
     barrier()
@@ -247,7 +269,7 @@ def last_rows(
 def _store_last(
     numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr
 ):  # fmt: skip
-    """Normalise and store a span of outputs whose rows are the channels, as :func:`.sm90.query_block.store_span` does."""
+    """Normalise and store a span of outputs with channels as rows, like :func:`.sm90.query_block.store_span`."""
     factor, shift, half = factors
     L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:

@@ -1,16 +1,34 @@
-"""Windows of 33 to 64 keys, Swin's shapes, a few warps each (Gluon): what :mod:`.triton.attention_resident` does, in registers.
+"""Attention in registers for Swin's windows, 33 to 64 keys and 32 channels (Gluon; mma.sync, from sm_80 on).
 
-A warp loads keys, values and queries as the tensor core wants to hold them, so that threads exchange nothing but maxima
-and reciprocals, and works on sixteen queries at a time. Where windows are few a program is two or four warps, which have the
-same keys and values and nothing to wait for from one another; or, from floats or where a processor has several programs, four
-that prepare a quarter of them each and pass it on through shared memory (:mod:`.windows.operands`). Three orders make that
-possible; they leave every product as it is:
+Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first), with
+an additive bias or none, with the bits of :mod:`.triton.attention_resident`.
 
-* a thread reads eight neighbouring channels of a query and of a key, four of which meet in each half of a product;
-* the keys of a product with V come in the order in which the threads hold the scores;
-* the channels of V are dealt to the columns of its product so that a thread ends up with eight neighbouring outputs.
+*Work.* A warp works on tiles of sixteen queries of one window and has all keys and values of it. A program is one warp,
+with one window or several that share a bias; where windows are few, it is two or four warps with sixteen queries each:
 
-Columns come in tiles of eight: 49 keys take 56, not 64.
+    4 warps, 49 queries       warp 0: rows 0..15    warp 1: 16..31    warp 2: 32..47    warp 3: 48
+    1 warp                    tiles 0, 1, 2 of sixteen rows, then half a tile of eight rows
+
+A row of scores is tiles of 32, 16 and 8 columns: 49 keys take 56 columns, not 64 (:mod:`.windows.layouts`).
+
+*Registers and shared memory.* A lane loads queries, keys and values as the tensor core wants them in registers. So lanes
+exchange only numbers of rows and, when they quantise, ranges and scales of channels. A quad of lanes shares rows g and
+g + 8, g = lane // 4; with t = lane % 4 a lane has columns 2t, 2t + 1 of every eight scores. Three permutations keep data
+in its lane and change no result:
+
+* channels 8t to 8t + 7 of a query and a key are loaded by one lane, four for each half of the product;
+* keys of P V stand in the order in which lanes have the scores;
+* channels of V are permuted ("dealt order"), so that a lane's outputs are eight neighbouring channels.
+
+Shared memory serves only a bias that several windows share (STAGED) and what four warps of a program exchange: parts of
+K and V (:mod:`.windows.operands`), and flags.
+
+*Order.* Load keys, values and queries; quantise; start the accumulator at -127 times V's channel sums (one product),
+which corrects the storage offset of P. Then per tile of queries: scores, bias, row maximum, probabilities, products
+with V and with ones, normalise, store; the next queries are prefetched.
+
+*Marks in a bias.* -inf, NaN and biases far from 0 need selects per score. The usual code has none, but sets flags where
+it may have been wrong (:func:`_flags`); such a window is computed again with all selects (CAREFUL).
 """
 
 from __future__ import annotations
@@ -74,13 +92,13 @@ from .operands import (
     shared_operands,
 )
 
-# an instruction has to give something
+# inline assembly has to return a value
 PREFETCH = gl.constexpr("prefetch.global.L1 [$1]; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr):
-    """Queries as words of four bytes (float32: as they are), which a loop hands on as they are."""
+    """Queries as int32 words in a left operand's order, (ROWS, 32 / numbers per word); a loop carries words."""
     EACH: gl.constexpr = 32 // base.dtype.element_ty.primitive_bitwidth
     L: gl.constexpr = query_layout(ROWS, EACH)
     n = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1)
@@ -91,14 +109,14 @@ def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERI
 
 @gluon.jit
 def _fetch_queries(base, stride_n: gl.constexpr, first, QUERIES: gl.constexpr):
-    """Bring queries near, a lane one: the assembler moves loads of theirs to where they are used."""
+    """Prefetch 32 queries to L1, one per lane. Loads ahead of a loop turn would not help: ptxas moves them to their use."""
     n = gl.minimum(first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), QUERIES - 1)
     gl.inline_asm_elementwise(PREFETCH, "=r,l", [base + n * stride_n], gl.int32, False, 1)
 
 
 @gluon.jit
 def _sixteen(x):
-    """Rows as they are; of eight, zeros behind them."""
+    """Rows as they are; eight rows are filled up to sixteen with zeros."""
     if x.shape[0] == 8:
         x = gl.reshape(gl.permute(gl.join(x, x * 0), (2, 0, 1)), (16, x.shape[1]))
     return x
@@ -106,7 +124,7 @@ def _sixteen(x):
 
 @gluon.jit
 def _query_operand(x):
-    """Queries as the left operand: the channels 8 c + 4 i + j in the order i, c, j."""
+    """Queries as the left operand (rows, 32): channel 8c + 4i + j at place 16i + 4c + j."""
     x = _sixteen(x)
     M: gl.constexpr = x.shape[0]
     x = gl.permute(gl.reshape(x, (M, 4, 2, 4)), (0, 2, 1, 3))
@@ -115,7 +133,7 @@ def _query_operand(x):
 
 @gluon.jit
 def _probability_operand(p):
-    """32 columns of stored probabilities as the left operand."""
+    """32 columns of stored probabilities as the left operand; a lane renames its registers."""
     p = _sixteen(p)
     M: gl.constexpr = p.shape[0]
     p = gl.permute(gl.reshape(p, (M, 2, 2, 4, 2)), (0, 1, 3, 2, 4))
@@ -124,13 +142,14 @@ def _probability_operand(p):
 
 @gluon.jit
 def _product(a, b, ROWS: gl.constexpr):
-    """The first ROWS rows of a product."""
+    """The first ROWS rows of a product with fresh accumulators, int32 (ROWS, columns)."""
     x = mma_v2(a, b, gl.zeros((a.shape[0], b.shape[1]), gl.int32, product_layout(gl.num_warps())))
     return _upper(x, ROWS)
 
 
 @gluon.jit
 def _upper(x, ROWS: gl.constexpr):
+    """The first ROWS rows, 8 or 16, of an accumulator."""
     N: gl.constexpr = x.shape[1]
     if ROWS == 8:
         x, _ = halves(x)
@@ -139,14 +158,14 @@ def _upper(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _beside(a, b):
-    """The columns of ``a``, then those of ``b``."""
+    """The columns of ``a``, then those of ``b``; no data moves."""
     x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
     return gl.convert_layout(x, score_layout(a.shape[0], 2 * a.shape[1]), assert_trivial=True)
 
 
 @gluon.jit
 def _widen(p):
-    """The tiles of a row behind the first beside one another, zeros behind them: 32 columns."""
+    """The tiles of a row after the first, next to each other and filled with zeros up to 32 columns."""
     x = p[1]
     if len(p) == 3:
         x = _beside(x, _beside(p[2], p[2] * 0))
@@ -159,14 +178,14 @@ def _widen(p):
 
 @gluon.jit
 def _first_eight(q):
-    """The upper half of a tile of queries."""
+    """Rows g of a tile of queries, without rows g + 8."""
     q, _ = halves(q)
     return gl.convert_layout(q, query_layout(8, 32 // q.shape[1]), assert_trivial=True)
 
 
 @gluon.jit
 def _row_amplitude(x):
-    """Largest magnitude of each row, one row a thread, as float32; two numbers an instruction while a thread is by itself."""
+    """Largest magnitude of each row, float32, one row per thread; 16-bit floats by twos until lanes have to exchange."""
     ROWS: gl.constexpr = x.shape[0]
     x = gl.reshape(gl.abs(x), (ROWS, 4, 2, 2, 2))
     a, b = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
@@ -176,14 +195,14 @@ def _row_amplitude(x):
 
 @gluon.jit
 def _fold_columns(s):
-    """Maxima of columns eight apart, which a thread holds."""
+    """Maxima of columns eight apart, which one lane has: (rows, 8)."""
     x = gl.max(gl.reshape(s, (s.shape[0], s.shape[1] // 8, 8)), 1)
     return gl.convert_layout(x, score_layout(s.shape[0], 8), assert_trivial=True)
 
 
 @gluon.jit
 def _row_max(s, ONE: gl.constexpr):
-    """Row maxima over the tiles of a row: with ONE one row a thread, else a vector."""
+    """Row maxima over all tiles of a row: one row per thread with ONE, else a vector."""
     largest = _fold_columns(s[0])
     for i in gl.static_range(1, len(s)):
         largest = gl.maximum(largest, _fold_columns(s[i]))
@@ -199,7 +218,7 @@ def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
     KEYS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Normalise a block of (negative) numerators and store those there are: :func:`.common.tile_ops.finish`."""
+    """Normalise a tile of negative numerators and store its rows below QUERIES: :func:`.common.tile_ops.finish`."""
     ROWS: gl.constexpr = numerator.shape[0]
     OL: gl.constexpr = own_rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
@@ -213,9 +232,9 @@ def _store(
             row_factor = _beside_outputs(multiply_high(inverse, factor, False), ROWS, OL)
         result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
     else:
-        # NaN in a factor a row is cheaper than a choice an element
+        # a NaN in the factor of the row costs less than a select per element
         weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
-        # the sum makes nothing times a negative weight 0, not -0
+        # the addition of 0 turns -0 (0 times a negative weight) into 0
         result = gl.fma(x.to(gl.float32), weight, 0.0) * factor
         result = result.to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
@@ -226,13 +245,13 @@ def _store(
 
 @gluon.jit
 def _beside_outputs(x, ROWS: gl.constexpr, L: gl.constexpr):
-    """Numbers of rows, one a thread, beside outputs."""
+    """Numbers of rows, one per thread, broadcast to outputs."""
     return beside_columns(both_rows(x, ROWS), 8, L)
 
 
 @gluon.jit
 def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """Stored probabilities of a tile of scores with a bias, some of which may be masked."""
+    """Stored probabilities 127 - P, int8, of a tile of scores with a bias, some of which may be masked."""
     L: gl.constexpr = z.type.layout
     word = probability_words(
         z, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "bias", False, True, 8, True,
@@ -243,7 +262,7 @@ def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
-    """(Negative) numerators and sums of stored probabilities of a row's tiles."""
+    """(negative numerators (ROWS, 32); sums of stored P (ROWS, 8), equal in all columns) over the tiles of a row."""
     p0, p1 = _probability_operand(p[0]), _probability_operand(_widen(p))
     if p0.dtype == gl.int32:
         p0, p1 = pack(p0), pack(p1)
@@ -254,7 +273,7 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
 
 @gluon.jit
 def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """Twice the probabilities of a row's tiles, rounded down."""
+    """Floors of 2 P of all tiles of a row without a bias: :func:`.gluon.ptx_ops.twice_probabilities`."""
     ROWS: gl.constexpr = s[0].shape[0]
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
@@ -266,12 +285,14 @@ def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _twice(s, slope, begin, constant):
+    """Floors of 2 P of one tile."""
     L: gl.constexpr = s.type.layout
     return twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
 
 
 @gluon.jit
 def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """:func:`_stored` of all tiles of a row."""
     p = ()
     for i in gl.static_range(len(z)):
         p = p + (_stored(z[i], row_max, multiplier, fraction_bits, OFFSET),)
@@ -280,7 +301,7 @@ def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _all_twice_16(z, row_max, OFFSET: gl.constexpr):
-    """What :func:`_all_twice` returns for scores with 16 fraction bits and nobody masked."""
+    """What :func:`_all_twice` returns, for scores with a bias: octaves with 16 fraction bits, none of them masked."""
     p = ()
     for i in gl.static_range(len(z)):
         p = p + (_twice_16(z[i], row_max, OFFSET),)
@@ -289,6 +310,7 @@ def _all_twice_16(z, row_max, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _twice_16(z, row_max, OFFSET: gl.constexpr):
+    """Floors of 2 P of one tile of scores with a bias."""
     L: gl.constexpr = z.type.layout
     return twice_probabilities_16(z, beside_rows(row_max, L), OFFSET)
 
@@ -298,7 +320,7 @@ def _load_bias(
     base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
     QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias as it is; beyond the edges the last row and key again."""
+    """A tile of the bias as stored, (ROWS, WIDTH), keys in order; beyond the edges the last row and key are repeated."""
     L: gl.constexpr = bias_layout(ROWS, WIDTH)
     row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1) * stride_m
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
@@ -315,7 +337,7 @@ def _load_bias(
 def _load_row_bias(
     base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr
 ):  # fmt: skip
-    """The bias of all keys for ROWS queries, tile by tile."""
+    """The bias of all keys for ROWS queries, one tensor per tile."""
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
     bias = ()
@@ -326,7 +348,7 @@ def _load_row_bias(
 
 @gluon.jit
 def _beside_scores(bias):
-    """A tile of the bias (float: as float32) as the scores of dealt keys lie."""
+    """A tile of the bias (floats as float32) in the layout of the scores, whose keys are in key order."""
     ROWS: gl.constexpr = bias.shape[0]
     WIDTH: gl.constexpr = bias.shape[1]
     if bias.dtype.is_floating():
@@ -338,7 +360,7 @@ def _beside_scores(bias):
 
 @gluon.jit
 def _fixed(bias):
-    """A bias without marks in fixed point: a float that :func:`_beyond` let through needs no limit and no base."""
+    """A bias without marks in 1/65536 octaves, int32; a float accepted by :func:`_beyond` needs no clamp or base."""
     if bias.dtype.is_floating():
         bias = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [bias * BIAS_UNIT], gl.int32, True, 1)
     return bias
@@ -346,7 +368,7 @@ def _fixed(bias):
 
 @gluon.jit
 def _all_fixed(bias):
-    """:func:`qflash.quantize_bias` of all tiles of rows."""
+    """:func:`qflash.quantize_bias` of all tiles of rows, with marks."""
     if bias[0].dtype.is_floating():
         high = _highest(bias[0])
         for i in gl.static_range(1, len(bias)):
@@ -368,6 +390,7 @@ def _highest(bias):
 
 @gluon.jit
 def _fixed_with_marks(bias, row_max):
+    """A tile of a float bias in 1/65536 octaves, with marks; ``row_max`` is the largest bias of each row."""
     L: gl.constexpr = bias.type.layout
     row_max = beside_rows(row_max, L)
     base, even = bias_base(row_max)
@@ -379,7 +402,7 @@ def _fixed_with_marks(bias, row_max):
 
 @gluon.jit
 def _beyond(bias):
-    """1 where the tiles of a float bias hold what :func:`_fixed` does not do, of eight columns, else 0."""
+    """(rows, 8): 1 where a tile's float bias is outside what :func:`_fixed` converts (1024 nats, or NaN), else 0."""
     high = _largest(bias[0])
     for i in gl.static_range(1, len(bias)):
         high = nan_max(high, _largest(bias[i]))
@@ -388,28 +411,28 @@ def _beyond(bias):
 
 @gluon.jit
 def _largest(bias):
-    """Largest magnitude of columns eight apart, or NaN."""
+    """Largest magnitude of columns eight apart, or NaN: (rows, 8)."""
     x = gl.reduce(gl.reshape(gl.abs(bias), (bias.shape[0], bias.shape[1] // 8, 8)), 1, nan_max)
     return gl.convert_layout(x, score_layout(bias.shape[0], 8), assert_trivial=True)
 
 
 @gluon.jit
 def _any(flags, smem):
-    """Whether one of the flags of a program is set; several warps pass theirs through ``smem``."""
+    """Whether a flag of any lane of the program is set; several warps exchange theirs through ``smem``."""
     if gl.num_warps() > 1:
-        # a flag a lane, those of all warps in every warp: Triton's reduction over warps waits twice
+        # one flag per lane, and every warp reads those of all: Triton's reduction over warps has two barriers
         a, b = gl.split(gl.permute(gl.reshape(flags, (4, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))
         a, b = gl.split(a | b)
         smem.store(gl.reshape(a | b, (32, 4)))
         flags = smem.load(all_flags_layout())
-    # in one piece: a reduction over all lanes is one instruction
+    # as one vector: a reduction over all lanes of a warp is one instruction (redux)
     flags = gl.reshape((flags != 0).to(gl.int32), (flags.shape[0] * flags.shape[1],))
     return gl.max(flags, 0) > 0
 
 
 @gluon.jit
 def _stage(bias):
-    """A tile of the bias as a thread reads it, sixteen bytes at a time: (tiles of eight columns, four a thread)."""
+    """A tile of the bias permuted for :func:`_staged`: (tiles of eight columns, 128), four numbers per lane."""
     EIGHTS: gl.constexpr = bias.shape[1] // 8
     x = gl.permute(gl.reshape(bias, (2, 8, EIGHTS, 4, 2)), (2, 1, 3, 0, 4))
     return gl.convert_layout(gl.reshape(x, (EIGHTS, 128)), stage_layout(EIGHTS), assert_trivial=True)
@@ -417,7 +440,7 @@ def _stage(bias):
 
 @gluon.jit
 def _staged(smem, ROWS: gl.constexpr):
-    """What :func:`_stage` stored, the first ROWS rows of it."""
+    """The first ROWS rows of a tile of the bias that :func:`_stage` permuted, from shared memory by 16-byte loads."""
     EIGHTS: gl.constexpr = smem.shape[0]
     x = gl.reshape(smem.load(stage_layout(EIGHTS)), (EIGHTS, 8, 4, 2, 2))
     return _upper(gl.reshape(gl.permute(x, (3, 1, 0, 2, 4)), (16, 8 * EIGHTS)), ROWS)
@@ -425,25 +448,25 @@ def _staged(smem, ROWS: gl.constexpr):
 
 @gluon.jit
 def _flags(bias, row_max, drop, ROWS: gl.constexpr, STAGED: gl.constexpr):
-    """Not 0 where a tile of queries has to be done with care.
+    """(rows or 8, 8) int32: not 0 where a tile of queries has to be computed again with selects.
 
-    That is where scores are so large that their sum with a mark could be taken for an honest one; else where the maximum of a
-    row says that no key of it takes part, or that there is a NaN, or where a float's range says that it needs limits or is
-    none. What is STAGED was looked at then.
+    That is where scores are so large that their sum with a mark could look like an unmarked one (``drop`` is 0). For a
+    fixed-point bias also where a row's maximum says that no key takes part or that there is a NaN; for a float bias
+    where its range is too large or has a NaN (of a STAGED one that was tested when it was staged).
     """
     L: gl.constexpr = score_layout(ROWS, 8)
     flags = beside_rows(own_twice(gl.where(drop < 1, 1, 0), ROWS), L) + gl.zeros((ROWS, 8), gl.int32, L)
     if bias[0].dtype.is_floating():
         flags |= _beyond(bias)
     elif not STAGED:
-        # 0 from half of one mark up to half of the other
+        # 0 for maxima between half of the mask's mark and half of the NaN's, -2**29 and 2**29
         flags |= beside_rows(own_twice((row_max + BIAS_POISON // 2) & BIAS_MASKED, ROWS), L)
     return _eight_rows(flags)
 
 
 @gluon.jit
 def _eight_rows(flags):
-    """Flags of a warp's sixteen rows, or eight, as those of eight; where there are several warps, as they are."""
+    """Flags of sixteen rows combined to eight; those of several warps as they are."""
     if flags.shape[0] == 16:
         a, b = halves(flags)
         flags = a | b
@@ -452,13 +475,14 @@ def _eight_rows(flags):
 
 @gluon.jit
 def _no_flags():
+    """Zeros in the form of :func:`_eight_rows`."""
     ROWS: gl.constexpr = 8 if gl.num_warps() == 1 else 16 * gl.num_warps()
     return gl.zeros((ROWS, 8), gl.int32, score_layout(ROWS, 8))
 
 
 @gluon.jit
 def _scaled(s, scale):
-    """Scores in the unit in which a bias is added, with 16 fraction bits unless their scale is too large for that."""
+    """Scores in octaves, the unit of the bias, with 16 fraction bits unless a score unit is too large for that."""
     L: gl.constexpr = s.type.layout
     multiplier, drop = scale
     return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
@@ -466,7 +490,7 @@ def _scaled(s, scale):
 
 @gluon.jit
 def _add_any_bias(s, bias, fraction_bits):
-    """What :func:`_scaled` returned with a bias: :func:`.common.tile_ops.scores`."""
+    """Scores of :func:`_scaled` plus a bias with marks, as in :func:`.common.tile_ops.scores`."""
     L: gl.constexpr = s.type.layout
     z = s + (bias >> (16 - beside_rows(fraction_bits, L)))
     z = gl.where(bias > BIAS_LIMIT, bias, z)
@@ -478,7 +502,7 @@ def _queries(
     q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
     ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries as int8, and the bits of the scale, or of the scales of ROWS of them, one row a thread."""
+    """(a tile of queries as int8 (ROWS, 32), float32 bits of the scale, or of its rows' scales, one row per thread)."""
     if QUANTIZE and ROWS == 8:
         q = _first_eight(q)
     q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
@@ -508,17 +532,19 @@ def _attend(
     QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries, ROWS of them.
+    """Attention of a tile of ROWS queries, from scores to stored outputs.
 
     Args:
-        row: what :func:`.gluon.ptx_ops.row_factors` returns, if queries have one scale; else it is formed here from ``units``.
-        operands: keys and values, what the product with V starts from, the weights of row sums in the first columns and behind.
-        output: what outputs are multiplied with and shifted by, where they go.
-        bias: where it lies in memory, what of it lies in shared memory.
-        loaded: the tile's bias, if it was sent for ahead.
+        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
+            ``units``.
+        operands: keys per tile, values, the accumulator at which products with V begin, and the weights of row sums for
+            the first 32 columns and for the others.
+        output: output factors and the pointer to the outputs.
+        bias: the pointer to the bias, and its staged tiles in shared memory.
+        loaded: the tile's bias, if it was prefetched.
 
     Returns:
-        with a bias, unless it was done with care (CAREFUL), flags that tell whether it has to be: :func:`_flags`.
+        with a bias :func:`_flags`, which say whether the window has to be computed again; zeros with CAREFUL.
     """
     k, v, begin, ones, weight = operands
     factor, shift, half, o_base = output
@@ -528,7 +554,7 @@ def _attend(
         row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
     multiplier, fraction_bits, drop = row
     AHEAD: gl.constexpr = len(loaded) > 0
-    # measured: of int8, so that values are not sent for when scores are done; from floats they are here by now
+    # measured: on int8 this keeps ptxas from issuing the loads of the values after the scores; floats have arrived by now
     APART: gl.constexpr = AHEAD and not loaded[0].dtype.is_floating()
     if APART:
         keep_apart(units[2], 1)
@@ -538,7 +564,7 @@ def _attend(
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
     flags = 0
-    # measured: with one scale for all queries, and so little to work out for a row, 1 to 2 % slower
+    # measured: with one scale for all queries little is computed per row, and one row per thread is 1 to 2 % slower
     ONE: gl.constexpr = query_bits.type.is_block() or MASK == "bias"
     if MASK == "bias":
         scale = both_rows(multiplier, ROWS), both_rows(drop, ROWS)
@@ -585,7 +611,7 @@ def _given_scales(
     MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr,
     OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """(query bits, key bits, what a row's scores are multiplied with, output factors) of int8 tensors."""
+    """(query bits, key bits, row factors, output multiplier, shift and rounding) of int8 tensors."""
     WARPS: gl.constexpr = gl.num_warps()
     CHANNEL: gl.constexpr = gl.SliceLayout(0, own_rows_layout(16 * WARPS))
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
@@ -602,14 +628,14 @@ def _given_scales(
         o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
     )
     if o_ptr.dtype.element_ty != gl.int8:
-        # as quantisation leaves a scale that is none
+        # NaN for an unusable scale, as quantisation sets it
         factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
     return query_bits, key_bits, row, factor, shift, half
 
 
 @gluon.jit
 def _query_scale(q_base, q_stride_n: gl.constexpr, QUERIES: gl.constexpr):
-    """One scale for all queries of a window."""
+    """One scale for all queries of a window, float32."""
     largest = gl.abs(load_rows(q_base, q_stride_n, 0, QUERIES, 16))
     for start in gl.static_range(16, QUERIES, 16):
         largest = higher(largest, gl.abs(load_rows(q_base, q_stride_n, start, QUERIES, 16)), False)
@@ -618,11 +644,11 @@ def _query_scale(q_base, q_stride_n: gl.constexpr, QUERIES: gl.constexpr):
 
 @gluon.jit
 def _quotient(n, inverse):
-    """n divided by what ``inverse`` was rounded up from, in units of 2**-30."""
+    """``n`` divided by a launch constant whose inverse, in units of 2**-30 and rounded up, is ``inverse``."""
     return ((n.to(gl.int64) * inverse) >> 30).to(gl.int32)
 
 
-# Arguments are fetched 64 bytes at a time, when they are first read: what loads need comes first.
+# An SM fetches arguments 64 bytes at a time when they are first read: those that loads need come first.
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
     k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
@@ -639,17 +665,22 @@ def windows_kernel(
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
     mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
 ):  # fmt: skip
-    """Attention of windows; see :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
+    """Attention of windows; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
-    A program takes windows of one head, all with the same bias, which repeats every ``periods`` windows: a place among these
-    and those behind it by a multiple, shared out over ``groups``. Programs that take SEVERAL windows may bring their bias to
-    shared memory once (STAGED). Program (x, h, z) has head h, place z and its group and part of a window by x; or else
-    (TOGETHER) column x of the grid has the next ``share`` of them, of the first ``longer`` one more, in such an order that
-    those with the same bias are neighbours: the programs of a column mostly run on one processor, whose cache then has
-    the bias for all of them. SPLITS programs share a window's queries. A program is one warp, or with one window perhaps four;
-    without a bias, whose marks all of a program look out for, perhaps two. DIVIDED each of four loads a quarter of the values,
-    or from floats of keys and values, which it quantises, and passes it on. With ONE_SCALE (int8) query, key, value and output
-    have one scale each. POLICY is how the L2 is to treat these, but for what is DIVIDED.
+    A bias repeats every ``periods`` windows. Windows with the same bias (z, z + periods, ...) are divided among
+    ``groups`` of programs. Which work a program has: without TOGETHER, program (x, h, z) has head h, place z of the
+    period and a group and part of the queries by x. With TOGETHER, column x of the grid has the next ``share`` pieces
+    of work, the first ``longer`` columns one more, ordered so that those with the same bias are neighbours: programs of
+    a column mostly run on one SM, whose L1 then has the bias for all of them.
+
+    Constants of the kernel:
+
+    * SPLITS: programs that share a window's queries.
+    * SEVERAL: a program has several windows; STAGED: it brings their bias to shared memory once.
+    * DIVIDED: each of four warps loads a quarter of the values, or from floats of keys and values, and they exchange them.
+    * ONE_SCALE: (int8) query, key, value and output have one scale each for the whole tensor.
+    * ALIGNED: rows of the bias begin at multiples of four elements.
+    * POLICY: the L2 eviction policy of query, key, value and output, unless they are DIVIDED.
     """
     if TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
@@ -664,33 +695,33 @@ def windows_kernel(
     else:
         first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
         h, place = gl.program_id(1), gl.program_id(2)
-        # what the launch has told already is sooner read than an argument
+        # the grid's size is read faster than an argument
         periods = gl.num_programs(2)
     kv_head = h // GROUP
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK: gl.constexpr = 16 * WARPS
-    # What is left of the queries behind whole tiles, if at most eight, is done by one warp as half a tile; where every
-    # program has one tile nobody would be sooner done, and the half would be more code to fetch.
+    # Up to eight queries past whole tiles are half a tile. Not where every program has one tile: no program would finish
+    # earlier, and there would be more code to fetch.
     ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
     HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    # measured: of floats, where windows are many
+    # measured: pays for floats where windows are many
     FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
-    # with the keys dealt a thread takes four neighbours of the bias in one load
+    # with keys in key order a lane loads the bias of four neighbouring keys at once
     DEAL: gl.constexpr = MASK == "bias"
 
     scales = 0, 0, (0, 0, 0), 0, 0, 0
     if ONE_SCALE:
-        # where the first one lies
+        # the first scale of each tensor is the only one
         scales = _given_scales(
             0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
             vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
             MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
         )  # fmt: skip
-    # the weights of the row sums: 1 for every key there is
+    # the weights of the row sums: 1 for every key, 0 past the last
     ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
     at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
@@ -706,7 +737,7 @@ def windows_kernel(
     if MASK == "bias":
         staged_flags = _no_flags()
         if WARPS > 1:
-            # from here on, so that nothing else has been in its place
+            # allocated here, so that no other buffer shares the memory
             flags_smem = gl.allocate_shared_memory(gl.int32, [32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     if STAGED:
         gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
@@ -727,7 +758,7 @@ def windows_kernel(
         barrier()
 
     first, step = place + group * periods, groups * periods
-    # a loop that is known to run once is not compiled as two
+    # constant bounds where the loop runs once, so that it is not compiled twice
     for turn in range(first if SEVERAL else 0, windows if SEVERAL else 1, step if SEVERAL else 1):
         z = (turn if SEVERAL else first).to(gl.int64)
         q_base = q_ptr + z * q_stride_z + h * q_stride_h
@@ -779,7 +810,7 @@ def windows_kernel(
         if QUANTIZE and not QUERY_TOKEN:
             row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
         right, values = sides
-        # stored probabilities are 127 - P; the tensor core takes 127 V off again, which makes the numerator's negative
+        # probabilities are stored as 127 - P: products begin at -127 times V's sums, and the result is the negative of P V
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
         begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
         begin = mma_v2(offsets, values[1], mma_v2(offsets, values[0], begin))
@@ -812,7 +843,7 @@ def windows_kernel(
                 )  # fmt: skip
         if MASK == "bias":
             if _any(flags, flags_smem):
-                # what was stored is stored again, of the bias as it lies in memory
+                # compute the window again with all selects, from the bias in global memory, and overwrite the outputs
                 for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
                     words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
                     q, query_bits = _queries(

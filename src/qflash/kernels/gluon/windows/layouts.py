@@ -1,4 +1,19 @@
-"""Layouts of :mod:`.windows.attention`, and how a row of scores is divided (Gluon)."""
+"""Layouts of :mod:`.windows.attention`, and how a row of scores is divided into tiles (Gluon).
+
+Nothing is computed here: these are compile-time functions that return layouts, widths and offsets. Products are
+mma.sync of m16n8k32 on int8, with all operands in registers. With t = lane % 4 and g = lane // 4 (a quad of lanes
+shares rows g and g + 8):
+
+    operand                         what a lane has                                      loaded as
+    left, queries (16, 32)          rows g, g + 8; bytes 4t .. 4t + 3 of both halves     query_layout
+    right, keys (32, 8)             column g; bytes 4t .. 4t + 3 of both halves          rows_layout
+    right, values (32, 8)           the same                                             value_layout
+    accumulator (16, 8)             rows g, g + 8; columns 2t, 2t + 1                    score_layout
+
+"Halves" are channels 0 to 15 and 16 to 31 of a product, or keys. Channels are assigned to the places of a product such
+that a lane's eight are neighbours in memory, 8t to 8t + 7 (:mod:`.windows.attention`), which is one wide load. The
+layouts are linear, so that conversions which move no data are checked to be trivial when the kernel is compiled.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +28,37 @@ has_half = gluon.constexpr_function(has_half_block)
 
 @gluon.constexpr_function
 def product_layout(warps):
-    """Sixteen queries a warp."""
+    """Return the accumulator layout of mma.sync: sixteen queries per warp."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def operand_layout(index, warps):
-    """What an operand of a product looks like."""
+    """Return the layout of the left (0) or right (1) operand of a product."""
     return gl.DotOperandLayout(index, product_layout(warps), 4)
 
 
 @gluon.constexpr_function
 def _own_rows(rows):
-    """Bases of warps that have sixteen rows each."""
+    """Return the bases of warps that have sixteen rows each."""
     return [[bit, 0] for bit in (16, 32) if bit < rows]
 
 
 @gluon.constexpr_function
 def _same_rows(warps):
-    """Bases of warps that all have the same."""
+    """Return the bases of warps that all have the same rows."""
     return [[0, 0] for bit in (1, 2) if bit < warps]
 
 
 @gluon.constexpr_function
 def starts(keys):
-    """Where the tiles of a row begin."""
+    """Return the first column of each tile of a row."""
     return (0, 32, 48)[: len(widths(keys))]
 
 
 @gluon.constexpr_function
 def own_rows_layout(rows):
-    """Eight of a row's 32 channels a thread, each warp with rows of its own: outputs, and keys that warps share out."""
+    """Return a layout of (rows, 32): eight neighbouring channels per thread, sixteen rows per warp."""
     high = [[8, 0]] if rows > 8 else []
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _own_rows(rows), [], [rows, 32])
@@ -51,7 +66,7 @@ def own_rows_layout(rows):
 
 @gluon.constexpr_function
 def rows_layout(rows, warps):
-    """The same of rows that every warp has, keys above all."""
+    """Return :func:`own_rows_layout` of rows that every warp has, above all keys."""
     high = [[bit, 0] for bit in (8, 16, 32) if bit < rows]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *high], lanes, _same_rows(warps), [], [rows, 32])
@@ -59,7 +74,7 @@ def rows_layout(rows, warps):
 
 @gluon.constexpr_function
 def value_layout(warps):
-    """32 keys of 32 channels, four channels a thread: two neighbouring keys of each of four tiles of eight."""
+    """Return a layout of 32 keys by 32 channels: a lane has channels 4g to 4g + 3 of keys 2t and 2t + 1 of every eight."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], _same_rows(warps), [], [32, 32]
     )
@@ -67,14 +82,18 @@ def value_layout(warps):
 
 @gluon.constexpr_function
 def part_value_layout():
-    """:func:`value_layout` of 64 keys, sixteen a warp."""
+    """Return :func:`value_layout` of 64 keys, sixteen per warp."""
     own, lanes = [[0, 1], [0, 2], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
     return gl.DistributedLinearLayout(own, lanes, _own_rows(64), [], [64, 32])
 
 
 @gluon.constexpr_function
 def all_values_layout():
-    """What lanes have of 32 keys' values in each of four columns, for both halves of the keys; every warp has it."""
+    """Return a layout of the values that lanes left in shared memory, (256, 8), of which every warp has all 64 keys.
+
+    A row is a lane of a half of the keys and one of four columns; its eight numbers are the two registers of a right
+    operand.
+    """
     own = [[0, 1], [0, 2], [0, 4], [32, 0], [64, 0], [128, 0]]
     lanes = [[bit, 0] for bit in (1, 2, 4, 8, 16)]
     return gl.DistributedLinearLayout(own, lanes, _same_rows(4), [], [256, 8])
@@ -82,14 +101,14 @@ def all_values_layout():
 
 @gluon.constexpr_function
 def all_flags_layout():
-    """A number of each lane of four warps, which every warp has."""
+    """Return a layout of one number per lane of four warps, (32, 4), of which every warp has all."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0], [16, 0]], lanes, _same_rows(4), [], [32, 4])
 
 
 @gluon.constexpr_function
 def query_layout(rows, each):
-    """Rows of 32 / ``each`` words, each of so many numbers, in the order of an operand's registers."""
+    """Return a layout of rows of ``32 / each`` words of ``each`` numbers, in the register order of a left operand."""
     return gl.DistributedLinearLayout(
         [*([0, bit] for bit in (1, 2, 4) if bit * each < 4), *([[8, 0]] if rows > 8 else []), [0, 4 // each]],
         [[0, 8 // each], [0, 16 // each], [1, 0], [2, 0], [4, 0]],
@@ -101,7 +120,7 @@ def query_layout(rows, each):
 
 @gluon.constexpr_function
 def score_layout(rows, columns):
-    """A product, or its upper half of eight rows."""
+    """Return the layout of an accumulator, or of its rows g alone (eight rows), as a linear layout."""
     wide = [[0, bit] for bit in (8, 16) if bit < columns]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
@@ -111,7 +130,7 @@ def score_layout(rows, columns):
 
 @gluon.constexpr_function
 def stage_layout(eights):
-    """A staged tile of the bias: four numbers a thread for every eight columns."""
+    """Return a layout of a bias in shared memory, (tiles of eight columns, 128): four numbers per lane and tile."""
     high = [[bit, 0] for bit in (1, 2) if bit < eights]
     lanes = [[0, bit] for bit in (4, 8, 16, 32, 64)]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], *high], lanes, [], [], [eights, 128])
@@ -119,7 +138,7 @@ def stage_layout(eights):
 
 @gluon.constexpr_function
 def bias_layout(rows, columns):
-    """A tile of the bias as it lies in memory: of sixteen keys a thread has four neighbours, of eight two."""
+    """Return a layout of a tile of the bias as in memory: a lane has four neighbouring keys of sixteen, or two of eight."""
     near = (1, 2) if columns >= 16 else (1,)
     own = [*([0, bit] for bit in near), *([[8, 0]] if rows > 8 else []), *([0, bit] for bit in (16,) if bit < columns)]
     lanes = [[0, bit << len(near)] for bit in (1, 2)]

@@ -1,4 +1,19 @@
-"""A window's keys and values on their way to the products of :mod:`.windows.attention`: loads, quantisation, operands."""
+"""A window's keys and values for :mod:`.windows.attention`: loads, quantisation, and the right operands of its products.
+
+Equations 1 and 2 (step 1 of ``docs/algorithm.md``) for K and V of one window of 33 to 64 keys and 32 channels, in
+registers. With t = lane % 4 and g = lane // 4, a lane loads for each eight keys
+
+    K   key g, channels 8t .. 8t + 7                  eight neighbouring channels of one key
+    V   keys 2t and 2t + 1, channels 4g .. 4g + 3     four neighbouring channels of two keys
+
+which are, permuted within the lane, its registers of the right operands (:func:`_key_operand`, :func:`_value_operand`).
+Loads need no shared memory. Either every warp of a program loads all of K and V, or each of four warps loads sixteen
+keys' worth and they exchange through shared memory (the functions with "parts").
+
+In order: load; from floats ranges of channels within each lane, within the warp (:mod:`.windows.lane_ops`), and with parts
+between warps through shared memory; scales; int8; operands. Four warps with parts quantise each number once instead of four
+times, measured up to 11 % faster where windows are few.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +50,11 @@ from .layouts import (
 
 @gluon.jit
 def key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """Which key, and which value, column ``n`` of scores is for: with DEAL :func:`.tile_ops.key_order`, in tiles of eight."""
+    """The key, and the value, that belongs to column ``n`` of the scores; ``n`` itself, or with DEAL key order.
+
+    With DEAL, :func:`.common.tile_ops.key_order` in groups of sixteen columns; a last tile of eight keeps its order. A
+    lane's columns then are four neighbouring keys, whose bias it loads at once.
+    """
     if DEAL:
         if KEYS % 16 > 0 and KEYS % 16 <= 8:
             n = gl.where(n < KEYS - KEYS % 16, key_order(n), n)
@@ -46,7 +65,7 @@ def key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
 
 @gluon.jit
 def load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.constexpr):
-    """Rows from ``first`` on; past the END the last again."""
+    """Rows from ``first`` on, (ROWS, 32) as stored; past the END the last row is repeated. Every warp has all of them."""
     L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -58,7 +77,7 @@ def _load_key(
     base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile of scores; past the last the last again."""
+    """The keys of one tile of scores, (ROWS, 32) as stored; past the last key it is repeated."""
     L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -73,7 +92,7 @@ def _load_key(
 def _load_value(
     base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr
 ):  # fmt: skip
-    """The values of 32 columns of scores from START on, zero past the last key."""
+    """The values of 32 columns of scores from START on, (32, 32) as stored, zero past the last key."""
     L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -88,7 +107,7 @@ def _load_value(
 
 @gluon.jit
 def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
-    """Keys, tile by tile."""
+    """All keys of a window, one tensor per tile."""
     STARTS: gl.constexpr = starts(KEYS)
     WIDTHS: gl.constexpr = widths(KEYS)
     k = ()
@@ -99,13 +118,13 @@ def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constex
 
 @gluon.jit
 def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
-    """Values, 32 and 32."""
+    """All values of a window, two tensors of 32 keys."""
     return _load_value(base, stride_n, 0, KEYS, DEAL, POLICY), _load_value(base, stride_n, 32, KEYS, DEAL, POLICY)
 
 
 @gluon.jit
 def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The keys of all tiles, sixteen a warp; past the last the last again."""
+    """The keys of all tiles, (64, 32) as stored, sixteen per warp; past the last key it is repeated."""
     L: gl.constexpr = own_rows_layout(64)
     n = gl.minimum(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL), KEYS - 1)
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -114,7 +133,7 @@ def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.co
 
 @gluon.jit
 def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The values of 64 columns of scores, sixteen a warp, zero past the last key."""
+    """The values of 64 columns of scores, (64, 32) as stored, sixteen per warp, zero past the last key."""
     L: gl.constexpr = part_value_layout()
     n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL)[:, None]
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -123,7 +142,7 @@ def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.
 
 @gluon.jit
 def _key_operand(x):
-    """Keys as the right operand, four neighbouring channels of every eight in each half of a product."""
+    """Keys as the right operand (32, keys): of each lane's eight channels, four go to each half of the product."""
     N: gl.constexpr = x.shape[0]
     x = gl.reshape(gl.permute(gl.reshape(x, (N, 4, 2, 4)), (0, 2, 1, 3)), (N, 32))
     return gl.convert_layout(gl.permute(x, (1, 0)), operand_layout(1, gl.num_warps()), assert_trivial=True)
@@ -131,13 +150,17 @@ def _key_operand(x):
 
 @gluon.jit
 def _value_operand(x):
-    """Values as the right operand: keys as threads hold the scores, channel 4 i + j in column 8 j + i."""
+    """Values as the right operand (32, 32): keys in the lanes' order of scores, channel 4i + j in column 8j + i.
+
+    That order of channels ("dealt") gives a lane of the product eight neighbouring output channels.
+    """
     x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
     return gl.convert_layout(gl.reshape(x, (32, 32)), operand_layout(1, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def _key_operands(k):
+    """The right operands of all tiles of int8 keys."""
     keys = ()
     for i in gl.static_range(len(k)):
         keys = keys + (_key_operand(k[i]),)
@@ -146,13 +169,13 @@ def _key_operands(k):
 
 @gluon.jit
 def right_operands(k, v):
-    """Right operands of int8 keys, tile by tile, and of values."""
+    """(operands of int8 keys, one per tile; two operands of values)."""
     return _key_operands(k), (_value_operand(v[0]), _value_operand(v[1]))
 
 
 @gluon.jit
 def _first_rows(x, ROWS: gl.constexpr):
-    """The first ROWS rows, and those behind the first half."""
+    """(the first ROWS rows, the second half of the rows) of keys that four warps have."""
     a, b = x, x
     if x.shape[0] > ROWS:
         a, b = halves(x)
@@ -164,7 +187,7 @@ def _first_rows(x, ROWS: gl.constexpr):
 
 @gluon.jit
 def _key_lanes(x, PARTS: gl.constexpr):
-    """What lanes have of keys that every warp has, or of which each of PARTS warps has its own: eight channels of each."""
+    """(lanes, numbers) of keys, eight channels of every eighth; all warps have them, or each of PARTS its own."""
     EIGHTS: gl.constexpr = x.shape[0] // (8 * PARTS)
     x = gl.permute(gl.reshape(x, (PARTS, EIGHTS, 8, 4, 8)), (0, 2, 3, 1, 4))
     return in_lanes(gl.reshape(x, (32 * PARTS, 8 * EIGHTS)))
@@ -172,7 +195,7 @@ def _key_lanes(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def _key_rows(x, PARTS: gl.constexpr):
-    """Undoes :func:`_key_lanes`."""
+    """The inverse of :func:`_key_lanes`: (keys, 32)."""
     EIGHTS: gl.constexpr = x.shape[1] // 8
     x = gl.permute(gl.reshape(x, (PARTS, 8, 4, EIGHTS, 8)), (0, 3, 1, 2, 4))
     return gl.reshape(x, (8 * EIGHTS * PARTS, 32))
@@ -180,7 +203,7 @@ def _key_rows(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def _value_lanes(x, PARTS: gl.constexpr):
-    """The same of values: two neighbours of every eight, and four channels of each."""
+    """(lanes, numbers) of values: four channels of two neighbouring keys of every eight; PARTS as in :func:`_key_lanes`."""
     EIGHTS: gl.constexpr = x.shape[0] // (8 * PARTS)
     x = gl.permute(gl.reshape(x, (PARTS, EIGHTS, 4, 2, 8, 4)), (0, 4, 2, 1, 3, 5))
     return in_lanes(gl.reshape(x, (32 * PARTS, 8 * EIGHTS)))
@@ -188,7 +211,7 @@ def _value_lanes(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def _value_rows(x):
-    """Undoes it for values that every warp has."""
+    """The inverse of :func:`_value_lanes`, for values that every warp has: (keys, 32)."""
     EIGHTS: gl.constexpr = x.shape[1] // 8
     x = gl.permute(gl.reshape(x, (8, 4, EIGHTS, 2, 4)), (2, 1, 3, 0, 4))
     return gl.convert_layout(gl.reshape(x, (8 * EIGHTS, 32)), value_layout(gl.num_warps()), assert_trivial=True)
@@ -196,14 +219,14 @@ def _value_rows(x):
 
 @gluon.jit
 def _values_aside(v):
-    """Left in shared memory for :func:`_aside_operands`: the two registers of a product side by side."""
+    """Values (lanes, numbers) of four warps in shared memory, (256, 8): the two registers of an operand next to each other."""
     v = gl.permute(gl.reshape(v, (2, 2, 32, 4, 4)), (0, 4, 2, 1, 3))
     return aside(gl.reshape(v, (256, 8)))
 
 
 @gluon.jit
 def _aside_operands(smem):
-    """Right operands of values that four warps left there."""
+    """The two right operands of values that four warps stored with :func:`_values_aside`."""
     v = gl.permute(gl.reshape(smem.load(all_values_layout()), (2, 4, 8, 4, 2, 4)), (0, 4, 3, 5, 1, 2))
     a, b = halves(gl.reshape(v, (64, 32)))
     L: gl.constexpr = operand_layout(1, 4)
@@ -212,7 +235,7 @@ def _aside_operands(smem):
 
 @gluon.jit
 def shared_operands(k, v):
-    """:func:`right_operands` of keys that all of four warps have and values of which each has a part."""
+    """:func:`right_operands` of keys that each of four warps has all of, and values of which each has a part."""
     smem = _values_aside(_value_lanes(v, 4))
     barrier()
     return _key_operands(k), _aside_operands(smem)
@@ -220,9 +243,9 @@ def shared_operands(k, v):
 
 @gluon.jit
 def _exchanged(k, v, scale, KEYS: gl.constexpr):
-    """Parts of keys and values -> all of them, as right operands of every warp; and a scale of values, beside outputs.
+    """Parts of int8 keys and values -> (right operands of all of them in every warp; value scales as for outputs).
 
-    That is one number, or one for each channel.
+    The scale is one number, or one per channel.
     """
     WIDTHS: gl.constexpr = widths(KEYS)
     k_smem, v_smem = aside(k), _values_aside(v)
@@ -241,7 +264,7 @@ def _exchanged(k, v, scale, KEYS: gl.constexpr):
 
 @gluon.jit
 def _extremes(x, EXTREME: gl.constexpr):
-    """Minima (EXTREME is :func:`lower`) or maxima of keys eight apart, two numbers an instruction."""
+    """Minima (EXTREME is :func:`lower`) or maxima of keys eight apart, (8, 32); 16-bit floats by twos."""
     if x.shape[0] > 8:
         a, b = halves(x)
         x = _extremes(EXTREME(a, b, False), EXTREME)
@@ -250,7 +273,7 @@ def _extremes(x, EXTREME: gl.constexpr):
 
 @gluon.jit
 def _key_words(low, high, DTYPE: gl.constexpr):
-    """A lane's minima and maxima of its eight channels -> of all lanes, and of one word of channels a lane."""
+    """Ranges of a lane's eight channels -> ranges over all lanes of the warp, one word of channels per lane: (low, high)."""
     low, high = lane_words(low), lane_words(high)
     for bit in gl.static_range(4, 1, -1):
         low, high = with_partner(low, bit, lower_words, DTYPE), with_partner(high, bit, higher_words, DTYPE)
@@ -259,17 +282,18 @@ def _key_words(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _value_words(most, DTYPE: gl.constexpr):
-    """The same for largest magnitudes of its four channels."""
+    """Largest magnitudes of a lane's four channels -> over all lanes of the warp, one word of channels per lane."""
     return with_partner(with_partner(lane_words(most), 1, higher_words, DTYPE), 0, higher_words, DTYPE)
 
 
 @gluon.jit
 def _scales(low, high, most, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr):
-    """Ranges of keys and largest magnitudes of values, a word of channels a lane, to what both are quantised by.
+    """Scales from the ranges of keys and the largest magnitudes of values, one word of channels per lane.
 
     Returns:
-        the middles of a lane's eight channels of keys and the keys' scale; 1 / the values' scales for its four channels, and
-        all channels' scales, or one of each.
+        (midranges of a lane's eight key channels, the keys' scale, 1 / scale of its four value channels, the scales of
+            all value
+        channels); without a scale per channel one number for each of the last two.
     """
     low, high = lane_numbers(low, DTYPE), lane_numbers(high, DTYPE)
     middle = 0.0
@@ -281,7 +305,7 @@ def _scales(low, high, most, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CH
     most = lane_numbers(most, DTYPE)
     if VALUE_CHANNEL:
         if most.shape[1] > 1:
-            # a channel a lane
+            # of the two channels in a word each of two lanes computes one
             a, b = first_and_second(most)
             most = gl.where(lane_bit(a, 0), b, a)
         value_scale = amplitude_to_scale(most)
@@ -295,9 +319,9 @@ def _scales(low, high, most, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CH
 
 @gluon.jit
 def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
-    """Keys and values as int8, as operands; the keys' scale; the values' scale.
+    """Quantise K and V that every warp has all of: (right operands, the keys' scale, the values' scale or scales).
 
-    ``mantissa`` is for :func:`.gluon.ptx_ops.keep_apart`.
+    ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = k[0].dtype
@@ -306,7 +330,7 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
         low, high = lower(low, _extremes(k[i], lower), False), higher(high, _extremes(k[i], higher), False)
     low, high = _key_words(_key_lanes(low, 1), _key_lanes(high, 1), DTYPE)
     if not STAGED:
-        # measured: with a bias in shared memory 1 to 3 % slower
+        # measured: where the bias is staged in shared memory this would be 1 to 3 % slower
         keep_apart(mantissa, 0)
     first, second = _value_lanes(v[0], 1), _value_lanes(v[1], 1)
     most = higher(gl.abs(first), gl.abs(second), False)
@@ -334,15 +358,15 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
 
 @gluon.jit
 def _of_all_warps(x):
-    """A word of each lane of four warps, lane by lane, in shared memory."""
+    """One word per lane of four warps in shared memory, (32, 4)."""
     return aside(gl.permute(gl.reshape(x, (4, 32)), (1, 0)))
 
 
 @gluon.jit
 def quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr):
-    """:func:`quantize_window` of keys and values of which each of four warps has a part: it quantises that alone.
+    """:func:`quantize_window` of K and V of which each of four warps has a part, which it quantises.
 
-    Warps pass on ranges through shared memory, then what they quantised.
+    Two exchanges through shared memory: ranges, then int8 values (:func:`_exchanged`).
     """
     DTYPE: gl.constexpr = k.dtype
     k, v = _key_lanes(k, 4), _value_lanes(v, 4)
@@ -365,7 +389,7 @@ def quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.const
     if VALUE_CHANNEL:
         inverse = in_all_warps(repeated(inverse, 16))
     sides, value_scale = _exchanged(k, round_to_int8(v.to(gl.float32), inverse), value_scale, KEYS)
-    # places that are taken again would be waited for
+    # keeps the allocator from reusing this memory, which would add a barrier
     lows._keep_alive()
     highs._keep_alive()
     mosts._keep_alive()

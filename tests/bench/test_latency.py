@@ -285,7 +285,7 @@ def test_a_method_that_fails_later_keeps_its_row() -> None:
 
         return call
 
-    methods = [bench_methods.Method("late", "end-to-end", prepare), *bench_methods.make_methods(CPU, only=("sdpa",))]
+    methods = [bench_methods.OperatorMethod("late", "end-to-end", prepare), *bench_methods.make_methods(CPU, only=("sdpa",))]
     rows = latency.measure(SMALL, methods, ("end-to-end",), kind="normal", dtype=torch.float32, device=CPU, rounds=2)
     assert rows[0]["error"] == "RuntimeError: out of luck"
     assert rows[0]["median_us"] is None
@@ -402,7 +402,7 @@ def synchronising(query, key, value, attn_mask=None, is_causal=False, scale=None
 def test_measure_on_the_gpu() -> None:
     device = console.pick_device("cuda")
     prepare = lambda inputs: lambda: synchronising(inputs.query, inputs.key, inputs.value)  # noqa: E731
-    methods = [*bench_methods.make_methods(device), bench_methods.Method("waits", "end-to-end", prepare)]
+    methods = [*bench_methods.make_methods(device), bench_methods.OperatorMethod("waits", "end-to-end", prepare)]
     problems = bench_problems.make_problems(("A7",), ("2,3,300,64",), (2,), bias=True)
     for problem in problems:
         with torch.inference_mode():

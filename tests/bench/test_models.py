@@ -83,7 +83,7 @@ def test_a_method_that_fails_has_a_row_with_the_error() -> None:
     def refuse(_: torch.nn.Module) -> None:
         raise RuntimeError("no kernel")
 
-    methods = [models.Method("sdpa", is_sdpa=True), models.Method("broken", refuse)]
+    methods = [models.ModelMethod("sdpa", is_sdpa=True), models.ModelMethod("broken", refuse)]
     with torch.inference_mode():
         rows = models.measure("digits-vit", model, torch.rand(1, *size), methods, dtype=torch.float32, rounds=1)
     assert rows[1]["error"] == "RuntimeError: no kernel"

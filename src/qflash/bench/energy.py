@@ -146,7 +146,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 def measure(
     problem: bench_problems.Problem,
-    methods: Sequence[bench_methods.Method],
+    methods: Sequence[bench_methods.OperatorMethod],
     gpu: nvml.Gpu,
     idle_watts: float,
     *,
@@ -225,7 +225,7 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
 @torch.inference_mode()
 def run_energy(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.Method],
+    methods: Sequence[bench_methods.OperatorMethod],
     *,
     kind: str = "uniform",
     dtype: torch.dtype,

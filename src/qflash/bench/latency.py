@@ -21,7 +21,7 @@ from rich.table import Table
 
 from . import figures, nvml
 from .console import format_number, progress_bar, table_console
-from .methods import Call, Method
+from .methods import OperatorMethod, TimedCall
 from .metrics import sqnr
 from .problems import Problem, as_tensor, check_input, exact_part, make_inputs
 from .records import describe, environment, explained, write_csv, write_json
@@ -32,7 +32,7 @@ MODES = ("kernel", "end-to-end", "eager")
 
 @dataclasses.dataclass
 class _Runner:
-    method: Method
+    method: OperatorMethod
     mode: str
     row: dict[str, Any]
     timer: Timer | None = None
@@ -51,7 +51,7 @@ FIELDS = (
 
 def measure(
     problem: Problem,
-    methods: Sequence[Method],
+    methods: Sequence[OperatorMethod],
     modes: Sequence[str],
     *,
     kind: str,
@@ -90,7 +90,7 @@ def measure(
             "dtype": str(dtype).removeprefix("torch."),
             "method": method.name,
         }
-        call: Call | None = None
+        call: TimedCall | None = None
         for mode in chosen:
             runner = _Runner(method, mode, base | {"mode": mode})
             runners.append(runner)
@@ -250,7 +250,7 @@ def timing_method(device: torch.device, rounds: int) -> str:
 @torch.inference_mode()
 def run_bench(
     problems: Sequence[Problem],
-    methods: Sequence[Method],
+    methods: Sequence[OperatorMethod],
     *,
     modes: Sequence[str] = ("kernel", "end-to-end"),
     kind: str = "uniform",

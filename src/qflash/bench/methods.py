@@ -17,8 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..api import align_bias, attention, causal_mask, int8_attention, quantize, quantize_bias
 from ..backends import resolve_backend
-from ..baselines import METHODS
-from ..baselines import Method as Baseline
+from ..baselines import METHODS, Method
 from ..baselines.method import FLOAT
 from ..recipe import DEFAULT, PRESETS, Recipe
 from ..validation import BACKENDS
@@ -42,12 +41,12 @@ FUSED_SDPA = {
 
 """PyTorch's fused kernels on a GPU, by their names in tables."""
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """Something that computes attention.
+class OperatorMethod:
+    """Something that computes attention and is timed by itself; a method of the paper is a :class:`qflash.baselines.Method`.
 
     Attributes:
         name: what tables call it.
@@ -62,7 +61,7 @@ class Method:
 
     name: str
     mode: str
-    prepare: Callable[[Inputs], Call]
+    prepare: Callable[[Inputs], TimedCall]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_sdpa: bool = False
     is_ours: bool = False
@@ -76,7 +75,7 @@ def _refuse_scores(needed: int, device: torch.device) -> None:
         raise MemoryError(f"not run: its scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
 
 
-def _prepare_sdpa(inputs: Inputs, *, dtype: torch.dtype | None = None, materialises: bool = False) -> Call:
+def _prepare_sdpa(inputs: Inputs, *, dtype: torch.dtype | None = None, materialises: bool = False) -> TimedCall:
     query, key, value, mask = (x if x is None or dtype is None else x.to(dtype) for x in inputs.folded())
     assert query is not None and key is not None and value is not None
     if materialises:
@@ -86,13 +85,13 @@ def _prepare_sdpa(inputs: Inputs, *, dtype: torch.dtype | None = None, materiali
     return lambda: scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
 
 
-def _prepare_qflash(inputs: Inputs, *, recipe: Recipe, backend: str) -> Call:
+def _prepare_qflash(inputs: Inputs, *, recipe: Recipe, backend: str) -> TimedCall:
     query, key, value = inputs.nested()
     bias, causal = inputs.bias, inputs.problem.causal
     return lambda: attention(query, key, value, bias, is_causal=causal, recipe=recipe, backend=backend)
 
 
-def _prepare_qflash_int8(inputs: Inputs, *, recipe: Recipe, backend: str) -> Call:
+def _prepare_qflash_int8(inputs: Inputs, *, recipe: Recipe, backend: str) -> TimedCall:
     """int8 to int8 with one scale a tensor (the paper's setting) and an output scale fitted beforehand."""
     query, key, value = (quantize(x, backend=backend) for x in inputs.nested())
     bias = None if inputs.bias is None else align_bias(quantize_bias(inputs.bias))
@@ -105,13 +104,13 @@ def _prepare_qflash_int8(inputs: Inputs, *, recipe: Recipe, backend: str) -> Cal
     return functools.partial(run, output_scale=scale)
 
 
-def _prepare_peer(inputs: Inputs, *, function: Callable[..., Any]) -> Call:
+def _prepare_peer(inputs: Inputs, *, function: Callable[..., Any]) -> TimedCall:
     query, key, value, mask = inputs.folded()
     causal = inputs.problem.causal
     return lambda: function(query, key, value, attn_mask=mask, is_causal=causal, scale=None)
 
 
-def _prepare_baseline(inputs: Inputs, *, method: Baseline, kernel: bool) -> Call:
+def _prepare_baseline(inputs: Inputs, *, method: Method, kernel: bool) -> TimedCall:
     """A baseline's kernels on tensors quantised beforehand, or the whole of it, float in and out."""
     query, key, value, mask = inputs.folded()
     causal = inputs.problem.causal
@@ -127,7 +126,7 @@ def _prepare_baseline(inputs: Inputs, *, method: Baseline, kernel: bool) -> Call
     return lambda: method.attention(query, key, value, attn_mask=mask)
 
 
-def _baseline_methods(device: torch.device) -> Iterator[Method]:
+def _baseline_methods(device: torch.device) -> Iterator[OperatorMethod]:
     """Yield what the paper compares with; on a GPU only what has kernels, for a formula's time says nothing there."""
     for method in METHODS.values():
         if method.query_granularity == FLOAT or method.name.startswith("qflash"):
@@ -135,13 +134,13 @@ def _baseline_methods(device: torch.device) -> Iterator[Method]:
         on_gpu = device.type == "cuda"
         if on_gpu and method.prepare is not None:
             prepare = functools.partial(_prepare_baseline, method=method, kernel=True)
-            yield Method(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
+            yield OperatorMethod(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
         if not on_gpu or (method.prepare is not None and not method.integer_only):
             prepare = functools.partial(_prepare_baseline, method=method, kernel=False)
-            yield Method(method.name, "end-to-end", prepare, is_baseline=True)
+            yield OperatorMethod(method.name, "end-to-end", prepare, is_baseline=True)
 
 
-def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[Method]:
+def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[OperatorMethod]:
     if device.type == "cuda":
         backends = {"": "auto"}
     else:  # Triton's interpreter is for tests, its time says nothing
@@ -152,9 +151,9 @@ def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[Me
             options = {"recipe": RECIPES[recipe], "backend": backend}
             if recipe != "per-tensor":  # on int8 tensors it would be DEFAULT again
                 prepare = functools.partial(_prepare_qflash_int8, **options)  # type: ignore[arg-type]
-                yield Method(f"qflash int8{label}", "kernel", prepare, is_ours=True)
+                yield OperatorMethod(f"qflash int8{label}", "kernel", prepare, is_ours=True)
             prepare = functools.partial(_prepare_qflash, **options)  # type: ignore[arg-type]
-            yield Method(f"qflash{label}", "end-to-end", prepare, is_ours=True)
+            yield OperatorMethod(f"qflash{label}", "end-to-end", prepare, is_ours=True)
 
 
 def _runs(backend: str, device: torch.device) -> bool:
@@ -165,15 +164,15 @@ def _runs(backend: str, device: torch.device) -> bool:
     return True
 
 
-def _sdpa_methods(device: torch.device) -> Iterator[Method]:
+def _sdpa_methods(device: torch.device) -> Iterator[OperatorMethod]:
     if device.type != "cuda":
-        yield Method("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
+        yield OperatorMethod("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
         return
     for name, backend in (*FUSED_SDPA.items(), ("sdpa math", SDPBackend.MATH)):
         prepare = functools.partial(_prepare_sdpa, materialises=backend is SDPBackend.MATH)
-        yield Method(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
+        yield OperatorMethod(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
     exact = functools.partial(_prepare_sdpa, dtype=torch.float32, materialises=True)
-    yield Method("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
+    yield OperatorMethod("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
 
 
 def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
@@ -199,10 +198,10 @@ def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
     return name.strip(), function
 
 
-def load_peer(text: str) -> Method:
+def load_peer(text: str) -> OperatorMethod:
     """Make a method of a third-party function; see :func:`import_peer`."""
     name, function = import_peer(text)
-    return Method(name, "end-to-end", functools.partial(_prepare_peer, function=function))
+    return OperatorMethod(name, "end-to-end", functools.partial(_prepare_peer, function=function))
 
 
 MethodT = TypeVar("MethodT", bound="_Named")
@@ -213,14 +212,14 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
 
-def select(methods: Sequence[Method], only: Sequence[str]) -> list[Method]:
+def select(methods: Sequence[OperatorMethod], only: Sequence[str]) -> list[OperatorMethod]:
     """Return the methods named in ``only``, or if it is empty all but PyTorch's unfused ones (Tables 2 and 3)."""
     return [m for m in methods if (m.name in only if only else not m.name.startswith("sdpa math"))]
 
 
 def make_methods(
     device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
-) -> list[Method]:
+) -> list[OperatorMethod]:
     """Return every method that can be timed on ``device``, in the order of the tables.
 
     Args:

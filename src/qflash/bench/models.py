@@ -41,8 +41,8 @@ FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """A way to compute a model's attention.
+class ModelMethod:
+    """A way to compute the attention of a model whose run is timed.
 
     Attributes:
         name: what tables call it.
@@ -76,7 +76,7 @@ def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
 
 def make_methods(
     device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
-) -> list[Method]:
+) -> list[ModelMethod]:
     """Return the methods that can run in a model on ``device``: timm's choice, SDPA's back ends, baselines, ours, peers.
 
     Args:
@@ -89,31 +89,31 @@ def make_methods(
         ValueError: an unknown recipe, peer or name, or a name given twice.
     """
     bench_methods.check_recipes(recipes)
-    found = [Method("timm"), Method("sdpa", _use_sdpa, is_sdpa=True)]
+    found = [ModelMethod("timm"), ModelMethod("sdpa", _use_sdpa, is_sdpa=True)]
     if device.type == "cuda":
         for name, backend in bench_methods.FUSED_SDPA.items():
-            found.append(Method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
+            found.append(ModelMethod(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
         for method in METHODS.values():
             if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
-                found.append(Method(method.name, _with(method.attention)))
+                found.append(ModelMethod(method.name, _with(method.attention)))
     for recipe in recipes:
         found.append(
-            Method(
+            ModelMethod(
                 "qflash" if recipe == "default" else f"qflash {recipe}",
                 functools.partial(patch, recipe=bench_methods.RECIPES[recipe]),
             )
         )
     if "default" in recipes:
-        found.append(Method("qflash kept bias", functools.partial(patch, keep_bias=True), applies=_has_bias))
+        found.append(ModelMethod("qflash kept bias", functools.partial(patch, keep_bias=True), applies=_has_bias))
     for text in peers:
         name, function = bench_methods.import_peer(text)
-        found.append(Method(name, _with(functools.partial(function, is_causal=False))))
+        found.append(ModelMethod(name, _with(functools.partial(function, is_causal=False))))
     return bench_methods.keep_named(found, only)
 
 
 @dataclasses.dataclass
 class _Runner:
-    method: Method
+    method: ModelMethod
     row: dict[str, Any]
     timer: timers.Timer | None = None
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -123,7 +123,7 @@ def measure(
     name: str,
     model: nn.Module,
     images: torch.Tensor,
-    methods: Sequence[Method],
+    methods: Sequence[ModelMethod],
     *,
     dtype: torch.dtype,
     rounds: int,
@@ -255,7 +255,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
 def run_models(
     names: Sequence[str],
     batches: Sequence[int],
-    methods: Sequence[Method],
+    methods: Sequence[ModelMethod],
     *,
     dtype: torch.dtype,
     device: torch.device,

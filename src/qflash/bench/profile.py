@@ -283,7 +283,7 @@ def child(path: pathlib.Path) -> None:
 
 def make_rows(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.Method],
+    methods: Sequence[bench_methods.OperatorMethod],
     calls: Sequence[dict[str, Any]],
     launches: Sequence[Sequence[dict[str, Any]]],
     *,
@@ -336,7 +336,7 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def run_profile(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.Method],
+    methods: Sequence[bench_methods.OperatorMethod],
     *,
     recipes: Sequence[str] = ("default",),
     peers: Sequence[str] = (),

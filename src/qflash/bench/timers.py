@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .methods import Call, Method
+from .methods import OperatorMethod, TimedCall
 
 _GRAPH_US = 1000.0
 
@@ -48,7 +48,7 @@ def settle_calls(measure: Callable[[int], float]) -> int:
 class GraphTimer:
     """Times a call by replaying a CUDA graph of many of it, behind one replay that keeps the device busy meanwhile."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: TimedCall) -> None:
         """Warm up and capture.
 
         Raises:
@@ -76,7 +76,7 @@ class GraphTimer:
         self._graph = self._capture(self._call)
         return min(self.sample()["us"] for _ in range(5))
 
-    def _capture(self, call: Call) -> torch.cuda.CUDAGraph:
+    def _capture(self, call: TimedCall) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
@@ -105,7 +105,7 @@ class GraphTimer:
 class EagerTimer:
     """Times a call as a program without graphs makes it: until the device is done, and until the call is issued."""
 
-    def __init__(self, call: Call, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, call: TimedCall, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Warm up."""
         self._call, self._context = call, context
         self.calls = 1
@@ -134,7 +134,7 @@ class EagerTimer:
 class CpuTimer:
     """Times a call on the CPU by the wall clock."""
 
-    def __init__(self, call: Call, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, call: TimedCall, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Warm up and choose how many calls make one sample (at least five milliseconds)."""
         self._call, self._context = call, context
         self.calls = 1
@@ -155,7 +155,7 @@ class CpuTimer:
 Timer = GraphTimer | EagerTimer | CpuTimer
 
 
-def make_timer(method: Method, call: Call, mode: str, device: torch.device) -> Timer:
+def make_timer(method: OperatorMethod, call: TimedCall, mode: str, device: torch.device) -> Timer:
     """Return the timer for ``mode`` on ``device``."""
     if device.type != "cuda":
         return CpuTimer(call, method.context)

@@ -54,7 +54,12 @@ def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> t
 
 def quantize_bias(bias: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
-    if resolve_backend(backend, bias.device) == "triton":
+    resolved = resolve_backend(backend, bias.device)
+    if resolved == "cpu":
+        from .kernels.cpu.launch import launch_quantize_bias as launch_on_cpu
+
+        return launch_on_cpu(bias)
+    if resolved == "triton":
         from .kernels.triton.quantize import launch_quantize_bias
 
         four = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias.flatten(0, -4)

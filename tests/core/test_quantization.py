@@ -11,6 +11,7 @@ import torch
 import qflash
 from helpers import DEVICE, make_inputs, same_bits
 from qflash import execution, quantization
+from qflash.backends import cpu_missing
 
 GRANULARITIES = ("tensor", "head", "token", "channel")
 
@@ -198,7 +199,13 @@ def test_granularity_is_read_off_the_scale(granularity: str) -> None:
     assert quantized.device.type == "cpu"
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "reference", "triton",
+        pytest.param("cpu", marks=pytest.mark.skipif(DEVICE.type != "cpu" or cpu_missing() is not None, reason="not here")),
+    ],
+)  # fmt: skip
 def test_bias_is_rounded_to_fixed_point_and_marks_what_is_not_finite(backend: str) -> None:
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     near = [0.0, 1.0, -1.0, 1e-6, 1000.0, -2838.0, -1e30, least]

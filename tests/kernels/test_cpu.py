@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
-from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, same_bits
+from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
 from qflash import backends, quantization, reference
 from qflash.attention_call import int8_call
 from qflash.kernels.cpu import launch as cpu
@@ -341,6 +341,28 @@ def test_tensors_that_have_to_be_copied_first_are_copied_in_every_call() -> None
                 ways = (qflash.int8_attention(*int8, mask, output_scale=scale, backend=name) for name in ("auto", "reference"))
                 got, wanted = (way.values for way in ways if isinstance(way, qflash.QuantizedTensor))
                 assert same_bits(got, wanted), (seed, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_bias_has_the_reference_bits(dtype: torch.dtype) -> None:
+    """Rows near 0 and far from it, of every length, with what is not finite; with one thread and with several."""
+    marks = [math.inf, -math.inf, math.nan, -math.nan, torch.finfo(dtype).max, torch.finfo(dtype).min]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (40,), (3, 1), (2, 1, 7, 17), (1, 6, 49, 49), (2, 2, 70, 131), (0, 5), (5, 0)]
+    for number in range(40):
+        shape = shapes[number % len(shapes)]
+        bias = torch.randn(shape, generator=generator) * 10.0 ** (number % 7 - 2)
+        if number % 3:
+            bias = move_far(bias, generator) if len(shape) > 1 and 0 not in shape else bias + 5000.0
+        for mark in marks[: number % (len(marks) + 1)]:
+            bias = torch.where(torch.rand(shape, generator=generator) < 0.03, torch.tensor(mark), bias)
+        for x in (
+            (bias.to(dtype), bias.to(dtype).T if len(shape) == 2 else bias.to(dtype)[..., :1].expand(shape))
+            if shape
+            else (bias,)
+        ):
+            fixed = cpu.launch_quantize_bias(x)
+            assert fixed.is_contiguous() and same_bits(fixed, quantization.bias_to_fixed(x)), number
 
 
 def _float_output(*inputs: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,9 @@
 #define POISON (1 << 30)
 #define BIAS_MASKED (-(1 << 30))
 #define BIAS_LIMIT (1 << 28)
+#define BIAS_EVEN (POISON - 1)
+#define MOST_BIAS_MAXIMUM 1024.0f /* of a row whose biases are taken as they are */
+#define LEAST_EVEN_MAXIMUM 0x1p64f /* of a row in which only keys that have the maximum count, evenly */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Operands of a product: left queries and probabilities, right keys and values. A group of GROUP operands fills a lane. */
@@ -858,6 +861,41 @@ int qflash_quantize(const conversion *a) {
 #pragma omp parallel num_threads((int)a->threads) reduction(| : failed)
     failed = quantize_share(a, &all);
     return failed;
+}
+
+/* A row of an additive mask in nats to fixed point; see `qflash_bias`. */
+INLINE void bias_row(const float *x, int32_t *out, int64_t keys) {
+    /* bits that are ordered as the numbers are, of which compilers make a maximum by whole vectors */
+    int32_t most = INT32_MIN, nan = 0;
+    for (int64_t n = 0; n < keys; n++) {
+        int32_t bits;
+        memcpy(&bits, x + n, sizeof bits);
+        nan |= (bits & INT32_MAX) > 0x7f800000;
+        bits ^= (bits >> 31) & INT32_MAX;
+        most = bits > most ? bits : most;
+    }
+    most ^= (most >> 31) & INT32_MAX;
+    float high;
+    memcpy(&high, &most, sizeof high);
+    const float size = fabsf(high);
+    const float base = !nan && size > MOST_BIAS_MAXIMUM && size < INFINITY ? high : 0.0f;
+    const int even = fabsf(base) >= LEAST_EVEN_MAXIMUM;
+    for (int64_t n = 0; n < keys; n++) {
+        float octaves = (x[n] - base) * (float)(1.4426950408889634 * 65536.0);
+        octaves = octaves < -(float)BIAS_LIMIT ? -(float)BIAS_LIMIT : octaves;
+        octaves = octaves > (float)BIAS_LIMIT ? (float)BIAS_LIMIT : octaves;
+        int32_t fixed = (int32_t)rintf(octaves == octaves ? octaves : 0.0f);
+        if (even) fixed = x[n] == base ? BIAS_EVEN : BIAS_MASKED;
+        fixed = x[n] == -INFINITY ? BIAS_MASKED : fixed;
+        out[n] = x[n] < INFINITY ? fixed : POISON;
+    }
+}
+
+/* An additive mask to fixed point, octaves with 16 fraction bits: qflash.quantize_bias, with its marks. */
+void qflash_bias(const float *x, int32_t *out, const int64_t *sizes) {
+    const int64_t rows = sizes[0], keys = sizes[1];
+#pragma omp parallel for num_threads((int)sizes[2])
+    for (int64_t row = 0; row < rows; row++) bias_row(x + row * keys, out + row * keys, keys);
 }
 
 #define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */

@@ -115,7 +115,7 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
     if path.stem.rpartition("-")[2] != _digest(path):
         raise OSError(f"{path} is not what was compiled")
     library = ctypes.CDLL(str(path))
-    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("float_attention", 7)):
+    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("bias", 3), ("float_attention", 7)):
         getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
     return library
 
@@ -208,6 +208,17 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     arguments = _quantization(x, values, scale, granularity, center)
     _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale
+
+
+def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
+    wide = bias.to(torch.float32).contiguous()
+    fixed = torch.empty(bias.shape, dtype=torch.int32, device="cpu")
+    if wide.numel():
+        keys = bias.shape[-1] if bias.dim() else 1
+        sizes = (ctypes.c_int64 * 3)(wide.numel() // keys, keys, _threads(8 * wide.numel()))
+        load().qflash_bias(wide.data_ptr(), fixed.data_ptr(), ctypes.byref(sizes))
+    return fixed
 
 
 def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:

@@ -26,19 +26,16 @@ from .paper_results import TABLE4
 from .workloads import WORKLOADS, add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured")
-
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
 long rows; ``captured``: the attention of this package's digits models on held-out digits."""
 
 LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
-
 """(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
 
 FIELDS = (
     "input", "workload", "batch", "shape", "dtype", "method", "title", "integer_only", "sqnr_db", "sqnr_min_db", "sqnr_max_db",
     "mse", "seeds", "paper_sqnr_db", "paper_mse", "error",
 )  # fmt: skip
-
 """Columns of ``accuracy.csv``; ``accuracy.json``'s rows also hold ``sqnr_each_db`` and ``mse_each``, one value a seed."""
 
 

@@ -45,7 +45,6 @@ FIELDS = (
     "min_us", "max_us", "samples", "calls", "issue_us", "cpu_us", "tops", "best_sdpa", "ratio", "bias_cost", "sqnr_db",
     "sqnr_of", "error",
 )  # fmt: skip
-
 """Columns of ``bench.csv`` and keys of a row; what does not apply is None."""
 
 

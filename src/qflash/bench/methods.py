@@ -30,7 +30,6 @@ RECIPES: dict[str, Recipe] = {
         query_granularity="tensor", key_granularity="tensor", value_granularity="tensor", smooth_key=False
     ),
 }
-
 """What ``--recipe`` takes: the presets, and DEFAULT's arithmetic with one scale a tensor and no preparation."""
 
 FUSED_SDPA = {
@@ -38,7 +37,6 @@ FUSED_SDPA = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
 """PyTorch's fused kernels on a GPU, by their names in tables."""
 
 TimedCall = Callable[[], Any]

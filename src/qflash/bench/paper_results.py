@@ -17,14 +17,12 @@ TABLE4 = {
     ("A7", "int-flash-full"): (37.80, 5.17e-4),
     ("A7", "qflash-paper"): (31.02, 2.47e-3),
 }
-
 """The paper's SQNR (dB) and MSE by workload and method, batch 8, from its table of SQNR and MSE (label ``table:1``)."""
 
 
 DEVICE = "NVIDIA GeForce RTX 5090"
 
 SPEEDUP_OVER_I_VIT = {("ViT/DeiT", 1): 4.54, ("ViT/DeiT", 8): 6.73, ("Swin", 1): 7.69, ("Swin", 8): 8.69}
-
 """Largest speedup over I-ViT by family of workloads (A1-A3, A4-A7) and batch (abstract, section 5.1, Figure 3)."""
 
 FAMILIES = {"ViT/DeiT": ("A1", "A2", "A3"), "Swin": ("A4", "A5", "A6", "A7")}
@@ -36,17 +34,14 @@ UTILISATION: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "INT-Flash-Full": {"A2": (7.18, None), "A7": (2.13, None)},
     "QFlash": {"A2": (8.00, None), "A7": (2.55, None)},
 }
-
 """Table 2: (IMMA, HMMA) percent of the peak, batch 8."""
 
 ENERGY_UJ = {"Flash-2": 929.6, "INT-Flash-Full": 840.0, "INT-Flash-Half": 920.5, "QAttn": 795.2, "QFlash": 754.6}
-
 """Table 3: microjoules, A2, batch 8."""
 
 MODELS = {
     "ViT-S": 81.38, "ViT-B": 85.10, "DeiT-T": 72.21, "DeiT-S": 79.85, "DeiT-B": 81.85, "Swin-T": 81.35, "Swin-S": 83.20,
 }  # fmt: skip
-
 """Table 5: Top-1 in percent of FP32."""
 
 TOP1 = {
@@ -58,11 +53,9 @@ TOP1 = {
     "INT-Flash-Half": (80.62, 84.83, 71.64, 79.68, 81.90, 80.05, 83.20),
     "QAttn": (80.23, 84.68, 71.25, 79.43, 81.85, 80.13, 82.24),
 }
-
 """Table 5: Top-1 in percent, in the order of :data:`MODELS`."""
 
 STEP_SPEEDUP_PERCENT = {"V1": 41.4, "V2": 46.0, "V3": 61.0, "V4": 62.4}
-
 """Figure 4 (appendix A): speedup over V0, A2, batch 1024."""
 
 METHODS = {
@@ -75,5 +68,4 @@ METHODS = {
     "QAttn": ("qattn kernel", "qattn"),
     "QFlash": ("qflash int8", "qflash-paper"),
 }
-
 """The names that results give the paper's methods, as commands write them; the first that is there counts."""

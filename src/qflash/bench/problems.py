@@ -15,11 +15,9 @@ from .workloads import WORKLOADS, get_workload
 INPUTS = ("uniform", "normal")
 
 LONG = ((4, 32, 1024, 64), (4, 32, 4096, 64), (2, 32, 16384, 64), (4, 16, 1024, 128), (4, 16, 4096, 128), (2, 16, 16384, 128))
-
 """The shapes that ``--workload long`` stands for."""
 
 _EXACT_SCORES = 1 << 24
-
 """Scores that the float64 reference may hold at once (128 MiB); beyond that it is computed on a part."""
 
 

@@ -17,11 +17,9 @@ from .methods import OperatorMethod, TimedCall
 _GRAPH_US = 1000.0
 
 MOST_CALLS = 200
-
 """Calls in a graph: as many as take a millisecond, so that the clock's resolution and the launch do not matter."""
 
 EAGER_CALLS = 50
-
 """Far fewer than fill the launch queue (1024 entries) even at ten launches a call: issuing never waits for the device."""
 
 CPU_SECONDS = 10.0

@@ -23,7 +23,6 @@ def processors_of(device: torch.device) -> int:
 
 
 STAND_IN: ContextVar[tuple[int, int]] = ContextVar("STAND_IN", default=(9, 0))
-
 """Compute capability of a device that is no GPU."""
 
 

@@ -9,30 +9,24 @@ import triton
 from ..recipe import Recipe
 
 SHORT_ROW = 256
-
 """Most keys of a row whose scores every resident kernel keeps in registers."""
 
 _HELD = 288, 608
-
 """Most scores of a row, padding included, that :mod:`.sm90.attention_resident` keeps in registers: of one warp, or of two."""
 
 _SHARED, _RESERVED = 228 * 1024, 1024
-
 """Bytes of shared memory of a processor (Hopper), and of these what each program takes besides its own."""
 
 SHORT_OF_REGISTERS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
-
 """Whether the assembler (that of Triton 3.9) waits behind every product with fewer numbers in registers than that of 3.6."""
 
 PORTABLE, SM90_RESIDENT, WINDOWS, SM90_STREAMING = range(4)
-
 """Kernels, by family. PORTABLE (:mod:`.triton`) takes every call, the others what they are written for.
 
 What is not for SM90_RESIDENT may still be for SM90_STREAMING.
 """
 
 SM90_BLOCKS = ((64, 4), (64, 8), (128, 8))
-
 """(queries a block, warps) of :mod:`.sm90.attention_resident`: a warp for every sixteen queries, or two."""
 
 

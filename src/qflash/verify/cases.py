@@ -91,7 +91,6 @@ TOKENS = (16, 49, 64, 197, 257, 577, 4096)
 HEAD_DIMS = (16, 32, 64, 80, 128, 256)
 
 BATCHES = (1, 4, 8, 11, 12, 16, 17, 20, 24, 25, 34, 40, 50, 75, 128, 160, 256, 300, 512, 1024)
-
 """Of four heads: on Hopper the launches depend on how many programs a processor has."""
 
 VARIED_TOKENS = (49, 197, 577, 4096)
@@ -120,7 +119,6 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "token-keys": {"recipe": Recipe(key_granularity="token")},
     **{f"online-{keys}": {"recipe": PAPER.replace(key_block=keys, output="accumulator")} for keys in (32, 64, 128, 256)},
 }
-
 """Changes of a call with the default recipe, one at a time."""
 
 

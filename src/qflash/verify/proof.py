@@ -52,7 +52,6 @@ from .sass import (
 from .shared_memory import accesses_outside
 
 _SCALES = ("qs_ptr", "ks_ptr", "vs_ptr", "os_ptr")
-
 """Float scales, of which a kernel without a float instruction reads the bits."""
 
 

@@ -218,7 +218,6 @@ def magnitude(x):
 
 
 MOST_CHUNKS = 16
-
 """Most chunks of tokens of a head: few enough that every program can read the ranges, or the sums, of all of them."""
 
 

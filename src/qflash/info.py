@@ -20,7 +20,6 @@ from .verify.compile import TARGETS
 from .versions import driver_version, package_version
 
 _BACKENDS = ("reference", "cpu", "interpreter", "triton")
-
 _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
 
 # Feature -> (reference, cpu, interpreter, triton). The kernels are one source for all architectures, so that what

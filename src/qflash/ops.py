@@ -24,18 +24,13 @@ from .execution import attention, int8_attention, quantize, quantize_bias, quant
 from .memory_format import empty_output
 
 _LIBRARY = torch.library.Library("qflash", "DEF")
-
 _LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")
-
 _LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend) -> Tensor")
-
 _LIBRARY.define("quantize_bias(Tensor bias) -> Tensor")
-
 _LIBRARY.define(
     "int8_attention(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
     "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend) -> Tensor"
 )
-
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, "
     "str backend) -> Tensor"

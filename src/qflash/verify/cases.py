@@ -85,18 +85,13 @@ CASES = (
 )
 
 MASKS = ("none", "causal", "bool", "bias")
-
 TOKENS = (16, 49, 64, 197, 257, 577, 4096)
-
 HEAD_DIMS = (16, 32, 64, 80, 128, 256)
-
 BATCHES = (1, 4, 8, 11, 12, 16, 17, 20, 24, 25, 34, 40, 50, 75, 128, 160, 256, 300, 512, 1024)
 """Of four heads: on Hopper the launches depend on how many programs a processor has."""
 
 VARIED_TOKENS = (49, 197, 577, 4096)
-
 VARIED_HEAD_DIMS = (32, 64, 128)
-
 VARIATIONS: dict[str, dict[str, Any]] = {
     "gqa": {"key_heads": 1},
     "one-query": {"queries": 1},

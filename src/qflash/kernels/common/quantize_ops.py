@@ -25,44 +25,31 @@ from ... import fixed_point as fp
 from ...quantization import LARGEST_SCALE, SMALLEST_SCALE
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
-
 LARGEST = tl.constexpr(LARGEST_SCALE)
 
 # 1.5 * 2**23, and 1.5 * 2**52 for float64: a number plus this is rounded to nearest, ties to even, and has the integer in its
 # lowest bits.
 ROUND = tl.constexpr(12582912.0)
-
 ROUND_WIDE = tl.constexpr(6755399441055744.0)
 
 # nats to units of 1/65536 octaves, and the limit of a fixed-point bias in these units
 BIAS_UNIT = tl.constexpr(math.log2(math.e) * 2**fp.BIAS_FRACTION_BITS)
-
 BIAS_LIMIT = tl.constexpr(float(fp.BIAS_LIMIT))
-
 MOST_BIAS_MAXIMUM = tl.constexpr(fp.MOST_BIAS_MAXIMUM)
-
 LEAST_EVEN_MAXIMUM = tl.constexpr(fp.LEAST_EVEN_MAXIMUM)
-
 BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)
-
 BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
-
 BIAS_POISON = tl.constexpr(fp.BIAS_POISON)
 
 # minima and maxima of two 16-bit floats per instruction; the result is NaN if an operand is
 MIN_F16 = tl.constexpr("min.NaN.f16x2 $0, $1, $2;")
-
 MAX_F16 = tl.constexpr("max.NaN.f16x2 $0, $1, $2;")
-
 MIN_BF16 = tl.constexpr("min.NaN.bf16x2 $0, $1, $2;")
-
 MAX_BF16 = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
 
 # The same for magnitudes, on whole words: ptxas 12.8 sometimes miscompiles a 16-bit abs of a half of a packed word.
 SIGNS_OFF = "{.reg .b32 a, b; and.b32 a, $1, 0x7fff7fff; and.b32 b, $2, 0x7fff7fff; "
-
 MAX_ABS_F16 = tl.constexpr(SIGNS_OFF + "max.NaN.f16x2 $0, a, b;}")
-
 MAX_ABS_BF16 = tl.constexpr(SIGNS_OFF + "max.NaN.bf16x2 $0, a, b;}")
 
 # One Newton step on rcp.approx: correctly rounded as long as neither side is subnormal (tests/gpu checks every scale).

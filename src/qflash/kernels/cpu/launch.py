@@ -261,8 +261,8 @@ def launch_attention(call: AttentionCall) -> torch.Tensor:
 def prepare_attention(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what repeats :func:`qflash.execution.attend` on other tensors of the same shapes and strides.
 
-    That takes the operator's tensors in their order, of any rank. None where a step in PyTorch precedes: a float mask,
-    balancing, rotation. ``out`` is an output of that call; new ones are like it.
+    That takes the operator's tensors in their order, of any rank. None where a step of its own precedes: a float mask that
+    is turned into fixed point, balancing, rotation. ``out`` is an output of that call; new ones are like it.
     """
     if call.keys == 0 or (call.mask is not None and call.mask.dtype.is_floating_point):
         return None

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import qflash
 from helpers import exact_attention
-from qflash.bench import console, latency, records, timers
+from qflash.bench import console, errors, latency, records, timers
 from qflash.bench import methods as bench_methods
 from qflash.bench import problems as bench_problems
 from qflash.bench.metrics import sqnr
@@ -225,9 +225,9 @@ def test_sdpa_says_why_it_has_no_kernel() -> None:
         warnings.warn("needs another GPU (Triggered internally at sdp.h:1.)", stacklevel=1)
         raise RuntimeError(message)
 
-    with pytest.raises(RuntimeError, match=r"^needs another GPU$"), records.explained():
+    with pytest.raises(RuntimeError, match=r"^needs another GPU$"), errors.explained():
         refuse("No available kernel. Aborting execution.")
-    with pytest.raises(RuntimeError, match=r"^something else$"), records.explained():
+    with pytest.raises(RuntimeError, match=r"^something else$"), errors.explained():
         refuse("something else")
 
 
@@ -276,7 +276,7 @@ def test_measure_on_the_cpu(peers: str) -> None:
 def test_a_method_that_fails_later_keeps_its_row() -> None:
     calls = []
 
-    def prepare(inputs: bench_problems.Inputs) -> bench_methods.Call:
+    def prepare(inputs: bench_problems.Inputs) -> timers.TimedCall:
         def call() -> torch.Tensor:
             calls.append(1)
             if len(calls) > 20:
@@ -285,7 +285,7 @@ def test_a_method_that_fails_later_keeps_its_row() -> None:
 
         return call
 
-    methods = [bench_methods.OperatorMethod("late", "end-to-end", prepare), *bench_methods.make_methods(CPU, only=("sdpa",))]
+    methods = [bench_methods.TimedMethod("late", "end-to-end", prepare), *bench_methods.make_methods(CPU, only=("sdpa",))]
     rows = latency.measure(SMALL, methods, ("end-to-end",), kind="normal", dtype=torch.float32, device=CPU, rounds=2)
     assert rows[0]["error"] == "RuntimeError: out of luck"
     assert rows[0]["median_us"] is None
@@ -402,7 +402,7 @@ def synchronising(query, key, value, attn_mask=None, is_causal=False, scale=None
 def test_measure_on_the_gpu() -> None:
     device = console.pick_device("cuda")
     prepare = lambda inputs: lambda: synchronising(inputs.query, inputs.key, inputs.value)  # noqa: E731
-    methods = [*bench_methods.make_methods(device), bench_methods.OperatorMethod("waits", "end-to-end", prepare)]
+    methods = [*bench_methods.make_methods(device), bench_methods.TimedMethod("waits", "end-to-end", prepare)]
     problems = bench_problems.make_problems(("A7",), ("2,3,300,64",), (2,), bias=True)
     for problem in problems:
         with torch.inference_mode():

@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from qflash.bench import console, models
+from qflash.bench.methods import TimedMethod
+from qflash.bench.timers import TimedCall
 from qflash.cli import app
 
 CPU = torch.device("cpu")
@@ -71,7 +73,7 @@ def test_swin_is_made_to_call_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **b: called.append(1) or real(*a, **b))
     (method,) = models.make_methods(CPU, only=("sdpa",))
-    method.change(model)
+    method.prepare(models.ModelInputs(model, torch.rand(1, *size)))
     with torch.inference_mode():
         model(torch.rand(1, *size))
     assert called
@@ -80,10 +82,10 @@ def test_swin_is_made_to_call_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_fails_has_a_row_with_the_error() -> None:
     model, size = models.load("digits-vit")
 
-    def refuse(_: torch.nn.Module) -> None:
+    def refuse(_: models.ModelInputs) -> TimedCall:
         raise RuntimeError("no kernel")
 
-    methods = [models.ModelMethod("sdpa", is_sdpa=True), models.ModelMethod("broken", refuse)]
+    methods = [*models.make_methods(CPU, only=("sdpa",)), TimedMethod("broken", "end-to-end", refuse)]
     with torch.inference_mode():
         rows = models.measure("digits-vit", model, torch.rand(1, *size), methods, dtype=torch.float32, rounds=1)
     assert rows[1]["error"] == "RuntimeError: no kernel"

@@ -155,7 +155,7 @@ def step_formula(step: int, query: torch.Tensor, key: torch.Tensor, value: torch
     return numerator / denominator * value_scale
 
 
-def _prepare_kernel(inputs: problems.Inputs, *, step: int) -> bench_methods.TimedCall:
+def _prepare_kernel(inputs: problems.Inputs, *, step: int) -> bench_timers.TimedCall:
     from .ablation_kernels import prepare_step
 
     tensors: list[Any] = [inputs.query.half(), inputs.key.half(), inputs.value.half()]
@@ -165,25 +165,23 @@ def _prepare_kernel(inputs: problems.Inputs, *, step: int) -> bench_methods.Time
     return prepare_step(step, query, key, value, inputs.query.shape[-1] ** -0.5, block=KEY_BLOCK)
 
 
-def kernel_methods(device: torch.device) -> list[bench_methods.OperatorMethod]:
+def kernel_methods(device: torch.device) -> list[bench_methods.TimedMethod[problems.Inputs]]:
     """Return what appendix A compares on a GPU: SDPA's FlashAttention-2, the kernels V0 to V3, QFlash's own as V4."""
     methods = [m for m in bench_methods.make_methods(device) if m.name == "sdpa flash"]
     for step, (name, _) in enumerate(STEPS[:4]):
-        methods.append(
-            bench_methods.OperatorMethod(name, "kernel", functools.partial(_prepare_kernel, step=step), is_ours=True)
-        )
-    methods.append(bench_methods.OperatorMethod("V4 paper", "kernel", _prepare_paper, is_ours=True))
-    methods.append(bench_methods.OperatorMethod("V4 default", "kernel", _prepare_default, is_ours=True))
+        methods.append(bench_methods.TimedMethod(name, "kernel", functools.partial(_prepare_kernel, step=step), is_ours=True))
+    methods.append(bench_methods.TimedMethod("V4 paper", "kernel", _prepare_paper, is_ours=True))
+    methods.append(bench_methods.TimedMethod("V4 default", "kernel", _prepare_default, is_ours=True))
     return methods
 
 
-def _prepare_paper(inputs: problems.Inputs) -> bench_methods.TimedCall:
+def _prepare_paper(inputs: problems.Inputs) -> bench_timers.TimedCall:
     """int8 to int8 at V's scale, as Algorithm 1 has it."""
     query, key, value = _per_tensor(inputs.query, inputs.key, inputs.value)
     return functools.partial(int8_attention, query, key, value, recipe=PAPER)
 
 
-def _prepare_default(inputs: problems.Inputs) -> bench_methods.TimedCall:
+def _prepare_default(inputs: problems.Inputs) -> bench_timers.TimedCall:
     return bench_methods._prepare_qflash_int8(inputs, recipe=DEFAULT, backend="auto")
 
 

@@ -14,10 +14,10 @@ import torch
 from rich.table import Table
 
 from . import console as bench_console
-from . import latency, nvml, records
-from . import methods as bench_methods
+from . import errors, latency, nvml, records
 from . import problems as bench_problems
 from . import timers as bench_timers
+from .methods import TimedMethod
 from .metrics import sqnr
 
 REFERENCE = "sdpa flash"
@@ -146,7 +146,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 def measure(
     problem: bench_problems.Problem,
-    methods: Sequence[bench_methods.OperatorMethod],
+    methods: Sequence[TimedMethod[bench_problems.Inputs]],
     gpu: nvml.Gpu,
     idle_watts: float,
     *,
@@ -173,13 +173,13 @@ def measure(
         rows.append(row)
         timer = None
         try:
-            with records.explained(), method.context():
+            with errors.explained(), method.context():
                 call = method.prepare(inputs)
                 got = bench_problems.as_tensor(call(), problem)[part]
                 row |= {"sqnr_db": round(sqnr(wanted, got), 2), "sqnr_of": words}
                 timer = bench_timers.GraphTimer(call)
         except Exception as error:
-            row["error"] = records.describe(error)
+            row["error"] = errors.describe(error)
             bench_timers.tidy(device)
         timers.append(timer)
     for index in range(rounds):
@@ -193,7 +193,7 @@ def measure(
                     readings[place].append(integrate(gpu.energy, work, seconds))
                     torch.cuda.synchronize()
                 except Exception as error:
-                    rows[place]["error"], timers[place] = records.describe(error), None
+                    rows[place]["error"], timers[place] = errors.describe(error), None
             tick(f"{problem.label} {methods[place].name}")
     for row, timer, found in zip(rows, timers, readings, strict=True):
         if timer is not None and found:
@@ -225,7 +225,7 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
 @torch.inference_mode()
 def run_energy(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.OperatorMethod],
+    methods: Sequence[TimedMethod[bench_problems.Inputs]],
     *,
     kind: str = "uniform",
     dtype: torch.dtype,

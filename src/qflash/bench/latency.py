@@ -21,18 +21,19 @@ from rich.table import Table
 
 from . import figures, nvml
 from .console import format_number, progress_bar, table_console
-from .methods import OperatorMethod, TimedCall
+from .errors import describe, explained
+from .methods import TimedMethod
 from .metrics import sqnr
-from .problems import Problem, as_tensor, check_input, exact_part, make_inputs
-from .records import describe, environment, explained, write_csv, write_json
-from .timers import CPU_SECONDS, EAGER_CALLS, MOST_CALLS, Timer, make_timer, summarise, tidy
+from .problems import Inputs, Problem, as_tensor, check_input, exact_part, make_inputs
+from .records import environment, write_csv, write_json
+from .timers import CPU_SECONDS, EAGER_CALLS, MOST_CALLS, TimedCall, Timer, make_timer, summarise, tidy
 
 MODES = ("kernel", "end-to-end", "eager")
 
 
 @dataclasses.dataclass
 class _Runner:
-    method: OperatorMethod
+    method: TimedMethod[Inputs]
     mode: str
     row: dict[str, Any]
     timer: Timer | None = None
@@ -50,7 +51,7 @@ FIELDS = (
 
 def measure(
     problem: Problem,
-    methods: Sequence[OperatorMethod],
+    methods: Sequence[TimedMethod[Inputs]],
     modes: Sequence[str],
     *,
     kind: str,
@@ -102,7 +103,7 @@ def measure(
                     base["sqnr_db"], base["sqnr_of"] = round(sqnr(wanted, got), 2), words
                     runner.row |= {"sqnr_db": base["sqnr_db"], "sqnr_of": words}
                     del got
-                runner.timer = make_timer(method, call, mode, device)
+                runner.timer = make_timer(call, mode, device, method.context)
             except Exception as error:
                 runner.row["error"] = describe(error)
                 tidy(device)
@@ -249,7 +250,7 @@ def timing_method(device: torch.device, rounds: int) -> str:
 @torch.inference_mode()
 def run_bench(
     problems: Sequence[Problem],
-    methods: Sequence[OperatorMethod],
+    methods: Sequence[TimedMethod[Inputs]],
     *,
     modes: Sequence[str] = ("kernel", "end-to-end"),
     kind: str = "uniform",

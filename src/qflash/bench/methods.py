@@ -9,7 +9,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,8 +21,9 @@ from ..baselines import METHODS, Method
 from ..baselines.method import FLOAT
 from ..recipe import DEFAULT, PRESETS, Recipe
 from ..validation import BACKENDS
+from .errors import describe
 from .problems import Inputs
-from .records import describe
+from .timers import TimedCall
 
 RECIPES: dict[str, Recipe] = {
     **PRESETS,
@@ -39,12 +40,13 @@ FUSED_SDPA = {
 }
 """PyTorch's fused kernels on a GPU, by their names in tables."""
 
-TimedCall = Callable[[], Any]
+Setup = TypeVar("Setup")
+"""What a timed method is prepared for: the inputs of one attention, or a model with its images."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OperatorMethod:
-    """Something that computes attention and is timed by itself; a method of the paper is a :class:`qflash.baselines.Method`.
+class TimedMethod(Generic[Setup]):
+    """Something that computes attention, or a model with it, and how the commands that measure call it.
 
     Attributes:
         name: what tables call it.
@@ -53,13 +55,13 @@ class OperatorMethod:
             a tensor or a :class:`qflash.QuantizedTensor`.
         context: entered around all calls, outside the clock.
         is_sdpa: one of PyTorch's back ends in the run's dtype, to which ratios refer.
-        is_ours: drawn in QFlash's colours.
+        is_ours: QFlash's own; timed only in the modes asked for.
         is_baseline: a method of :mod:`qflash.baselines`; like ours it is timed only in the modes asked for.
     """
 
     name: str
     mode: str
-    prepare: Callable[[Inputs], TimedCall]
+    prepare: Callable[[Setup], TimedCall]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     is_sdpa: bool = False
     is_ours: bool = False
@@ -124,21 +126,21 @@ def _prepare_baseline(inputs: Inputs, *, method: Method, kernel: bool) -> TimedC
     return lambda: method.attention(query, key, value, attn_mask=mask)
 
 
-def _baseline_methods(device: torch.device) -> Iterator[OperatorMethod]:
+def _baseline_methods(device: torch.device) -> Iterator[TimedMethod[Inputs]]:
     """Yield what the paper compares with; on a GPU only what has kernels, for a formula's time says nothing there."""
     for method in METHODS.values():
         if method.query_granularity == FLOAT or method.name.startswith("qflash"):
-            continue  # PyTorch's own and ours are there already
+            continue  # PyTorch's own and ours are listed apart
         on_gpu = device.type == "cuda"
         if on_gpu and method.prepare is not None:
             prepare = functools.partial(_prepare_baseline, method=method, kernel=True)
-            yield OperatorMethod(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
+            yield TimedMethod(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
         if not on_gpu or (method.prepare is not None and not method.integer_only):
             prepare = functools.partial(_prepare_baseline, method=method, kernel=False)
-            yield OperatorMethod(method.name, "end-to-end", prepare, is_baseline=True)
+            yield TimedMethod(method.name, "end-to-end", prepare, is_baseline=True)
 
 
-def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[OperatorMethod]:
+def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[TimedMethod[Inputs]]:
     if device.type == "cuda":
         backends = {"": "auto"}
     else:  # Triton's interpreter is for tests, its time says nothing
@@ -149,9 +151,9 @@ def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[Op
             options = {"recipe": RECIPES[recipe], "backend": backend}
             if recipe != "per-tensor":  # on int8 tensors it would be DEFAULT again
                 prepare = functools.partial(_prepare_qflash_int8, **options)  # type: ignore[arg-type]
-                yield OperatorMethod(f"qflash int8{label}", "kernel", prepare, is_ours=True)
+                yield TimedMethod(f"qflash int8{label}", "kernel", prepare, is_ours=True)
             prepare = functools.partial(_prepare_qflash, **options)  # type: ignore[arg-type]
-            yield OperatorMethod(f"qflash{label}", "end-to-end", prepare, is_ours=True)
+            yield TimedMethod(f"qflash{label}", "end-to-end", prepare, is_ours=True)
 
 
 def _runs(backend: str, device: torch.device) -> bool:
@@ -162,15 +164,15 @@ def _runs(backend: str, device: torch.device) -> bool:
     return True
 
 
-def _sdpa_methods(device: torch.device) -> Iterator[OperatorMethod]:
+def _sdpa_methods(device: torch.device) -> Iterator[TimedMethod[Inputs]]:
     if device.type != "cuda":
-        yield OperatorMethod("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
+        yield TimedMethod("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
         return
     for name, backend in (*FUSED_SDPA.items(), ("sdpa math", SDPBackend.MATH)):
         prepare = functools.partial(_prepare_sdpa, materialises=backend is SDPBackend.MATH)
-        yield OperatorMethod(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
+        yield TimedMethod(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
     exact = functools.partial(_prepare_sdpa, dtype=torch.float32, materialises=True)
-    yield OperatorMethod("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
+    yield TimedMethod("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
 
 
 def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
@@ -196,28 +198,20 @@ def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
     return name.strip(), function
 
 
-def load_peer(text: str) -> OperatorMethod:
+def load_peer(text: str) -> TimedMethod[Inputs]:
     """Make a method of a third-party function; see :func:`import_peer`."""
     name, function = import_peer(text)
-    return OperatorMethod(name, "end-to-end", functools.partial(_prepare_peer, function=function))
+    return TimedMethod(name, "end-to-end", functools.partial(_prepare_peer, function=function))
 
 
-MethodT = TypeVar("MethodT", bound="_Named")
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-def select(methods: Sequence[OperatorMethod], only: Sequence[str]) -> list[OperatorMethod]:
+def select(methods: Sequence[TimedMethod[Inputs]], only: Sequence[str]) -> list[TimedMethod[Inputs]]:
     """Return the methods named in ``only``, or if it is empty all but PyTorch's unfused ones (Tables 2 and 3)."""
     return [m for m in methods if (m.name in only if only else not m.name.startswith("sdpa math"))]
 
 
 def make_methods(
     device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
-) -> list[OperatorMethod]:
+) -> list[TimedMethod[Inputs]]:
     """Return every method that can be timed on ``device``, in the order of the tables.
 
     Args:
@@ -246,7 +240,7 @@ def check_recipes(recipes: Sequence[str]) -> None:
             raise ValueError(f"recipe must be one of {tuple(RECIPES)}, got {recipe!r}")
 
 
-def keep_named(found: Sequence[MethodT], only: Sequence[str]) -> list[MethodT]:
+def keep_named(found: Sequence[TimedMethod[Setup]], only: Sequence[str]) -> list[TimedMethod[Setup]]:
     """Return the methods called as in ``only``, or all if it is empty.
 
     Raises:

@@ -26,8 +26,9 @@ from ..evaluation import digits
 from ..evaluation.classifiers import DIGITS_MODELS, require_timm, resolve_model_name
 from ..integrations.timm import AttentionFunction, patch
 from . import console as bench_console
-from . import figures, latency, nvml, records, timers
+from . import errors, figures, latency, nvml, records, timers
 from . import methods as bench_methods
+from .methods import TimedMethod
 from .metrics import sqnr
 
 MODELS = ("DeiT-T", "DeiT-S", "DeiT-B", "Swin-T")
@@ -40,23 +41,15 @@ FIELDS = (
 """Columns of ``models.csv``."""
 
 
+_KEPT_BIAS = "qflash kept bias"
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelMethod:
-    """A way to compute the attention of a model whose run is timed.
+class ModelInputs:
+    """A model, which whoever prepares a call of it may change, and its images, in one dtype and on one device."""
 
-    Attributes:
-        name: what tables call it.
-        change: makes the model use it, in place.
-        context: entered around all calls.
-        is_sdpa: PyTorch's own, to which ratios refer.
-        applies: whether it is anything of its own in a model.
-    """
-
-    name: str
-    change: Callable[[nn.Module], object] = lambda model: model
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    is_sdpa: bool = False
-    applies: Callable[[nn.Module], bool] = lambda model: True
+    model: nn.Module
+    images: torch.Tensor
 
 
 def _has_bias(model: nn.Module) -> bool:
@@ -70,13 +63,30 @@ def _use_sdpa(model: nn.Module) -> None:
             module.fused_attn = True  # type: ignore[assignment]
 
 
+def _method(
+    name: str,
+    change: Callable[[nn.Module], object] = lambda model: model,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    is_sdpa: bool = False,
+    is_ours: bool = False,
+) -> TimedMethod[ModelInputs]:
+    """Return the method that runs a model after ``change`` has made it compute its attention so."""
+
+    def prepare(inputs: ModelInputs) -> timers.TimedCall:
+        change(inputs.model)
+        return functools.partial(inputs.model, inputs.images)
+
+    return TimedMethod(name, "end-to-end", prepare, context, is_sdpa=is_sdpa, is_ours=is_ours)
+
+
 def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
     return functools.partial(patch, attention=function)
 
 
 def make_methods(
     device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
-) -> list[ModelMethod]:
+) -> list[TimedMethod[ModelInputs]]:
     """Return the methods that can run in a model on ``device``: timm's choice, SDPA's back ends, baselines, ours, peers.
 
     Args:
@@ -89,31 +99,37 @@ def make_methods(
         ValueError: an unknown recipe, peer or name, or a name given twice.
     """
     bench_methods.check_recipes(recipes)
-    found = [ModelMethod("timm"), ModelMethod("sdpa", _use_sdpa, is_sdpa=True)]
+    found = [_method("timm"), _method("sdpa", _use_sdpa, is_sdpa=True)]
     if device.type == "cuda":
         for name, backend in bench_methods.FUSED_SDPA.items():
-            found.append(ModelMethod(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
+            found.append(_method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
         for method in METHODS.values():
             if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
-                found.append(ModelMethod(method.name, _with(method.attention)))
+                found.append(_method(method.name, _with(method.attention)))
     for recipe in recipes:
         found.append(
-            ModelMethod(
+            _method(
                 "qflash" if recipe == "default" else f"qflash {recipe}",
                 functools.partial(patch, recipe=bench_methods.RECIPES[recipe]),
+                is_ours=True,
             )
         )
     if "default" in recipes:
-        found.append(ModelMethod("qflash kept bias", functools.partial(patch, keep_bias=True), applies=_has_bias))
+        found.append(_method(_KEPT_BIAS, functools.partial(patch, keep_bias=True), is_ours=True))
     for text in peers:
         name, function = bench_methods.import_peer(text)
-        found.append(ModelMethod(name, _with(functools.partial(function, is_causal=False))))
+        found.append(_method(name, _with(functools.partial(function, is_causal=False))))
     return bench_methods.keep_named(found, only)
+
+
+def applying(methods: Sequence[TimedMethod[ModelInputs]], model: nn.Module) -> list[TimedMethod[ModelInputs]]:
+    """Return the methods that differ in ``model``: without a bias none can be kept."""
+    return [method for method in methods if method.name != _KEPT_BIAS or _has_bias(model)]
 
 
 @dataclasses.dataclass
 class _Runner:
-    method: ModelMethod
+    method: TimedMethod[ModelInputs]
     row: dict[str, Any]
     timer: timers.Timer | None = None
     samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -123,7 +139,7 @@ def measure(
     name: str,
     model: nn.Module,
     images: torch.Tensor,
-    methods: Sequence[ModelMethod],
+    methods: Sequence[TimedMethod[ModelInputs]],
     *,
     dtype: torch.dtype,
     rounds: int,
@@ -135,7 +151,7 @@ def measure(
         name: for the rows.
         model: in float32, in evaluation mode; it is copied, not changed.
         images: float32, (batch, 3, height, width), on the device to run on.
-        methods: see :func:`make_methods`; those that do not apply to the model are left out.
+        methods: see :func:`make_methods`; of those only :func:`applying` to the model.
         dtype: of weights and images while they are timed.
         rounds: samples a method.
     """
@@ -143,22 +159,18 @@ def measure(
     with sdpa_kernel(SDPBackend.MATH):
         wanted = copy.deepcopy(model).to(device)(images)
     runners = []
-    for method in methods:
-        if not method.applies(model):
-            continue
+    for method in applying(methods, model):
         row: dict[str, Any] = dict.fromkeys(FIELDS)
         row |= {"model": name, "batch": len(images), "dtype": str(dtype).removeprefix("torch."), "method": method.name}
         runner = _Runner(method, row)
         runners.append(runner)
         try:
-            with records.explained(), method.context():
-                mine = copy.deepcopy(model).to(device, dtype)
-                method.change(mine)
-                call = functools.partial(mine, images.to(dtype))
+            with errors.explained(), method.context():
+                call = method.prepare(ModelInputs(copy.deepcopy(model).to(device, dtype), images.to(dtype)))
                 row["sqnr_db"] = round(sqnr(wanted, call()), 2)
-                runner.timer = timers.GraphTimer(call) if device.type == "cuda" else timers.CpuTimer(call, method.context)
+                runner.timer = timers.make_timer(call, method.mode, device, method.context)
         except Exception as error:
-            row["error"] = records.describe(error)
+            row["error"] = errors.describe(error)
             timers.tidy(device)
         tick(f"{name} b{len(images)} {method.name}")
     for index in range(rounds):
@@ -167,7 +179,7 @@ def measure(
                 try:
                     runner.samples.append(runner.timer.sample())
                 except Exception as error:
-                    runner.row["error"], runner.timer = records.describe(error), None
+                    runner.row["error"], runner.timer = errors.describe(error), None
     for runner in runners:
         if runner.timer is not None and runner.samples:
             found = timers.summarise(runner.samples)
@@ -255,7 +267,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
 def run_models(
     names: Sequence[str],
     batches: Sequence[int],
-    methods: Sequence[ModelMethod],
+    methods: Sequence[TimedMethod[ModelInputs]],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -290,7 +302,7 @@ def run_models(
     rows: list[dict[str, Any]] = record["rows"]
     console = bench_console.table_console()
     console.print(f"{record['environment']['device']}. {record['timing']}.\n")
-    runs = len(batches) * sum(method.applies(model) for model, _ in loaded.values() for method in methods)
+    runs = len(batches) * sum(len(applying(methods, model)) for model, _ in loaded.values())
     with bench_console.progress_bar(runs) as tick:
         for name, (model, size) in loaded.items():
             for batch in batches:

@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 
 from . import console as bench_console
-from . import latency, records
+from . import errors, latency, records
 from . import methods as bench_methods
 from . import problems as bench_problems
 from .metrics import sqnr
@@ -260,13 +260,13 @@ def child(path: pathlib.Path) -> None:
             found: dict[str, Any] = {"error": None, "sqnr_db": None, "sqnr_of": words}
             with method.context():
                 try:
-                    with records.explained():
+                    with errors.explained():
                         call = method.prepare(inputs)
                         found["sqnr_db"] = round(sqnr(wanted, bench_problems.as_tensor(call(), problem)[part]), 2)
                         for _ in range(2):
                             call()
                 except Exception as error:
-                    found["error"], call = records.describe(error), None
+                    found["error"], call = errors.describe(error), None
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStart()
                 torch.cuda._sleep(1000)  # the marker
@@ -274,7 +274,7 @@ def child(path: pathlib.Path) -> None:
                     if call is not None:
                         call()
                 except Exception as error:
-                    found["error"] = records.describe(error)
+                    found["error"] = errors.describe(error)
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStop()
             done.append(found)
@@ -283,7 +283,7 @@ def child(path: pathlib.Path) -> None:
 
 def make_rows(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.OperatorMethod],
+    methods: Sequence[bench_methods.TimedMethod[bench_problems.Inputs]],
     calls: Sequence[dict[str, Any]],
     launches: Sequence[Sequence[dict[str, Any]]],
     *,
@@ -336,7 +336,7 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def run_profile(
     problems: Sequence[bench_problems.Problem],
-    methods: Sequence[bench_methods.OperatorMethod],
+    methods: Sequence[bench_methods.TimedMethod[bench_problems.Inputs]],
     *,
     recipes: Sequence[str] = ("default",),
     peers: Sequence[str] = (),

@@ -7,12 +7,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from .methods import OperatorMethod, TimedCall
+TimedCall = Callable[[], Any]
+"""What a timer calls; the result is dropped."""
 
 _GRAPH_US = 1000.0
 
@@ -153,13 +154,15 @@ class CpuTimer:
 Timer = GraphTimer | EagerTimer | CpuTimer
 
 
-def make_timer(method: OperatorMethod, call: TimedCall, mode: str, device: torch.device) -> Timer:
-    """Return the timer for ``mode`` on ``device``."""
+def make_timer(
+    call: TimedCall, mode: str, device: torch.device, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Timer:
+    """Return the timer for ``mode`` on ``device``; ``context`` is entered around all calls, outside the clock."""
     if device.type != "cuda":
-        return CpuTimer(call, method.context)
+        return CpuTimer(call, context)
     if mode == "eager":
-        return EagerTimer(call, method.context)
-    with method.context():
+        return EagerTimer(call, context)
+    with context():
         return GraphTimer(call)
 
 

@@ -154,6 +154,9 @@ RecipeOption = Annotated[list[str] | None, typer.Option(help="paper, default, ac
 DtypeOption = Annotated[str | None, typer.Option(help="float16, bfloat16 or float32.")]
 InputOption = Annotated[str, typer.Option("--input", help="uniform in [-4, 4), as in the paper, or normal.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu; the GPU if there is one.")]
+BaseOption = Annotated[
+    str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), by turns.")
+]
 OutputOption = Annotated[pathlib.Path | None, typer.Option(file_okay=False, help="Folder for JSON, CSV and plots.")]
 
 
@@ -170,9 +173,7 @@ def bench(
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
     dtype: DtypeOption = None,
     inputs: InputOption = "uniform",
-    base: Annotated[
-        str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), by turns.")
-    ] = None,
+    base: BaseOption = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples a method.")] = None,
     device: DeviceOption = None,
     output: OutputOption = None,
@@ -188,7 +189,7 @@ def bench(
     from .bench import methods as bench_methods
     from .bench import problems as bench_problems
 
-    with _explained("bench", ValueError, RuntimeError):
+    with _explained("bench", ValueError, revisions.RevisionError):
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
         problems = bench_problems.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias)
@@ -223,19 +224,32 @@ def models(
         bool, typer.Option("--pretrained", help="Download timm's weights; speed does not need them.")
     ] = False,
     dtype: DtypeOption = None,
+    base: BaseOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples a method.")] = 15,
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits."""
-    from .bench import console
+    """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits.
+
+    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns.
+    """
+    from .bench import console, revisions
     from .bench import models as own
 
-    with _explained("models", ValueError, ImportError, OSError):
+    with _explained("models", ValueError, ImportError, OSError, revisions.RevisionError):
         where = console.pick_device(device)
+        batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
+        if base is not None:
+            if method or peer:
+                raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
+            revisions.run_model_revisions(
+                model or own.MODELS, batches, base, recipes=recipe or ("default",), dtype=console.pick_dtype(dtype, where),
+                device=where, rounds=rounds, pretrained=pretrained, output=output,
+            )  # fmt: skip
+            return
         own.run_models(
             model or own.MODELS,
-            batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES),
+            batches,
             own.make_methods(where, recipe or ("default",), peer or (), method or ()),
             dtype=console.pick_dtype(dtype, where),
             device=where,

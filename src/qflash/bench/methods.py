@@ -25,12 +25,12 @@ from .errors import describe
 from .problems import Inputs
 from .timers import TimedCall
 
-RECIPES: dict[str, Recipe] = {
-    **PRESETS,
-    "per-tensor": DEFAULT.replace(
-        query_granularity="tensor", key_granularity="tensor", value_granularity="tensor", smooth_key=False
-    ),
-}
+PER_TENSOR: dict[str, Any] = {
+    "query_granularity": "tensor", "key_granularity": "tensor", "value_granularity": "tensor", "smooth_key": False,
+}  # fmt: skip
+"""What recipe ``per-tensor`` changes in DEFAULT: one scale a tensor and no preparation."""
+
+RECIPES: dict[str, Recipe] = {**PRESETS, "per-tensor": DEFAULT.replace(**PER_TENSOR)}
 """What ``--recipe`` takes: the presets, and DEFAULT's arithmetic with one scale a tensor and no preparation."""
 
 FUSED_SDPA = {

@@ -84,6 +84,17 @@ def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
     return functools.partial(patch, attention=function)
 
 
+def own_variants(recipes: Sequence[str]) -> dict[str, tuple[str, bool]]:
+    """Return QFlash's methods by name: the recipe of each, and whether it keeps the bias of Swin's layers."""
+    found = {"qflash" if recipe == "default" else f"qflash {recipe}": (recipe, False) for recipe in recipes}
+    return found | ({_KEPT_BIAS: ("default", True)} if "default" in recipes else {})
+
+
+def applies(name: str, model: nn.Module) -> bool:
+    """Tell whether a method differs from the others in ``model``: without a bias none can be kept."""
+    return name != _KEPT_BIAS or _has_bias(model)
+
+
 def make_methods(
     device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
 ) -> list[TimedMethod[ModelInputs]]:
@@ -106,25 +117,13 @@ def make_methods(
         for method in METHODS.values():
             if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
                 found.append(_method(method.name, _with(method.attention)))
-    for recipe in recipes:
-        found.append(
-            _method(
-                "qflash" if recipe == "default" else f"qflash {recipe}",
-                functools.partial(patch, recipe=bench_methods.RECIPES[recipe]),
-                is_ours=True,
-            )
-        )
-    if "default" in recipes:
-        found.append(_method(_KEPT_BIAS, functools.partial(patch, keep_bias=True), is_ours=True))
+    for name, (recipe, keep_bias) in own_variants(recipes).items():
+        change = functools.partial(patch, recipe=bench_methods.RECIPES[recipe], keep_bias=keep_bias)
+        found.append(_method(name, change, is_ours=True))
     for text in peers:
         name, function = bench_methods.import_peer(text)
         found.append(_method(name, _with(functools.partial(function, is_causal=False))))
     return bench_methods.keep_named(found, only)
-
-
-def applying(methods: Sequence[TimedMethod[ModelInputs]], model: nn.Module) -> list[TimedMethod[ModelInputs]]:
-    """Return the methods that differ in ``model``: without a bias none can be kept."""
-    return [method for method in methods if method.name != _KEPT_BIAS or _has_bias(model)]
 
 
 @dataclasses.dataclass
@@ -151,7 +150,7 @@ def measure(
         name: for the rows.
         model: in float32, in evaluation mode; it is copied, not changed.
         images: float32, (batch, 3, height, width), on the device to run on.
-        methods: see :func:`make_methods`; of those only :func:`applying` to the model.
+        methods: see :func:`make_methods`; those that do not apply to the model are left out.
         dtype: of weights and images while they are timed.
         rounds: samples a method.
     """
@@ -159,7 +158,9 @@ def measure(
     with sdpa_kernel(SDPBackend.MATH):
         wanted = copy.deepcopy(model).to(device)(images)
     runners = []
-    for method in applying(methods, model):
+    for method in methods:
+        if not applies(method.name, model):
+            continue
         row: dict[str, Any] = dict.fromkeys(FIELDS)
         row |= {"model": name, "batch": len(images), "dtype": str(dtype).removeprefix("torch."), "method": method.name}
         runner = _Runner(method, row)
@@ -212,6 +213,20 @@ def load(name: str, pretrained: bool = False) -> tuple[nn.Module, tuple[int, int
         torch.manual_seed(0)
         model = timm.create_model(full, pretrained=pretrained)
     return model.eval(), tuple(model.pretrained_cfg["input_size"])
+
+
+def draw_images(batch: int, size: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Draw images from N(0, 1) on the CPU, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((batch, *size), generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def without_qflash(model: nn.Module, images: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of timm's classes alone, which another revision of QFlash can unpickle, and its images.
+
+    A digits model enlarges its images before that; here it is done beforehand.
+    """
+    return (model.backbone, model.enlarge(images)) if isinstance(model, digits.DigitsClassifier) else (model, images)
 
 
 def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -302,12 +317,11 @@ def run_models(
     rows: list[dict[str, Any]] = record["rows"]
     console = bench_console.table_console()
     console.print(f"{record['environment']['device']}. {record['timing']}.\n")
-    runs = len(batches) * sum(len(applying(methods, model)) for model, _ in loaded.values())
+    runs = len(batches) * sum(applies(method.name, model) for model, _ in loaded.values() for method in methods)
     with bench_console.progress_bar(runs) as tick:
         for name, (model, size) in loaded.items():
             for batch in batches:
-                generator = torch.Generator().manual_seed(0)
-                images = torch.randn((batch, *size), generator=generator, dtype=torch.float32, device="cpu").to(device)
+                images = draw_images(batch, size, device)
                 rows += measure(name, model, images, methods, dtype=dtype, rounds=rounds, tick=tick)
                 if output is not None:
                     records.write_json(output / "models.json", record)

@@ -1,14 +1,19 @@
-"""Times one revision of QFlash for :mod:`qflash.bench.revisions`, which runs this file in a process a revision.
+"""Times one revision of QFlash; :mod:`qflash.bench.revisions` runs this file in one process per revision.
 
-It imports whatever ``qflash`` comes first on the path, and of that only public names. Orders come as JSON, one a line, and
-are answered so. Both revisions are timed by the same code on the same inputs; one works while the other waits.
+It imports the ``qflash`` that comes first on the path and uses nothing of it but public names, so that it runs with revisions
+whose modules lie elsewhere. The clocks are those of :mod:`qflash.bench.timers`, loaded from the file beside this one: both
+revisions are timed by the same code on the same inputs.
+
+Orders come as JSON on standard input, one a line, and each is answered by one line of JSON on standard output.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import pathlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,122 +21,110 @@ import torch
 
 import qflash
 
-SAMPLE_US = 1000.0
-"""What a sample should take at least."""
-MOST_CALLS = 200
-EAGER_CALLS = 50
-"""Fewer than fill a GPU's launch queue, so that issuing never waits."""
+
+def load_neighbour(name: str) -> Any:
+    """Import a file beside this one, which may import nothing of QFlash."""
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"qflash_revision_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def draw_inputs(order: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Draw query, key, value and bias on the CPU, the same in every process."""
-    generator = torch.Generator().manual_seed(0)
-    device, dtype = torch.device(order["device"]), getattr(torch, order["dtype"])
-    batch, heads, queries, head_dim = order["shape"]
-    keys, windows = order["keys"], order["windows"]
-
-    def draw(*shape: int) -> torch.Tensor:
-        if order["inputs"] == "normal":
-            return torch.randn(shape, generator=generator)
-        return torch.rand(shape, generator=generator) * 8 - 4
-
-    tensors = [draw(batch, heads, tokens, head_dim).to(device, dtype) for tokens in (queries, keys, keys)]
-    bias = None
-    if order["bias"]:
-        bias = qflash.align_bias(torch.randn((windows, heads, queries, keys), generator=generator).to(device, dtype))
-    return tensors, bias
+errors, timers = load_neighbour("errors"), load_neighbour("timers")
 
 
-def make_call(order: dict[str, Any]) -> Callable[[], object]:
+def read_recipe(order: dict[str, Any]) -> Any:
+    """Return the recipe of an order: a preset's name, or this revision's preset with changes."""
+    if not order["changes"]:
+        return order["recipe"]
+    return getattr(qflash, order["recipe"].upper()).replace(**order["changes"])
+
+
+def prepare_attention(order: dict[str, Any], given: dict[str, Any], device: torch.device) -> Callable[[], Any]:
     """Return the call to time: int8 to int8 on tensors quantised beforehand, or float to float."""
-    (query, key, value), bias = draw_inputs(order)
-    options: dict[str, Any] = {"is_causal": order["causal"], "recipe": order["recipe"]}
+    query, key, value, bias = (given[name] for name in ("query", "key", "value", "bias"))
+    if bias is not None:
+        bias = qflash.align_bias(bias)
+    options: dict[str, Any] = {"is_causal": order["causal"], "recipe": read_recipe(order)}
     if order["mode"] != "kernel":
         return lambda: qflash.attention(query, key, value, bias, **options)
     tensors = qflash.quantize(query), qflash.quantize(key), qflash.quantize(value)
-    fixed = None if bias is None else qflash.align_bias(qflash.quantize_bias(bias))
-    calibration = qflash.int8_attention(*tensors, fixed, **options, out_dtype=torch.float32)
-    assert isinstance(calibration, torch.Tensor)
-    scale = (calibration.abs().amax() / 127).reshape(1, 1, 1, 1)
-    return lambda: qflash.int8_attention(*tensors, fixed, **options, output_scale=scale)
+    if bias is not None:
+        bias = qflash.align_bias(qflash.quantize_bias(bias))
+    fitted = qflash.int8_attention(*tensors, bias, **options, out_dtype=torch.float32)
+    assert isinstance(fitted, torch.Tensor)
+    scale = fitted.abs().amax() / 127
+    return lambda: qflash.int8_attention(*tensors, bias, **options, output_scale=scale)
 
 
-class GraphSamples:
-    """Device time of a call by replays of a CUDA graph of many."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self.capture(8)
-        once = min(self.sample() for _ in range(3))
-        self.capture(max(1, min(MOST_CALLS, round(SAMPLE_US / max(once, 0.1)))))
-
-    def capture(self, calls: int) -> None:
-        self.calls, self.graph = calls, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for _ in range(calls):
-                self.call()
-        torch.cuda.synchronize()
-
-    def sample(self) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.graph.replay()  # keeps the device busy while the next is enqueued
-        begin.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1000.0 / self.calls
+def prepare_model(order: dict[str, Any], given: dict[str, Any], device: torch.device) -> Callable[[], Any]:
+    """Return the call to time: a forward pass of a model that computes its attention with this revision."""
+    dtype = getattr(torch, order["dtype"])
+    model, images = given["model"].to(device, dtype), given["images"].to(dtype)
+    keep_bias: dict[str, Any] = {"keep_bias": True} if order["keep_bias"] else {}
+    qflash.patch(model, recipe=read_recipe(order), **keep_bias)
+    return lambda: model(images)
 
 
-class EagerSamples:
-    """Time until calls without a graph are issued; on a CPU until they are done."""
+class Server:
+    """Answers orders: ``about``, ``prepare``, ``sample`` and ``forget``."""
 
-    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
-        self.call, self.on_gpu = call, device.type == "cuda"
-        for _ in range(3):
-            call()
-        self.calls = 1
-        once = min(self.sample() for _ in range(3))
-        self.calls = max(1, min(EAGER_CALLS if self.on_gpu else MOST_CALLS, round(SAMPLE_US / max(once, 0.1))))
+    def __init__(self) -> None:
+        self._timer: Any = None
+        self._figure = "us"
+        self._device = torch.device("cpu")
 
-    def sample(self) -> float:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(self.calls):
-            self.call()
-        return (time.perf_counter() - begin) * 1e6 / self.calls
+    def about(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Say which package this is; from now on use so many threads."""
+        torch.set_num_threads(order["threads"])
+        return {"package": qflash.__path__[0]}
+
+    def prepare(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Make the call to time, write what it returns to a file, and warm up."""
+        self.forget(order)
+        self._device = device = torch.device(order["device"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        given = torch.load(order["inputs"], map_location=device, weights_only=False)
+        call = (prepare_model if order["what"] == "model" else prepare_attention)(order, given, device)
+        out = call()
+        out = out if isinstance(out, torch.Tensor) else out.dequantize()
+        torch.save(out.cpu(), order["output"])
+        del out
+        self._timer = timers.make_timer(call, order["mode"], device)
+        # what calls without a graph cost on a GPU is the host's time
+        self._figure = "issue_us" if device.type == "cuda" and order["mode"] == "eager" else "us"
+        return {"calls": self._timer.calls}
+
+    def sample(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the microseconds of one call."""
+        return {"us": self._timer.sample()[self._figure]}
+
+    def forget(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Free what was prepared."""
+        self._timer = None
+        timers.tidy(self._device)
+        return {}
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what an order says; what goes wrong is the answer too."""
+        try:
+            with torch.inference_mode():
+                known = {"about": self.about, "prepare": self.prepare, "sample": self.sample, "forget": self.forget}
+                return known[order["do"]](order)
+        except Exception as error:
+            return {"error": errors.describe(error)}
 
 
 def serve() -> None:
-    """Answer orders until there are no more."""
-    samples: GraphSamples | EagerSamples | None = None
+    """Answer orders until there are no more; what anything else prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    server = Server()
     for line in sys.stdin:
-        order = json.loads(line)
-        answer: dict[str, Any]
-        try:
-            with torch.inference_mode():
-                if order["do"] == "prepare":
-                    samples = None  # gives its memory back first
-                    device = torch.device(order["device"])
-                    call = make_call(order)
-                    graph = device.type == "cuda" and order["mode"] != "eager"
-                    samples = GraphSamples(call) if graph else EagerSamples(call, device)
-                    answer = {"calls": samples.calls}
-                elif order["do"] == "sample":
-                    assert samples is not None
-                    answer = {"us": samples.sample()}
-                else:
-                    answer = {"version": getattr(qflash, "__version__", "?"), "package": qflash.__path__[0]}
-        except Exception as error:  # the other process has to hear of anything
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(server.answer(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,12 @@ class DigitsClassifier(nn.Module):
         Returns:
             logits (batch, 10).
         """
+        return self.backbone(self.enlarge(images))
+
+    def enlarge(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the images that the timm model takes: :data:`IMAGE_SIZE` wide and high, in [-1, 1]."""
         large = nn.functional.interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
-        return self.backbone(large * 2.0 - 1.0)
+        return large * 2.0 - 1.0
 
 
 def load_digits_split(seed: int = 0, held_out: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ It imports the ``qflash`` that comes first on the path and uses nothing of it bu
 whose modules lie elsewhere. The clocks are those of :mod:`qflash.bench.timers`, loaded from the file beside this one: both
 revisions are timed by the same code on the same inputs.
 
-Orders come as JSON on standard input, one a line, and each is answered by one line of JSON on standard output.
+Orders come as JSON on standard input, one a line; each is answered by a line of JSON to the file descriptor in the argument.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Server:
 
     def __init__(self) -> None:
         self._timer: Any = None
+        self._call: Callable[[], Any] | None = None
         self._figure = "us"
         self._device = torch.device("cpu")
 
@@ -94,17 +95,20 @@ class Server:
         torch.save(out.cpu(), order["output"])
         del out
         self._timer = timers.make_timer(call, order["mode"], device)
+        self._call = call
         # what calls without a graph cost on a GPU is the host's time
         self._figure = "issue_us" if device.type == "cuda" and order["mode"] == "eager" else "us"
         return {"calls": self._timer.calls}
 
     def sample(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the microseconds of one call."""
+        """Return the microseconds of one call; one before it is not timed, for the other process has used the caches."""
+        assert self._call is not None
+        self._call()
         return {"us": self._timer.sample()[self._figure]}
 
     def forget(self, order: dict[str, Any]) -> dict[str, Any]:
         """Free what was prepared."""
-        self._timer = None
+        self._timer = self._call = None
         timers.tidy(self._device)
         return {}
 
@@ -119,9 +123,8 @@ class Server:
 
 
 def serve() -> None:
-    """Answer orders until there are no more; what anything else prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """Answer orders until there are no more."""
+    answers = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     server = Server()
     for line in sys.stdin:
         print(json.dumps(server.answer(json.loads(line))), file=answers, flush=True)

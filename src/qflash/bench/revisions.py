@@ -1,8 +1,8 @@
 """Two revisions of QFlash timed in one run, by turns: ``qflash bench --base REF`` and ``qflash models --base REF``.
 
-Each revision has a process of its own, with its package first on the path, that runs :mod:`qflash.bench.revision_worker`. This
-process draws the inputs and judges the outputs; it times nothing. In every round both revisions take a sample, the first one
-alternating, so that both meet the same state of the machine; a ratio is that of the two samples of a round.
+Each revision has processes of its own, with its package first on the path, that run :mod:`qflash.bench.revision_worker`. This
+process draws the inputs and judges the outputs; it times nothing. In every round one process of either revision takes a sample,
+the first one alternating, so that both meet the same state of the machine; a ratio is that of the two samples of a round.
 """
 
 from __future__ import annotations
@@ -38,12 +38,23 @@ from .problems import Problem, as_tensor, check_input, exact_part, make_inputs
 from .timers import CPU_SECONDS, tidy
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-_START = "import runpy, sys; sys.path[:] = filter(None, sys.path); runpy.run_path(sys.argv[1], run_name='__main__')"
+_START = """
+import os, runpy, sys
+script, sys.argv[1:] = sys.argv[1], [str(os.dup(1))]
+os.dup2(2, 1)
+sys.path[:] = filter(None, sys.path)
+runpy.run_path(script, run_name="__main__")
+"""
+"""Runs the worker with no working folder on the path: it answers on standard output, other prints go to standard error."""
 
 _RESULTS = (
     "base_us", "new_us", "ratio", "ratio_q1", "ratio_q3", "samples", "same_bits", "base_sqnr_db", "new_sqnr_db", "sqnr_of",
     "error",
 )  # fmt: skip
+PROCESSES = 3
+"""Processes of either revision. The same code may take a tenth longer in one process than in another, as long as they live, by
+where its memory lies; the quartiles of one process each would not show it. Odd, so that each of them is the first by turns."""
+
 FIELDS = (
     "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "recipe", *_RESULTS,
 )  # fmt: skip
@@ -155,14 +166,16 @@ class Worker:
         self._process.stdout.close()
 
 
-class Pair:
+class Comparison:
     """Both revisions, ready to be timed on inputs that are handed over in files.
 
     Attributes:
-        base, new: the process of either revision.
+        base, new: the processes of either revision, as many of one as of the other.
     """
 
-    def __init__(self, base: Worker, new: Worker, folder: pathlib.Path, device: torch.device, rounds: int) -> None:
+    def __init__(
+        self, base: Sequence[Worker], new: Sequence[Worker], folder: pathlib.Path, device: torch.device, rounds: int
+    ) -> None:
         self.base, self.new = base, new
         self._folder, self._device, self._rounds = folder, device, rounds
 
@@ -180,19 +193,19 @@ class Pair:
         Returns:
             the fields of a row that hold results; ``error`` where a revision failed.
         """
-        workers = self.base, self.new
         row: dict[str, Any] = {}
         failed = []
         outputs = []
-        for side, worker in zip(("base", "new"), workers, strict=True):
+        for side, workers in (("base", self.base), ("new", self.new)):
             path = self._folder / f"{side}.pt"
             paths = {"inputs": str(self._folder / "inputs.pt"), "output": str(path)}
             try:
-                worker.ask("prepare", **order, **paths, device=str(self._device))
+                for worker in workers:
+                    worker.ask("prepare", **order, **paths, device=str(self._device))
                 outputs.append(torch.load(path))
                 row[f"{side}_sqnr_db"] = round(judge(outputs[-1].to(self._device)), 2)
             except Exception as error:
-                failed.append(str(error) if isinstance(error, RevisionError) else f"{worker.name}: {describe(error)}")
+                failed.append(str(error) if isinstance(error, RevisionError) else f"{workers[0].name}: {describe(error)}")
         try:
             if failed:
                 return row | {"error": "; ".join(failed)}
@@ -201,23 +214,26 @@ class Pair:
         except RevisionError as error:
             return row | {"error": str(error)}
         finally:
-            for worker in workers:
+            for worker in (*self.base, *self.new):
                 with contextlib.suppress(RevisionError):  # the next order says so
                     worker.ask("forget")
 
     def _by_turns(self) -> dict[str, Any]:
-        times: dict[Worker, list[float]] = {self.base: [], self.new: []}
+        times: dict[str, list[float]] = {"base": [], "new": []}
         begin = time.monotonic()
         for index in range(self._rounds):
-            for worker in (self.base, self.new) if index % 2 == 0 else (self.new, self.base):
-                times[worker].append(worker.ask("sample")["us"])
-            if self._device.type != "cuda" and index >= 2 and time.monotonic() - begin > 2 * CPU_SECONDS:
+            place = index % len(self.base)
+            turns = [("base", self.base[place]), ("new", self.new[place])]
+            for side, worker in turns if index % 2 == 0 else reversed(turns):
+                times[side].append(worker.ask("sample")["us"])
+            slow = time.monotonic() - begin > 2 * CPU_SECONDS
+            if self._device.type != "cuda" and slow and index + 1 >= len(self.base):
                 break
-        ratios = [new / base for base, new in zip(times[self.base], times[self.new], strict=True)]
+        ratios = [new / base for base, new in zip(times["base"], times["new"], strict=True)]
         quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         return {
-            "base_us": round(statistics.median(times[self.base]), 3),
-            "new_us": round(statistics.median(times[self.new]), 3),
+            "base_us": round(statistics.median(times["base"]), 3),
+            "new_us": round(statistics.median(times["new"]), 3),
             "ratio": round(quartiles[1], 4),
             "ratio_q1": round(quartiles[0], 4),
             "ratio_q3": round(quartiles[2], 4),
@@ -226,8 +242,14 @@ class Pair:
 
 
 @contextlib.contextmanager
-def start_pair(base: str, device: torch.device, rounds: int) -> Iterator[Pair]:
-    """Start a process for the revision ``base`` and one for this package.
+def start_comparison(base: str, device: torch.device, rounds: int, processes: int = PROCESSES) -> Iterator[Comparison]:
+    """Start processes for the revision ``base`` and as many for this package.
+
+    Args:
+        base: see :func:`export`.
+        device: where they run.
+        rounds: samples a revision.
+        processes: of either revision; fewer if there are fewer rounds.
 
     Raises:
         ValueError: see :func:`export`.
@@ -236,15 +258,18 @@ def start_pair(base: str, device: torch.device, rounds: int) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         scratch = pathlib.Path(made)
         folder, name = export(base, scratch / "base")
-        pair = []
+        sides: list[list[Worker]] = []
         for place, called in ((folder, name), (PACKAGE.parent, "new")):
-            worker = Worker(place, called)
-            stack.callback(worker.close)
-            found = pathlib.Path(worker.ask("about", threads=torch.get_num_threads())["package"]).resolve()
-            if found != (place / PACKAGE.name).resolve():
-                raise RevisionError(f"{called}: Python imports qflash from {found}, not from {place}")
-            pair.append(worker)
-        yield Pair(pair[0], pair[1], scratch, device, rounds)
+            sides.append([])
+            for _ in range(min(processes, rounds)):
+                sides[-1].append(Worker(place, called))
+                stack.callback(sides[-1][-1].close)
+        for place, workers in zip((folder, PACKAGE.parent), sides, strict=True):
+            for worker in workers:
+                found = pathlib.Path(worker.ask("about", threads=torch.get_num_threads())["package"]).resolve()
+                if found != (place / PACKAGE.name).resolve():
+                    raise RevisionError(f"{worker.name}: Python imports qflash from {found}, not from {place}")
+        yield Comparison(sides[0], sides[1], scratch, device, rounds)
 
 
 def recipe_order(name: str) -> dict[str, Any]:
@@ -261,8 +286,8 @@ def timing_method(device: torch.device, rounds: int) -> str:
         how = f"wall clock on the CPU, {torch.get_num_threads()} threads"
         many = f"up to {rounds}"
     return (
-        f"{how}; a process a revision, samples by turns (order reversed every round), never at once; ratio: new ÷ base in a "
-        f"round, median and quartiles of {many} rounds, below 1 the new one is faster"
+        f"{how}; up to {PROCESSES} processes a revision, samples by turns (order reversed every round), never at once; ratio: "
+        f"new ÷ base in a round, median and quartiles of {many} rounds, below 1 the new one is faster"
     )
 
 
@@ -385,16 +410,16 @@ def run_revisions(
     _check(recipes, rounds)
     # on int8 tensors, per-tensor would be the default recipe again
     cases = [pair for pair in itertools.product(modes, recipes) if pair != ("kernel", "per-tensor")]
-    with start_pair(base, device, rounds) as pair, progress_bar(len(problems) * len(cases)) as tick:
+    with start_comparison(base, device, rounds) as both, progress_bar(len(problems) * len(cases)) as tick:
         options: dict[str, Any] = {"file": "revisions", "fields": FIELDS}
-        report = Report("two revisions of QFlash's attention", pair.base.name, device, rounds, output, **options)
+        report = Report("two revisions of QFlash's attention", both.base[0].name, device, rounds, output, **options)
         for problem in problems:
             fields: dict[str, Any] = {
                 "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
                 "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
                 "dtype": str(dtype).removeprefix("torch."),
             }  # fmt: skip
-            for mode, recipe, found in _attention_rows(pair, problem, cases, kind, dtype, device):
+            for mode, recipe, found in _attention_rows(both, problem, cases, kind, dtype, device):
                 report.add(fields | {"mode": mode, "recipe": recipe} | found)
                 tick(f"{problem.label} {mode} {recipe}")
     report.show(
@@ -409,14 +434,14 @@ def run_revisions(
 
 
 def _attention_rows(
-    pair: Pair, problem: Problem, cases: Sequence[tuple[str, str]], kind: str, dtype: torch.dtype, device: torch.device
+    both: Comparison, problem: Problem, cases: Sequence[tuple[str, str]], kind: str, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield each mode and recipe with what both revisions do on one problem."""
     try:
         inputs = make_inputs(problem, kind, dtype, device)
         wanted, part, words = exact_part(inputs)
         query, key, value = inputs.nested()
-        pair.give(query=query, key=key, value=value, bias=inputs.bias)
+        both.give(query=query, key=key, value=value, bias=inputs.bias)
     except Exception as error:  # inputs or reference did not fit
         tidy(device)
         for mode, recipe in cases:
@@ -430,7 +455,7 @@ def _attention_rows(
 
     for mode, recipe in cases:
         order = {"what": "attention", "mode": mode, "causal": problem.causal, **recipe_order(recipe)}
-        yield mode, recipe, pair.compare(judge, **order) | {"sqnr_of": words}
+        yield mode, recipe, both.compare(judge, **order) | {"sqnr_of": words}
 
 
 @torch.inference_mode()
@@ -474,20 +499,20 @@ def run_model_revisions(
         name: [method for method in variants if timed_models.applies(method, model)] for name, (model, _) in loaded.items()
     }
     jobs = len(batches) * sum(map(len, cases.values()))
-    with start_pair(base, device, rounds) as pair, progress_bar(jobs) as tick:
+    with start_comparison(base, device, rounds) as both, progress_bar(jobs) as tick:
         options: dict[str, Any] = {"file": "models_revisions", "fields": MODEL_FIELDS}
-        report = Report("whole models with two revisions of QFlash", pair.base.name, device, rounds, output, **options)
+        report = Report("whole models with two revisions of QFlash", both.base[0].name, device, rounds, output, **options)
         for (name, (model, size)), batch in itertools.product(loaded.items(), batches):
             fields = {"model": name, "batch": batch, "dtype": str(dtype).removeprefix("torch.")}
             images = timed_models.draw_images(batch, size, device)
             with sdpa_kernel(SDPBackend.MATH):
                 wanted = copy.deepcopy(model).to(device)(images)
             plain, images = timed_models.without_qflash(model, images)
-            pair.give(model=plain, images=images.cpu())
+            both.give(model=plain, images=images.cpu())
             for method in cases[name]:
                 recipe, keep_bias = variants[method]
                 order = {"what": "model", "mode": "end-to-end", "dtype": fields["dtype"], "keep_bias": keep_bias}
-                found = pair.compare(lambda out, wanted=wanted: sqnr(wanted, out), **order, **recipe_order(recipe))  # type: ignore[misc]
+                found = both.compare(lambda out, wanted=wanted: sqnr(wanted, out), **order, **recipe_order(recipe))  # type: ignore[misc]
                 report.add(fields | {"method": method, "sqnr_of": "logits"} | found)
                 tick(f"{name} b{batch} {method}")
             tidy(device)

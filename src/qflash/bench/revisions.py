@@ -52,8 +52,8 @@ _RESULTS = (
     "error",
 )  # fmt: skip
 PROCESSES = 3
-"""Processes of either revision. The same code may take a tenth longer in one process than in another, as long as they live, by
-where its memory lies; the quartiles of one process each would not show it. Odd, so that each of them is the first by turns."""
+"""Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by where
+its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
 
 FIELDS = (
     "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "recipe", *_RESULTS,

@@ -51,9 +51,10 @@ _RESULTS = (
     "base_us", "new_us", "ratio", "ratio_q1", "ratio_q3", "samples", "same_bits", "base_sqnr_db", "new_sqnr_db", "sqnr_of",
     "error",
 )  # fmt: skip
+
 PROCESSES = 3
-"""Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by where
-its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
+"""Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by
+where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
 
 FIELDS = (
     "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "recipe", *_RESULTS,

@@ -22,9 +22,9 @@ from rich.progress import track
 from rich.table import Table
 
 import qflash
-from qflash.bench.ablation import INPUTS, SEEDS, exact_attention, gaussian, ladder_rows, measure_rows, quantized, summary
+from qflash.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
 from qflash.bench.console import progress_bar
-from qflash.bench.metrics import sqnr
+from qflash.bench.metrics import exact_attention, sqnr
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "ladder.json"

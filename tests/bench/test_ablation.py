@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import qflash
-from qflash.bench import ablation, ablation_kernels, problems
-from qflash.bench.metrics import sqnr
+from qflash.bench import ablation, ablation_formulas, ablation_kernels, ablation_recipes, problems
+from qflash.bench.metrics import exact_attention, sqnr
 from qflash.cli import app
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ def test_kernel_computes_the_formula(step: int, shape: tuple[int, ...]) -> None:
         tensors = [qflash.quantize(x) if place < (0, 2, 3, 3)[step] else x for place, x in enumerate(inputs)]
         got = ablation_kernels.prepare_step(step, *tensors, softmax_scale=shape[-1] ** -0.5)()
         # float16 rounds the kernel's output, and an exponential may fall on the other side of a rounding of P
-        assert sqnr(ablation.step_formula(step, *inputs), got) > 55.0
+        assert sqnr(ablation_formulas.step_formula(step, *inputs), got) > 55.0
 
 
 def test_what_is_timed_is_what_the_formulas_say() -> None:
@@ -45,7 +45,7 @@ def test_what_is_timed_is_what_the_formulas_say() -> None:
     for name, method in methods.items():
         got = sqnr(exact, problems.as_tensor(method.prepare(inputs)(), problem))
         if name[:2] in ("V0", "V1", "V2", "V3") or name == "V4 paper":
-            formula = sqnr(exact, ablation.step_formula(int(name[1]), inputs.query, inputs.key, inputs.value))
+            formula = sqnr(exact, ablation_formulas.step_formula(int(name[1]), inputs.query, inputs.key, inputs.value))
             assert got == pytest.approx(formula, abs=0.1) if name != "V0" else got > 65.0, name
         else:
             assert got > 34.0, name
@@ -53,8 +53,8 @@ def test_what_is_timed_is_what_the_formulas_say() -> None:
 
 def test_each_step_loses_accuracy_and_the_last_is_algorithm_1() -> None:
     inputs = draw((2, 6, 197, 64))
-    exact = ablation.exact_attention(*inputs)
-    found = [sqnr(exact, ablation.step_formula(step, *inputs)) for step in range(5)]
+    exact = exact_attention(*inputs)
+    found = [sqnr(exact, ablation_formulas.step_formula(step, *inputs)) for step in range(5)]
     assert found == sorted(found, reverse=True)
     assert found[0] > 70.0
     assert sqnr(exact, qflash.attention(*inputs, recipe="paper").double()) == pytest.approx(found[4], abs=0.05)
@@ -63,7 +63,7 @@ def test_each_step_loses_accuracy_and_the_last_is_algorithm_1() -> None:
 def test_steps_refuse_what_they_do_not_know() -> None:
     inputs = draw((1, 1, 16, 32))
     with pytest.raises(ValueError, match="step must be 0 to 4, got 5"):
-        ablation.step_formula(5, *inputs)
+        ablation_formulas.step_formula(5, *inputs)
     with pytest.raises(ValueError, match="step must be 0, 1, 2 or 3, got 4"):
         ablation_kernels.prepare_step(4, *inputs, softmax_scale=1.0)
     with pytest.raises(ValueError, match="query must be a QuantizedTensor with one scale for step 1, got Tensor"):
@@ -71,26 +71,26 @@ def test_steps_refuse_what_they_do_not_know() -> None:
     with pytest.raises(ValueError, match="value must be a float tensor for step 1, got QuantizedTensor"):
         ablation_kernels.prepare_step(1, *(qflash.quantize(x) for x in inputs), softmax_scale=1.0)
     with pytest.raises(ValueError, match="kind must be one of"):
-        ablation.accumulation("none", *inputs)
+        ablation_formulas.accumulation("none", *inputs)
 
 
 def test_ways_of_accumulating_differ_from_the_second_tile_on() -> None:
     """One tile: nothing to rescale, all alike. Many: accumulated scales leave 32 bits first, then 64; release stays close."""
     one = draw((1, 2, 64, 64))
-    kinds = [kind for kind in ablation.ACCUMULATIONS if "QFlash" not in kind]
-    single = [ablation.accumulation(kind, *one) for kind in kinds[1:]]
+    kinds = [kind for kind in ablation_formulas.ACCUMULATIONS if "QFlash" not in kind]
+    single = [ablation_formulas.accumulation(kind, *one) for kind in kinds[1:]]
     assert all(torch.equal(out, single[0]) for out in single)
     many = draw((1, 2, 64 * 8, 64))
-    exact = ablation.exact_attention(*many)
-    reached = {kind: sqnr(exact, ablation.accumulation(kind, *many)) for kind in ablation.ACCUMULATIONS}
+    exact = exact_attention(*many)
+    reached = {kind: sqnr(exact, ablation_formulas.accumulation(kind, *many)) for kind in ablation_formulas.ACCUMULATIONS}
     for bits in (32, 64):
         assert reached[f"scale accumulation, {bits} bits"] < 5.0
     assert reached["scale release (paper)"] > reached["float rescaling of the same P"] - 1.0
     assert reached["scale release (QFlash online)"] == pytest.approx(reached["scale release (paper)"], abs=0.3)
     two = tuple(x[:, :, :128] for x in many)
-    exact = ablation.exact_attention(*two)
-    assert sqnr(exact, ablation.accumulation("scale accumulation, 64 bits", *two)) > 28.0
-    assert sqnr(exact, ablation.accumulation("scale accumulation, 32 bits", *two)) < 5.0
+    exact = exact_attention(*two)
+    assert sqnr(exact, ablation_formulas.accumulation("scale accumulation, 64 bits", *two)) > 28.0
+    assert sqnr(exact, ablation_formulas.accumulation("scale accumulation, 32 bits", *two)) < 5.0
 
 
 def test_alpha_is_algorithm_2() -> None:
@@ -98,7 +98,7 @@ def test_alpha_is_algorithm_2() -> None:
     inverse = round(1 / octave)
     rise = torch.arange(0, 5000, 7)
     exact = torch.exp2(-rise.double() * octave) / octave
-    got = ablation._alpha(rise, octave, inverse).double()
+    got = ablation_formulas._alpha(rise, octave, inverse).double()
     above = (got - exact) / exact
     near = rise * octave < 4
     assert above[near].max() < 0.07  # the chord lies up to 6.1 % above 2**x
@@ -124,13 +124,13 @@ def test_throughput_kernel_computes_what_it_times(operation: str) -> None:
 
 
 def test_ladder_changes_one_field_a_step_and_single_changes_one_each() -> None:
-    ladder = ablation.ladder_recipes()
+    ladder = ablation_recipes.ladder_recipes()
     for (group, _, before), (same, label, after) in itertools.pairwise(ladder):
         if group == same:
             a, b = json.loads(before.key), json.loads(after.key)
             assert sum(a[name] != b[name] for name in a) == 1, label
     default = json.loads(qflash.DEFAULT.key)
-    for _, label, recipe in ablation.single_changes():
+    for _, label, recipe in ablation_recipes.single_changes():
         changed = sum(default[name] != value for name, value in json.loads(recipe.key).items())
         assert changed == (label != "nothing"), label
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qflash.bench import ablation
+from qflash.bench import ablation, ablation_formulas
 
 pytestmark = pytest.mark.gpu
 
@@ -33,10 +33,10 @@ def test_formulas_give_the_same_on_the_gpu() -> None:
     generator = torch.Generator().manual_seed(3)
     inputs = [(torch.rand(shape, generator=generator) * 8 - 4).half() for _ in range(3)]
     for step in range(5):
-        here = ablation.step_formula(step, *inputs)
-        there = ablation.step_formula(step, *(x.cuda() for x in inputs)).cpu()
+        here = ablation_formulas.step_formula(step, *inputs)
+        there = ablation_formulas.step_formula(step, *(x.cuda() for x in inputs)).cpu()
         torch.testing.assert_close(here, there, atol=2e-2, rtol=0)
-    for kind in ablation.ACCUMULATIONS:
-        here = ablation.accumulation(kind, *inputs)
-        there = ablation.accumulation(kind, *(x.cuda() for x in inputs)).cpu()
+    for kind in ablation_formulas.ACCUMULATIONS:
+        here = ablation_formulas.accumulation(kind, *inputs)
+        there = ablation_formulas.accumulation(kind, *(x.cuda() for x in inputs)).cpu()
         torch.testing.assert_close(here, there, atol=2e-2, rtol=0)

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-from qflash.bench import ablation, accuracy, energy, latency, paper_results
+from qflash.bench import ablation, ablation_recipes, ablation_tables, accuracy, energy, latency, paper_results
 from qflash.bench import profile as profiling
 from qflash.cli import app
 from qflash.report import reproduction
@@ -67,11 +67,11 @@ def profile_record() -> dict[str, Any]:
 
 def ablate_record() -> dict[str, Any]:
     """Rows with the fields ``qflash ablate`` writes on a GPU."""
-    blank = dict.fromkeys((*ablation.FIELDS, "speedup"))
+    blank = dict.fromkeys((*ablation_tables.FIELDS, "speedup"))
     rows = []
     for label, us in {"sdpa flash": 9.0, "V0": 10.0, "V1": 8.0, "V2": 8.5, "V3": 12.5, "V4 paper": 5.0}.items():
         row = blank | {"part": "kernel", "group": "kernel", "label": label, "input": "A2, batch 1024", "speedup": 10.0 / us}
-        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us, "sqnr_db": ablation.summary([30.0])})
+        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us, "sqnr_db": ablation_recipes.summary([30.0])})
     for label, gops in {"multiply": 9.0, "multiply and shift": 6.0, "divide": 0.5}.items():
         rows.append(blank | {"part": "throughput", "group": "int32", "label": label, "gops": gops, "input": "by hand"})
     return {"what": "ablation of the integer attention", "environment": GPU, "timing": "by hand", "rows": rows}

@@ -591,24 +591,24 @@ def _top1_section(found: Found) -> Iterator[str]:
 
 
 def _ablation_sections(found: Found) -> Iterator[str]:
-    from ..bench import ablation
+    from ..bench import ablation_tables
 
     records = found.get("ablate", [])
     if not records:
         yield heading("Appendix: ablation")
         yield _missing("qflash ablate --output FOLDER.")
         return
-    for part in ablation.PARTS:
+    for part in ablation_tables.PARTS:
         # times are a GPU's where there is one; accuracy is the newest result's
         mine = [record for record in records if any(row["part"] == part for row in record["rows"])]
         if part in ("kernel", "throughput"):
             mine.sort(key=lambda record: not _on_gpu(record))
         if not mine:
-            yield heading(ablation.TITLES[part])
+            yield heading(ablation_tables.TITLES[part])
             yield _missing(f"qflash ablate --part {part} --output FOLDER.")
             continue
         record = mine[0]
-        title, header, body = next((t, h, b) for name, t, h, b in ablation.sections(record) if name == part)
+        title, header, body = next((t, h, b) for name, t, h, b in ablation_tables.sections(record) if name == part)
         note = _where(record) + (f". {record['timing']}." if part in ("kernel", "throughput") else "")
         yield heading(title, note)
         if part == "kernel":
@@ -616,9 +616,9 @@ def _ablation_sections(found: Found) -> Iterator[str]:
             yield f"<p>The paper's speedups over V0 ({html.escape(paper_results.DEVICE)}): {paper}.</p>"
             if not _on_gpu(record):
                 yield _missing("qflash ablate --output benchmarks/results (on a GPU) for latencies.")
-        figure = ablation.draw(record, part)
+        figure = ablation_tables.draw(record, part)
         if figure is not None:
-            yield plot(functools.partial(ablation.draw, record, part))
+            yield plot(functools.partial(ablation_tables.draw, record, part))
         yield table(header, body, 1 if part == "scales" else 2)
 
 

@@ -20,7 +20,9 @@ pytest.importorskip("matplotlib")
 from qflash.bench import ablation, ablation_recipes, ablation_tables, accuracy, energy, latency, paper_results
 from qflash.bench import profile as profiling
 from qflash.cli import app
+from qflash.report import claims as paper_claims
 from qflash.report import reproduction
+from qflash.report import results as result_files
 
 CPU = torch.device("cpu")
 GPU = {"device_type": "cuda", "device": "NVIDIA Test", "date": "2026-01-02T03:04:05+00:00"}
@@ -98,19 +100,19 @@ def page(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reproduction.run_report(folder, results=results, gpu_results=repository)
 
 
-def claim(found: reproduction.Found, text: str) -> reproduction.Claim:
-    (one,) = [item for item in reproduction.claims(found) if text in item.text]
+def claim(found: result_files.Found, text: str) -> paper_claims.Claim:
+    (one,) = [item for item in paper_claims.claims(found) if text in item.text]
     return one
 
 
 def test_results_are_known_by_what_they_say(results: Path) -> None:
-    found = reproduction.read_results([results])
+    found = result_files.read_results([results])
     assert set(found) == {"ablate", "accuracy", "bench", "energy", "profile"}
     assert found["bench"][0]["file"] == "speed.json"
 
 
 def test_verdicts_follow_the_figures(results: Path) -> None:
-    found = reproduction.read_results([results])
+    found = result_files.read_results([results])
     swin = claim(found, "Swin at batch 8")
     assert swin.mark == "differs"
     assert "5.00 times" in (swin.ours or "")
@@ -139,7 +141,7 @@ def test_verdicts_follow_the_figures(results: Path) -> None:
 
 
 def test_of_several_records_the_newest_counts(results: Path) -> None:
-    found = reproduction.read_results([results])
+    found = result_files.read_results([results])
     older = json.loads(json.dumps(found["accuracy"][0]))
     for row in older["rows"]:
         row["sqnr_db"] = 100.0 if row["method"] == "qflash-paper" else 0.0
@@ -148,7 +150,7 @@ def test_of_several_records_the_newest_counts(results: Path) -> None:
 
 
 def test_steps_on_a_gpu_come_before_those_without(results: Path) -> None:
-    found = reproduction.read_results([results])
+    found = result_files.read_results([results])
     found["ablate"].append(ablate_record())
     assert claim(found, "V1 faster than V0").mark == "agrees"
     assert "+25.0 %" in (claim(found, "V1 faster than V0").ours or "")
@@ -165,7 +167,7 @@ def test_steps_on_a_gpu_come_before_those_without(results: Path) -> None:
 
 
 def test_nothing_found_is_said_to_be_not_run() -> None:
-    items = reproduction.claims({})
+    items = paper_claims.claims({})
     assert {item.mark for item in items} == {"not run"}
     text = reproduction.render({})
     for command in ("bench", "profile", "energy", "accuracy", "evaluate", "ablate"):

@@ -8,14 +8,11 @@ named as not run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import html
 import io
-import json
 import pathlib
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,75 +21,11 @@ from rich.console import Console
 
 from ..bench import paper_results
 from ..optional_packages import require_packages
+from .claims import Claim, claims
 from .html import document, heading, plot, table
+from .results import Found, device_of, gpu_rows, on_gpu, read_results, row_of_method, where_of
 
-CPU_PARTS = ("accuracy", "ablate", "evaluate")
-_KINDS = {
-    "latency of attention with its accuracy": "bench",
-    "energy of one attention call": "energy",
-    "tensor-core utilisation of one attention call": "profile",
-    "ablation of the integer attention": "ablate",
-    "SQNR and MSE of attention methods": "accuracy",
-    "the paper authors' public kernel": "authors",
-}
 _EVALUATE_IMAGES = 64
-_TOLERANCE_DB = 1.0
-
-Record = dict[str, Any]
-Found = dict[str, list[Record]]
-
-
-# --- what there is ----------------------------------------------------------------------------------------------------
-
-
-def kind_of(record: Any) -> str | None:
-    """Return which command wrote a result, by its ``what`` (or its shape), or None."""
-    if isinstance(record, list):
-        return "verify" if record and isinstance(record[0], dict) and "float_instructions" in record[0] else None
-    if not isinstance(record, dict):
-        return None
-    if "conditions" in record and "models" in record:
-        return "evaluate"
-    what = str(record.get("what", ""))
-    return next((kind for beginning, kind in _KINDS.items() if what.startswith(beginning)), None)
-
-
-def read_results(folders: Sequence[pathlib.Path]) -> Found:
-    """Read every known result in ``folders``, newest first within a kind.
-
-    Raises:
-        ValueError: a folder is not there, or a file is not JSON.
-    """
-    found: Found = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"results must be a folder, got {str(folder)!r}")
-        for path in sorted(folder.glob("*.json")):
-            try:
-                record = json.loads(path.read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} is not JSON: {error}") from error
-            kind = kind_of(record)
-            if kind is not None:
-                record = {"rows": record} if isinstance(record, list) else record
-                found.setdefault(kind, []).append(record | {"file": path.name})
-    for records in found.values():
-        records.sort(key=_date, reverse=True)
-    return found
-
-
-def _date(record: Record) -> str:
-    place = record.get("environment") or record.get("conditions") or record
-    return str(place.get("date", "no date"))[:10]
-
-
-def _device(record: Record) -> str:
-    place = record.get("environment") or record.get("conditions") or record
-    return str(place.get("device", "?"))
-
-
-def _on_gpu(record: Record) -> bool:
-    return record.get("environment", {}).get("device_type") == "cuda"
 
 
 def run_cpu_parts(output: pathlib.Path, console: Console) -> list[str]:
@@ -137,290 +70,7 @@ def run_cpu_parts(output: pathlib.Path, console: Console) -> list[str]:
     return failed
 
 
-# --- rows by the paper's names -----------------------------------------------------------------------------------------
-
-
-def _of_method(rows: Sequence[Record], method: str, **wanted: Any) -> Record | None:
-    """Return the row of a method of the paper in which all ``wanted`` fields agree and that did not fail."""
-    for name in paper_results.METHODS[method]:
-        for row in rows:
-            if row["method"] == name and not row.get("error") and all(row.get(key) == x for key, x in wanted.items()):
-                return row
-    return None
-
-
-def _gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
-    """Return the rows of a kind's newest GPU results (older files fill what newer ones lack), and the newest record."""
-    records = [record for record in found.get(kind, []) if _on_gpu(record)]
-    return [row for record in records for row in record["rows"]], records[0] if records else None
-
-
-# --- claims -------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """One statement of the paper beside what was measured.
-
-    Attributes:
-        text: the statement and where it stands.
-        paper: its figure.
-        ours: what was measured; None if nothing was.
-        where: device and date.
-        agrees: None where a comparison is not meaningful or was not made.
-        why: the reason for a difference, or what is missing.
-    """
-
-    text: str
-    paper: str
-    ours: str | None
-    where: str
-    agrees: bool | None
-    why: str
-
-    @property
-    def mark(self) -> str:
-        """``agrees``, ``differs``, ``measured`` (no verdict) or ``not run``."""
-        if self.ours is None:
-            return "not run"
-        return "measured" if self.agrees is None else "agrees" if self.agrees else "differs"
-
-
-def _where(record: Record | None) -> str:
-    return "" if record is None else f"{_device(record)}, {_date(record)}"
-
-
-def _speed_claims(found: Found) -> Iterator[Claim]:
-    rows, record = _gpu_rows(found, "bench")
-    for (family, batch), paper in paper_results.SPEEDUP_OVER_I_VIT.items():
-        ratios = {}
-        for workload in paper_results.FAMILIES[family]:
-            options: dict[str, Any] = {"workload": workload, "batch": batch, "bias": False, "causal": False}
-            ours = _of_method([row for row in rows if row["mode"] != "eager"], "QFlash", **options)
-            theirs = _of_method([row for row in rows if row["mode"] != "eager"], "I-ViT", **options)
-            if ours and theirs:
-                ratios[workload] = theirs["median_us"] / ours["median_us"]
-        text = f"Up to {paper} times as fast as I-ViT on {family} at batch {batch} (abstract, Figure 3)"
-        if not ratios:
-            why = "Needs a GPU run of qflash bench with I-ViT's kernels."
-            yield Claim(text, f"{paper} times", None, "", None, why)
-            continue
-        best = max(ratios, key=lambda name: ratios[name])
-        why = (
-            f"Other GPU than the paper's ({paper_results.DEVICE}); our kernel, DEFAULT's arithmetic; I-ViT in Triton, not TVM."
-        )
-        ours_text = f"{ratios[best]:.2f} times ({best}; range {min(ratios.values()):.2f} to {max(ratios.values()):.2f})"
-        yield Claim(text, f"{paper} times", ours_text, _where(record), ratios[best] >= 0.9 * paper, why)
-
-
-def _fp16_claim(found: Found) -> Claim:
-    text = "Generally faster than or comparable to FP16 and mixed-precision kernels (section 5.1)"
-    rows, record = _gpu_rows(found, "bench")
-    ratios = [
-        row["ratio"]
-        for row in rows
-        if row["method"] == "qflash int8" and row["mode"] == "kernel" and row["batch"] in (1, 8) and row["ratio"]
-        and row["workload"][:1] == "A" and not row["bias"] and not row["causal"]
-    ]  # fmt: skip
-    authors = found.get("authors", [])
-    why = ""
-    if authors:
-        latency = authors[0]["latency_us"]
-        slower = sum(us[2] > min(us[:2]) for workload in latency.values() for batch in ("1", "8") for us in (workload[batch],))
-        why = (
-            f"The authors' own kernel, {_where(authors[0])}: slower than the faster FP16 kernel in {slower} of 14 cases "
-            f"(A2, batch 8: {latency['A2']['8'][2]} µs against {min(latency['A2']['8'][:2])} µs)."
-        )
-    if not ratios:
-        return Claim(text, "Figure 3", None, "", None, ("Needs a GPU run of qflash bench. " + why).strip())
-    ours = f"fastest FP16 kernel's time ÷ ours: {min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
-    return Claim(text, "Figure 3", ours, _where(record), min(ratios) >= 0.95, why)
-
-
-def _utilisation_claim(found: Found) -> Claim:
-    text = "QFlash uses less of the int8 tensor peak than FlashAttention-2 of the fp16 peak on A2 (Table 2)"
-    paper = "IMMA 8.00 % against HMMA 13.08 %"
-    rows, record = _gpu_rows(found, "profile")
-    ours = _of_method(rows, "QFlash", workload="A2", batch=8)
-    flash = _of_method(rows, "Flash-2", workload="A2", batch=8)
-    if not ours or not flash or ours["imma_percent"] is None or flash["hmma_percent"] is None:
-        return Claim(text, paper, None, "", None, "Needs a GPU run of qflash profile (Nsight Compute).")
-    got = f"IMMA {ours['imma_percent']:.2f} % against HMMA {flash['hmma_percent']:.2f} %"
-    why = f"Percent of another GPU's peak than the paper's ({paper_results.DEVICE}); only the order is comparable."
-    return Claim(text, paper, got, _where(record), ours["imma_percent"] < flash["hmma_percent"], why)
-
-
-def _energy_claims(found: Found) -> Iterator[Claim]:
-    paper = 100 * (paper_results.ENERGY_UJ["QFlash"] / paper_results.ENERGY_UJ["Flash-2"] - 1)
-    text = "Less energy than FP16 FlashAttention-2, A2, batch 8 (abstract, Table 3)"
-    authors = found.get("authors", [])
-    if authors:
-        uj = authors[0]["energy_uj"]
-        theirs, flash = uj["authors' QFlash"], uj["sdpa flash"]
-        yield Claim(
-            text + ": the authors' own kernel", f"{paper:+.1f} %",
-            f"{100 * (theirs / flash - 1):+.1f} % ({theirs} against {flash} µJ, idle power included)",
-            _where(authors[0]), theirs < flash, "On this larger chip it takes longer than FP16.",
-        )  # fmt: skip
-    rows, record = _gpu_rows(found, "energy")
-    ours = _of_method(rows, "QFlash", workload="A2", batch=8, bias=False)
-    reference = _of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
-    if not ours or not reference:
-        yield Claim(text + ": this library's", f"{paper:+.1f} %", None, "", None, "Needs a GPU run of qflash energy.")
-        return
-    change = 100 * (ours["uj"] / reference["uj"] - 1)
-    got = f"{change:+.1f} % ({ours['uj']:.0f} against {reference['uj']:.0f} µJ)"
-    why = (
-        f"Another GPU than the paper's ({paper_results.DEVICE}), another kernel; energy by NVML's counter, idle power included."
-    )
-    yield Claim(text + ": this library's", f"{paper:+.1f} %", got, _where(record), ours["uj"] < reference["uj"], why)
-
-
-_ACCURACY_REASONS = {
-    "qflash-paper": "Algorithm 1 in exact fixed point as printed; an independent emulation gives the same within 0.02 dB. "
-    "The paper's figure comes from its own kernel.",
-    "i-vit": "I-ViT knows of the scores' scale only round(1 / S), which moves the figure by several dB from draw to draw; the "
-    "paper gives one figure and no seed (docs/baselines.md).",
-    "qattn": "The formula alone. With bfloat16 inputs and an int8 output around it the paper's figure comes out within 0.3 dB; "
-    "which steps the paper's run took is not printed (qflash.baselines.qattn).",
-}
-
-
-def _accuracy_claims(found: Found) -> Iterator[Claim]:
-    from ..bench.paper_results import TABLE4
-
-    records = found.get("accuracy", [])
-    rows = [row | {"record": record} for record in records for row in record["rows"] if row["input"] == "paper"]
-    for (workload, method), (paper, _) in TABLE4.items():
-        mine = [row for row in rows if (row["workload"], row["method"]) == (workload, method) and row["sqnr_db"] is not None]
-        mine.sort(key=lambda row: row["batch"] != 8)
-        text = f"SQNR of {method} on {workload}, batch 8 (table of SQNR and MSE)"
-        if not mine:
-            yield Claim(text, f"{paper:.2f} dB", None, "", None, "No result for this method.")
-            continue
-        got = mine[0]["sqnr_db"]
-        agrees = abs(got - paper) <= _TOLERANCE_DB
-        why = f"Judged by {_TOLERANCE_DB:g} dB." if agrees else _ACCURACY_REASONS.get(method, "")
-        yield Claim(text, f"{paper:.2f} dB", f"{got:.2f} dB, batch {mine[0]['batch']}", _where(mine[0]["record"]), agrees, why)
-    gains = []
-    for workload in ("A2", "A7"):
-        # the newest record is first
-        by = {row["method"]: row["sqnr_db"] for row in reversed(rows) if row["workload"] == workload and row["batch"] == 8}
-        if by.get("qflash-paper") is not None and by.get("i-vit") is not None:
-            gains.append((by["qflash-paper"] - by["i-vit"], by["qflash-default"] - by["i-vit"]))
-    text = "SQNR better than I-ViT's by up to 6.7 dB (section 1)"
-    if gains:
-        got = f"PAPER {max(x for x, _ in gains):.1f} dB, DEFAULT {max(x for _, x in gains):.1f} dB"
-        agrees = max(x for x, _ in gains) >= 6.7 - _TOLERANCE_DB
-        yield Claim(
-            text, "6.7 dB", got, _where(records[0]), agrees, "" if agrees else "Our PAPER and I-ViT, both from their papers."
-        )
-    else:
-        yield Claim(text, "6.7 dB", None, "", None, "No accuracy result.")
-
-
-def _top1_claims(found: Found) -> Iterator[Claim]:
-    records = found.get("evaluate", [])
-    named = [result for record in records for result in record["models"] if result["model"] in paper_results.MODELS]
-    text = "Top-1 on ImageNet close to FP32 on ViT and DeiT, lower on Swin (Table 5)"
-    if not named:
-        why = "Neither ImageNet nor pretrained weights could be had: qflash evaluate --model all --data FOLDER --pretrained."
-        yield Claim(text, "QFlash -2.0 to +1.7 points", None, "", None, why)
-    digits = [(record, result) for record in records for result in record["models"] if result["model"].startswith("digits")]
-    for name in dict.fromkeys(result["model"] for _, result in digits):
-        record, result = max(((a, b) for a, b in digits if b["model"] == name), key=lambda pair: pair[1]["images"])
-        top1 = {summary["method"]: summary["top1_percent"] for summary in result["methods"]}
-        if "qflash-default" not in top1 or "fp32" not in top1:
-            continue
-        ours = ", ".join(
-            f"{method} {top1[method]:.2f} %" for method in ("fp32", "qflash-default", "qflash-paper") if method in top1
-        )
-        yield Claim(
-            f"Instead: Top-1 of {name} on {result['images']} held-out digits", "-", ours, _where(record),
-            top1["qflash-default"] >= top1["fp32"] - 0.3, "Small models on an easy task: no statement about ImageNet.",
-        )  # fmt: skip
-
-
-def _ablation_claims(found: Found) -> Iterator[Claim]:
-    rows, record = _gpu_rows(found, "ablate")
-    speed = {row["label"]: row["speedup"] for row in rows if row["part"] == "kernel" and row.get("speedup")}
-    for step, percent in paper_results.STEP_SPEEDUP_PERCENT.items():
-        name = "V4 paper" if step == "V4" else step
-        text = f"{step} faster than V0, A2, batch 1024 (appendix A, Figure 4)"
-        if name not in speed:
-            yield Claim(text, f"{percent} %", None, "", None, "Needs a GPU run of qflash ablate.")
-            continue
-        got = f"{100 * (speed[name] - 1):+.1f} % (V0's time ÷ {step}'s: {speed[name]:.2f})"
-        why = "V0 to V3: one plain Triton kernel; V4: this library's kernel with the paper's recipe. The paper does not say "
-        why += "whether a speedup of 41 % is a ratio of 1.41 or 41 % less time; read as the former."
-        yield Claim(text, f"{percent} %", got, _where(record), speed[name] > 1, why)
-    scales_from = _with_part(found, "scales")
-    text = "Scale accumulation collapses with the number of tiles, scale release does not (appendix B.1)"
-    if scales_from:
-        by = {(r["group"], r["tiles"]): float(r["sqnr_db"]["mean"]) for r in scales_from["rows"] if r["part"] == "scales"}
-        wide, release = by["scale accumulation, 64 bits", 8], by["scale release (paper)", 8]
-        got = f"8 tiles: {wide:.1f} dB (64-bit sums) against {release:.1f} dB"
-        why = f"In 32-bit sums {by['scale accumulation, 32 bits', 2]:.1f} dB at 2 tiles."
-        yield Claim(text, "plotted only", got, _where(scales_from), release - wide > 10, why)
-    else:
-        yield Claim(text, "plotted only", None, "", None, "No ablation result.")
-    throughput = [row for row in rows if row["part"] == "throughput"]
-    text = "Integer division has far lower throughput than multiply and shift on a GPU (appendix B.2)"
-    gops = {row["label"]: row["gops"] for row in throughput}
-    if gops:
-        ratio = gops["multiply and shift"] / gops["divide"]
-        yield Claim(text, "plotted only", f"{ratio:.1f} times lower", _where(record), ratio > 2, "")
-    else:
-        yield Claim(text, "plotted only", None, "", None, "Needs a GPU run of qflash ablate.")
-    grid_from = _with_part(found, "granularity")
-    text = "Per-token scales do not fit integer-only fused attention (C3, appendix B.3)"
-    if grid_from:
-        grid = {
-            row["label"]: float(row["sqnr_db"]["mean"])
-            for row in grid_from["rows"]
-            if (row["part"], row["group"], row["input"]) == ("granularity", "default", "outliers")
-        }
-        coarse, fine = grid["Q tensor, K tensor, V tensor"], grid["Q token, K token, V channel"]
-        got = f"they run in integers here; outlier inputs, DEFAULT: {coarse:.1f} dB per tensor, {fine:.1f} dB per token"
-        why = "Scores are brought to one fixed-point unit per row before the maximum is taken (docs/algorithm.md, step 2)."
-        yield Claim(text, "“limited in practice”", got, _where(grid_from), fine <= coarse, why)
-    else:
-        yield Claim(text, "“limited in practice”", None, "", None, "No ablation result.")
-
-
-def _with_part(found: Found, part: str) -> Record | None:
-    """Return the newest ablation that holds a part."""
-    records = found.get("ablate", [])
-    return next((record for record in records if any(row["part"] == part for row in record["rows"])), None)
-
-
-def _integer_claim(found: Found) -> Claim:
-    text = "The whole kernel runs in the integer domain (abstract, section 3): this library's, int8 in and out"
-    reports = found.get("verify", [])
-    if not reports:
-        return Claim(text, "integer-only", None, "", None, "qflash verify --format json > FILE in the results folder.")
-    rows = [row for row in reports[0]["rows"] if row.get("integer", True)]
-    clean = sum(not row["float_instructions"] and not row.get("error") for row in rows)
-    got = f"{clean} of {len(rows)} compiled kernels hold no float instruction (qflash verify, {reports[0]['file']})"
-    why = "The authors' public kernel holds some: integer division lowers to I2F and MUFU.RCP (docs/reproduction.md)."
-    return Claim(text, "integer-only", got, "compiled for six NVIDIA targets", clean == len(rows), why)
-
-
-def claims(found: Found) -> list[Claim]:
-    """Return every claim of the paper that results can speak to, in the paper's order."""
-    return [
-        _integer_claim(found),
-        *_speed_claims(found),
-        _fp16_claim(found),
-        _utilisation_claim(found),
-        *_energy_claims(found),
-        *_accuracy_claims(found),
-        *_top1_claims(found),
-        *_ablation_claims(found),
-    ]
-
-
-# --- the page -----------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def _claim_list(items: Sequence[Claim]) -> str:
@@ -463,12 +113,12 @@ def _latency_section(found: Found) -> Iterator[str]:
         header = ["method", *(f"{label} b{batch}" if batch else label for label, batch in labels)]
         methods = dict.fromkeys(row["method"] for row in rows)
         body = [[m, *(_number(by.get((m, *label)), 1) if (m, *label) in by else "" for label in labels)] for m in methods]
-        yield f"<p>{html.escape(_where(record))}, {html.escape(record['file'])}. {html.escape(record['timing'])}.</p>"
-        title = f"{_device(record)}, {rows[0]['input']} inputs"
+        yield f"<p>{html.escape(where_of(record))}, {html.escape(record['file'])}. {html.escape(record['timing'])}.</p>"
+        title = f"{device_of(record)}, {rows[0]['input']} inputs"
         yield _wide(plot(functools.partial(bench_latency.draw, rows, title)))
         yield table(header, body, 1)
     for record in found.get("authors", [])[:1]:
-        yield f"<p>{html.escape(_where(record))}: the authors' public kernel. {html.escape(record['timing'])}.</p>"
+        yield f"<p>{html.escape(where_of(record))}: the authors' public kernel. {html.escape(record['timing'])}.</p>"
         batches = ("1", "8", "64")
         body = []
         for index, method in enumerate(record["methods"]):
@@ -479,16 +129,16 @@ def _latency_section(found: Found) -> Iterator[str]:
 
 def _utilisation_section(found: Found) -> Iterator[str]:
     yield heading("Table 2: tensor-core utilisation", "Percent of peak, batch 8; in brackets the paper's.")
-    rows, record = _gpu_rows(found, "profile")
+    rows, record = gpu_rows(found, "profile")
     if record is None:
         yield _missing("qflash profile --output benchmarks/results (on a GPU with Nsight Compute).")
     else:
-        yield f"<p>{html.escape(_where(record))}. {html.escape(record['timing'])}.</p>"
+        yield f"<p>{html.escape(where_of(record))}. {html.escape(record['timing'])}.</p>"
     body = []
     for method, figures in paper_results.UTILISATION.items():
         cells = [method]
         for workload, pair in figures.items():
-            row = _of_method(rows, method, workload=workload, batch=8)
+            row = row_of_method(rows, method, workload=workload, batch=8)
             for field, paper in zip(("imma_percent", "hmma_percent"), pair, strict=True):
                 ours = _number(row[field]) if row else "not run"
                 cells.append(f"{ours} ({_number(paper)})")
@@ -498,16 +148,16 @@ def _utilisation_section(found: Found) -> Iterator[str]:
 
 def _energy_section(found: Found) -> Iterator[str]:
     yield heading("Table 3: energy", "Microjoules a call on A2, batch 8; idle power counts.")
-    rows, record = _gpu_rows(found, "energy")
+    rows, record = gpu_rows(found, "energy")
     if record is None:
         yield _missing("qflash energy --output benchmarks/results (on a GPU).")
     else:
         idle = f"idle {record['idle_watts']} W" if "idle_watts" in record else ""
-        yield f"<p>{html.escape(_where(record))}, {idle}. {html.escape(record['timing'])}.</p>"
+        yield f"<p>{html.escape(where_of(record))}, {idle}. {html.escape(record['timing'])}.</p>"
     body = []
-    reference = _of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
+    reference = row_of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
     for method, paper in paper_results.ENERGY_UJ.items():
-        row = _of_method(rows, method, workload="A2", batch=8, bias=False)
+        row = row_of_method(rows, method, workload="A2", batch=8, bias=False)
         ratio = f"{row['uj'] / reference['uj']:.2f}" if row and reference else "-"
         cells = [f"{paper:.1f}", f"{paper / paper_results.ENERGY_UJ['Flash-2']:.2f}"]
         body.append([method, *cells, _number(row["uj"], 0) if row else "not run", ratio])
@@ -515,7 +165,7 @@ def _energy_section(found: Found) -> Iterator[str]:
         uj = other["energy_uj"]
         flash = uj["sdpa flash"]
         for name in ("sdpa flash", "authors' QFlash"):
-            body.append([f"{name} ({_where(other)})", "", "", f"{uj[name]}", f"{uj[name] / flash:.2f}"])
+            body.append([f"{name} ({where_of(other)})", "", "", f"{uj[name]}", f"{uj[name] / flash:.2f}"])
     yield table(["method", "paper µJ", "÷ FA2", "here µJ", "÷ FA2"], body, 1)
 
 
@@ -528,7 +178,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
         yield _missing("qflash accuracy --output FOLDER.")
         return
     record = records[0]
-    yield f"<p>{html.escape(_where(record))}.</p>"
+    yield f"<p>{html.escape(where_of(record))}.</p>"
     drawn = [row for row in record["rows"] if row["input"] == "paper" and row["batch"] == 1] or record["rows"]
     with contextlib.suppress(ValueError):  # nothing finite to draw
         yield _wide(plot(lambda: accuracy.draw_figure(drawn)))
@@ -575,7 +225,7 @@ def _top1_section(found: Found) -> Iterator[str]:
         for result in record["models"]:
             if result["model"] in paper_results.MODELS:
                 continue
-            yield heading(f"Top-1 of {result['model']}", f"{result['images']} images, {_where(record)}, {record['file']}.")
+            yield heading(f"Top-1 of {result['model']}", f"{result['images']} images, {where_of(record)}, {record['file']}.")
             body = []
             for summary in result["methods"]:
                 low, high = summary["top1_interval_percent"]
@@ -602,19 +252,19 @@ def _ablation_sections(found: Found) -> Iterator[str]:
         # times are a GPU's where there is one; accuracy is the newest result's
         mine = [record for record in records if any(row["part"] == part for row in record["rows"])]
         if part in ("kernel", "throughput"):
-            mine.sort(key=lambda record: not _on_gpu(record))
+            mine.sort(key=lambda record: not on_gpu(record))
         if not mine:
             yield heading(ablation_tables.TITLES[part])
             yield _missing(f"qflash ablate --part {part} --output FOLDER.")
             continue
         record = mine[0]
         title, header, body = next((t, h, b) for name, t, h, b in ablation_tables.sections(record) if name == part)
-        note = _where(record) + (f". {record['timing']}." if part in ("kernel", "throughput") else "")
+        note = where_of(record) + (f". {record['timing']}." if part in ("kernel", "throughput") else "")
         yield heading(title, note)
         if part == "kernel":
             paper = ", ".join(f"{step} {percent} %" for step, percent in paper_results.STEP_SPEEDUP_PERCENT.items())
             yield f"<p>The paper's speedups over V0 ({html.escape(paper_results.DEVICE)}): {paper}.</p>"
-            if not _on_gpu(record):
+            if not on_gpu(record):
                 yield _missing("qflash ablate --output benchmarks/results (on a GPU) for latencies.")
         figure = ablation_tables.draw(record, part)
         if figure is not None:

@@ -29,7 +29,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402
 
-from qflash.evaluation import classifiers, top1  # noqa: E402
+from qflash.evaluation import classifiers, summaries, top1  # noqa: E402
 from qflash.evaluation.classifiers import draw_subset, load_classifier  # noqa: E402
 from qflash.evaluation.outcome_store import load_outcomes  # noqa: E402
 
@@ -126,9 +126,9 @@ def test_files_and_table(whole: tuple[Path, dict[str, Any], str]) -> None:
     assert set(per_image(output)) == {"fp32.csv", "qflash-default.csv"}
     comparison = report["models"][0]["methods"][1]["against_fp32"]
     outcomes = [load_outcomes(output / MODEL / f"{name}.csv") for name in ("fp32", *QUICK)]
-    assert top1.compare_outcomes(*outcomes).items() <= comparison.items()
+    assert summaries.compare_outcomes(*outcomes).items() <= comparison.items()
     with pytest.raises(ValueError, match="same order"):
-        top1.compare_outcomes(outcomes[0], outcomes[1][1:])
+        summaries.compare_outcomes(outcomes[0], outcomes[1][1:])
     with pytest.raises(ValueError, match="per-image"):
         load_outcomes(output / "evaluate.csv")
 
@@ -287,11 +287,11 @@ def test_imagenet_folders_are_found_by_name(tmp_path: Path) -> None:
 def test_bit_operations_are_table_5s(model: str, int8: float, half: float) -> None:
     with torch.device("meta"):
         built = timm.create_model(classifiers.resolve_model_name(model)).eval()
-    products = top1.attention_products(built, (3, 224, 224))
+    products = summaries.attention_products(built, (3, 224, 224))
     layers = {"DeiT-T": 12, "DeiT-S": 12, "Swin-T": 12, "Swin-S": 24}[model]
     assert len(products) == layers
     for bits, printed in ((((8, 8), (8, 8)), int8), (((8, 8), (16, 16)), half)):
-        usual, papers = top1.bit_operations(products, types.SimpleNamespace(bits=bits))
+        usual, papers = summaries.bit_operations(products, types.SimpleNamespace(bits=bits))
         assert round(papers, 1) == printed
         multiply_adds = sum(a for a, _ in products)
         assert usual == pytest.approx(multiply_adds * (64 + bits[1][0] ** 2) / 1e9)

@@ -9,12 +9,10 @@ Every image's outcome is kept, so that methods are compared on the same images.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import datetime
 import functools
 import hashlib
-import json
 import math
 import os
 import platform
@@ -28,23 +26,19 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import nn
 
 from ..baselines import METHODS, get_method
 from ..integrations.timm import patch, unpatch
 from ..optional_packages import require_packages
-from ..paths import write_whole
 from ..validation import resolve_device
 from .classifiers import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
-from .outcome_store import LOSS_DIGITS, MOST_GUESSES, Outcome, Store, to_csv
-from .statistics import CONFIDENCE, RESAMPLES, bootstrap_difference, mcnemar_exact, wilson_interval
-
-REFERENCE = "fp32"
-"""The method every other is compared with; it is always evaluated."""
+from .outcome_store import LOSS_DIGITS, MOST_GUESSES, Outcome, Store
+from .output import publish
+from .statistics import CONFIDENCE, RESAMPLES
+from .summaries import REFERENCE, attention_products, compare_outcomes, integer_verdict, summarise
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SIGNIFICANCE = 1.0 - CONFIDENCE
 
 # --- processes ----------------------------------------------------------------------------------------------
 
@@ -101,55 +95,6 @@ class _Processes:
 # --- one method on one model --------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def attention_products(model: nn.Module, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Count the multiply-adds of both matrix products of every attention call for one image.
-
-    The model runs once on meta tensors, which have shapes and no values.
-
-    Args:
-        model: a model that :func:`qflash.patch` knows; it is copied.
-        shape: (channels, height, width) of an image.
-
-    Returns:
-        for each call those of Q Kᵀ (Equation 3) and those of P V.
-
-    Raises:
-        ValueError: the model holds no supported attention module.
-    """
-    calls: list[tuple[int, int]] = []
-
-    def count(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
-        scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        calls.append((scores * query.shape[3], scores * value.shape[3]))
-        return query.new_empty((*query.shape[:3], value.shape[3]))
-
-    twin = patch(copy.deepcopy(model).to("meta"), attention=count)
-    twin(torch.empty((1, *shape), device="meta", dtype=next(twin.parameters()).dtype))
-    return calls
-
-
-def bit_operations(products: Sequence[tuple[int, int]], method: Any) -> tuple[float, float]:
-    """Return the bit operations (BOPs) of a model's attention for one image, in 10^9, in two ways of counting.
-
-    The usual one is multiply-adds times the widths of both operands, summed over both products. Table 5 gives no
-    formula. Its figures are 192 H N² D per layer where both products are int8 and 384 H N² D where P and V have 16
-    bits: Q Kᵀ counted twice and P V once, at the widths of their operands (DeiT-B prints 137.0 where this gives 137.3).
-    Its ViT-S and ViT-B rows are half of what their heads (Table 1) give.
-
-    Args:
-        products: from :func:`attention_products`.
-        method: declares the widths of its operands.
-
-    Returns:
-        as usually counted, and as the paper counts.
-    """
-    (query, key), (probability, value) = method.bits
-    first = sum(count for count, _ in products) * query * key
-    second = sum(count for _, count in products) * probability * value
-    return (first + second) / 1e9, (2 * first + second) / 1e9
-
-
 def _batches(places: Sequence[int], size: int) -> list[list[int]]:
     return [list(places[start : start + size]) for start in range(0, len(places), size)]
 
@@ -182,103 +127,6 @@ def _attending(model: nn.Module, method: Any) -> Iterator[nn.Module]:
         yield patch(model, attention=method.attention)
     finally:
         unpatch(model)
-
-
-# --- summaries ----------------------------------------------------------------------------------------------
-
-
-def _summary(
-    method: Any, outcomes: Sequence[Outcome], exact: Sequence[Outcome], products: Sequence[tuple[int, int]], seed: int
-) -> dict[str, Any]:
-    """Summarise one method; shares and their intervals in percent, differences in points."""
-    count = len(outcomes)
-    right = [outcome.top1 for outcome in outcomes]
-    reference = [outcome.top1 for outcome in exact]
-    usual, papers = bit_operations(products, method)
-    low, high = wilson_interval(sum(right), count)
-    result: dict[str, Any] = {
-        "method": method.name,
-        "title": method.title,
-        "integer_only": method.integer_only,
-        "bits": [list(pair) for pair in method.bits],
-        "gbops": usual,
-        "gbops_as_in_paper": papers,
-        "right": sum(right),
-        "top1_percent": 100.0 * sum(right) / count,
-        "top1_interval_percent": [100.0 * low, 100.0 * high],
-        "top5_percent": 100.0 * sum(outcome.top5 for outcome in outcomes) / count,
-        "not_finite": sum(not outcome.predictions for outcome in outcomes),
-    }
-    if method.name != REFERENCE:
-        result["against_fp32"] = _comparison(reference, right, seed) | {
-            "same_prediction_percent": 100.0
-            * sum(a.predictions[:1] == b.predictions[:1] for a, b in zip(exact, outcomes, strict=True))
-            / count,
-            "loss_change": _loss_change(exact, outcomes),
-        }
-    return result
-
-
-def _loss_change(first: Sequence[Outcome], second: Sequence[Outcome]) -> float | None:
-    """Return the mean absolute difference of the losses, in nats, of images with finite logits under both; None without any."""
-    changes = [abs(b.loss - a.loss) for a, b in zip(first, second, strict=True) if a.predictions and b.predictions]
-    return math.fsum(changes) / len(changes) if changes else None
-
-
-def _comparison(first: Sequence[bool], second: Sequence[bool], seed: int) -> dict[str, Any]:
-    low, high = bootstrap_difference(first, second, seed)
-    return {
-        "difference_points": 100.0 * (sum(second) - sum(first)) / len(first),
-        "difference_interval_points": [100.0 * low, 100.0 * high],
-        "lost": sum(a and not b for a, b in zip(first, second, strict=True)),
-        "gained": sum(b and not a for a, b in zip(first, second, strict=True)),
-        "mcnemar_p": mcnemar_exact(first, second),
-    }
-
-
-def compare_outcomes(first: Sequence[Outcome], second: Sequence[Outcome], seed: int = 0) -> dict[str, Any]:
-    """Compare the Top-1 of two methods on the same images.
-
-    Args:
-        first, second: outcomes of the same images in the same order.
-        seed: seed of the bootstrap.
-
-    Returns:
-        ``difference_points`` (second minus first) with its bootstrap interval, how many images only the first
-        (``lost``) and only the second (``gained``) gets right, and the p-value of McNemar's exact test.
-
-    Raises:
-        ValueError: the images are not the same.
-    """
-    if [o.index for o in first] != [o.index for o in second]:
-        raise ValueError("second must hold first's images in the same order")
-    return _comparison([o.top1 for o in first], [o.top1 for o in second], seed)
-
-
-def _integer_verdict(
-    summaries: Sequence[dict[str, Any]], pairs: dict[tuple[str, str], dict[str, Any]]
-) -> dict[str, Any] | None:
-    """Say which integer-only method is best, and which are not distinguishable from it by McNemar's test."""
-    ours = [summary for summary in summaries if summary["integer_only"]]
-    if not ours:
-        return None
-    most = max(summary["right"] for summary in ours)
-    best = [summary["method"] for summary in ours if summary["right"] == most]
-    tied = []
-    for summary in ours:
-        name = summary["method"]
-        if name in best:
-            continue
-        pair = pairs.get((best[0], name)) or pairs[(name, best[0])]
-        if pair["mcnemar_p"] >= SIGNIFICANCE:
-            tied.append({"method": name, "mcnemar_p": pair["mcnemar_p"]})
-    changes = [(change, s["method"]) for s in ours if (change := s["against_fp32"]["loss_change"]) is not None]
-    return {
-        "best": best,
-        "top1_percent": next(s["top1_percent"] for s in ours if s["right"] == most),
-        "tied": tied,
-        "by_loss_change": [name for _, name in sorted(changes)],
-    }
 
 
 # --- a whole run --------------------------------------------------------------------------------------------
@@ -401,7 +249,7 @@ def _evaluate_model(
         outcomes[method.name] = kept
 
     exact = outcomes[REFERENCE]
-    summaries = [_summary(method, outcomes[method.name], exact, products, settings.seed) for method in methods]
+    summaries = [summarise(method, outcomes[method.name], exact, products, settings.seed) for method in methods]
     names = [method.name for method in methods]
     pairs = {
         (a, b): compare_outcomes(outcomes[a], outcomes[b], settings.seed) for i, a in enumerate(names) for b in names[i + 1 :]
@@ -412,7 +260,7 @@ def _evaluate_model(
         "images": len(places),
         "attention_calls": len(products),
         "methods": summaries,
-        "integer_only": _integer_verdict(summaries, pairs),
+        "integer_only": integer_verdict(summaries, pairs),
         "pairs": [{"first": a, "second": b, **pair} for (a, b), pair in pairs.items()],
     }
 
@@ -502,7 +350,7 @@ def run_evaluate(
         with Progress(*columns, console=Console(stderr=True), transient=True, disable=silent) as progress:
             results = [_evaluate_model(name, chosen, settings, processes, progress) for name in names]
         report = {"conditions": _conditions(settings, processes, time.monotonic() - started), "models": results}
-        processes.from_first(lambda: _publish(report, settings.output, console))
+        processes.from_first(lambda: publish(report, settings.output, console))
     return report
 
 
@@ -529,135 +377,3 @@ def _conditions(settings: _Settings, processes: _Processes, seconds: float) -> d
         "bootstrap_resamples": RESAMPLES,
         "seconds": round(seconds, 1),
     }
-
-
-# --- what is shown ------------------------------------------------------------------------------------------
-
-_COLUMNS = (
-    "model", "method", "integer_only", "bits", "gbops", "gbops_as_in_paper", "images", "right", "top1_percent", "top1_low",
-    "top1_high", "top5_percent", "difference_points", "difference_low", "difference_high", "lost", "gained", "mcnemar_p",
-    "same_prediction_percent", "loss_change", "not_finite",
-)  # fmt: skip
-
-
-def _bits(summary: dict[str, Any]) -> str:
-    return ", ".join("x".join(str(width) for width in pair) for pair in summary["bits"])
-
-
-def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Flatten the report to one row per model and method, keyed by :data:`_COLUMNS`."""
-    rows = []
-    for result in report["models"]:
-        for summary in result["methods"]:
-            against = summary.get("against_fp32", {})
-            row = {key: summary.get(key, against.get(key, "")) for key in _COLUMNS}
-            row |= {"model": result["model"], "images": result["images"], "bits": _bits(summary)}
-            row |= dict(zip(("top1_low", "top1_high"), summary["top1_interval_percent"], strict=True))
-            row |= dict(
-                zip(("difference_low", "difference_high"), against.get("difference_interval_points", ("", "")), strict=True)
-            )
-            rows.append(row)
-    return rows
-
-
-def _publish(report: dict[str, Any], folder: Path, console: Console) -> None:
-    """Print the table and write the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "evaluate.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
-    rows = _rows(report)
-    write_whole(
-        folder / "evaluate.csv",
-        to_csv([_COLUMNS, *([f"{x:.6g}" if isinstance(x, float) else x for x in row.values()] for row in rows)]),
-    )
-    _plot(report, folder / "evaluate.svg")
-    conditions = report["conditions"]
-    for result in report["models"]:
-        console.print(_table(result, conditions))
-        for line in _sentences(result):
-            console.print(line, highlight=False)
-    console.print(f"Results: {folder / 'evaluate.json'}, per image: {folder}/MODEL/METHOD.csv", highlight=False)
-
-
-def _table(result: dict[str, Any], conditions: dict[str, Any]) -> Table:
-    title = f"{result['model']}: {result['images']} images of {conditions['data']}"
-    caption = (
-        f"{conditions['device']}, {conditions['dtype']}, batches of {conditions['batch']}. "
-        f"Brackets: {CONFIDENCE:.0%} intervals (Wilson; paired bootstrap). "
-        "Lost, gained: images right with FP32 only, with the method only. p: McNemar, exact. "
-        "Loss change: mean absolute difference of an image's cross entropy to FP32's, nats."
-    )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for header in ("method", "integer", "bits QK, PV"):
-        table.add_column(header)
-    for header in ("GBOPs", "paper's", "Top-1 %", "Top-5 %", "to FP32, points", "lost", "gained", "p", "loss change"):
-        table.add_column(header, justify="right")
-    for s in result["methods"]:
-        low, high = s["top1_interval_percent"]
-        cells = [
-            s["method"],
-            "yes" if s["integer_only"] else "no",
-            _bits(s),
-            f"{s['gbops']:.3g}",
-            f"{s['gbops_as_in_paper']:.3g}",
-        ]
-        cells += [f"{s['top1_percent']:.2f} [{low:.2f}, {high:.2f}]", f"{s['top5_percent']:.2f}"]
-        if "against_fp32" in s:
-            a = s["against_fp32"]
-            low, high = a["difference_interval_points"]
-            cells += [f"{a['difference_points']:+.2f} [{low:+.2f}, {high:+.2f}]"]
-            cells += [str(a["lost"]), str(a["gained"]), f"{a['mcnemar_p']:.2g}"]
-            cells += ["-" if a["loss_change"] is None else f"{a['loss_change']:.2g}"]
-        table.add_row(*cells)
-    return table
-
-
-def _sentences(result: dict[str, Any]) -> list[str]:
-    """Say in words which integer-only method is best, and what went wrong."""
-    lines = []
-    verdict = result["integer_only"]
-    if verdict is not None:
-        line = f"Integer-only, most images right: {', '.join(verdict['best'])} ({verdict['top1_percent']:.2f} %)."
-        if verdict["tied"]:
-            names = ", ".join(f"{tie['method']} (p = {tie['mcnemar_p']:.2g})" for tie in verdict["tied"])
-            line += f" Not distinguishable from it on these images (McNemar, {SIGNIFICANCE:.0%}): {names}."
-        if verdict["by_loss_change"]:
-            line += f" Closest to FP32 by loss change: {', '.join(verdict['by_loss_change'][:3])}."
-        lines.append(line)
-    for summary in result["methods"]:
-        if summary["not_finite"]:
-            lines.append(f"{summary['method']}: {summary['not_finite']} images without finite logits, counted as wrong.")
-    return lines
-
-
-def _plot(report: dict[str, Any], path: Path) -> None:
-    """Draw Top-1 with its interval by method, one panel per model."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    results = report["models"]
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.family": "sans-serif"}):
-        columns = min(len(results), 4)
-        lines = math.ceil(len(results) / columns)
-        height = lines * (0.8 + 0.28 * len(results[0]["methods"])) + 0.4
-        figure = Figure(figsize=(1.6 + 3.2 * columns, height), layout="constrained")
-        panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-        for axes in panels[len(results) :]:
-            axes.set_axis_off()
-        for axes, result in zip(panels, results, strict=False):
-            summaries = result["methods"]
-            for place, s in enumerate(summaries):
-                low, high = s["top1_interval_percent"]
-                colour = "#3b82c4" if s["integer_only"] else "#6b7480"
-                axes.plot([low, high], [place, place], "-", color=colour)
-                axes.plot(s["top1_percent"], place, "o" if s["integer_only"] else "s", color=colour, markersize=5)
-            axes.axvline(summaries[0]["top1_percent"], color="#6b7480", linewidth=0.8, linestyle=":")
-            axes.set_yticks(range(len(summaries)), [s["title"] for s in summaries])
-            axes.set_title(result["model"], fontsize="medium")
-            axes.set_xlabel("Top-1, %")
-            axes.spines[["top", "right"]].set_visible(False)
-        panels[0].set_ylim(len(results[0]["methods"]) - 0.4, -0.6)
-        marks = [matplotlib.lines.Line2D([], [], color=c, marker=m, label=t) for c, m, t in (
-            ("#3b82c4", "o", "integer-only"), ("#6b7480", "s", "not integer-only"),
-        )]  # fmt: skip
-        figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False)
-        figure.savefig(path, metadata={"Date": None})

@@ -85,24 +85,24 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
 @pytest.mark.parametrize(("channels", "width"), [(64, 64), (40, 64), (72, 128)])
 def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width: int) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=channels, dtype=torch.float16)]
-    plain, dealt = (launch_quantize_long(*inputs, True, order) for order in (False, True))
+    plain, permuted = (launch_quantize_long(*inputs, True, order) for order in (False, True))
     # channels of the kernel's width, zero past the last; rows of keys in whole sixteen bytes
     values, again = (
         torch.as_strided(x.value, (1, 2, rows, 384), (2 * rows * 384, rows * 384, 384, 1))
-        for x, rows in ((plain, channels), (dealt, width))
+        for x, rows in ((plain, channels), (permuted, width))
     )
     values = torch.nn.functional.pad(values, (0, 0, 0, width - channels))
-    assert torch.equal(dealt.key, plain.key) and dealt.key.stride(2) % 16 == 0
+    assert torch.equal(permuted.key, plain.key) and permuted.key.stride(2) % 16 == 0
     place = torch.arange(384, device=DEVICE)
     key = (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
     row = torch.arange(width, device=DEVICE)
     assert torch.equal(again, values[..., key][:, :, (row & 7) * (width // 8) + (row >> 3)])
-    assert torch.equal(dealt.value_sums, torch.nn.functional.pad(plain.value_sums, (0, width - channels)))
+    assert torch.equal(permuted.value_sums, torch.nn.functional.pad(plain.value_sums, (0, width - channels)))
     packed, sums, calls = pack_value(plain.value.contiguous(), True)
     for call in calls:
         call.run()
     assert torch.equal(torch.as_strided(packed, again.shape, again.stride()), again)
-    assert torch.equal(sums.sum(2), dealt.value_sums.sum(2))
+    assert torch.equal(sums.sum(2), permuted.value_sums.sum(2))
 
 
 def test_queries_can_be_left_to_the_attention_kernel() -> None:

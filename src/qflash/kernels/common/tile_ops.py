@@ -23,8 +23,8 @@ are the four bytes that it has to supply:
     key     0  1   4  5   8  9  12 13 |  2  3   6  7  10 11  14 15
     lane    t = 0  t = 1  t = 2 t = 3 |  t = 0  t = 1  t = 2  t = 3
 
-This changes the order of integer sums only, so no result. Names with ``deal`` or ``dealt`` are about such permutations of
-keys or channels, names with ``held`` about the inverse of :func:`key_order`.
+This changes the order of integer sums only, so no result. Where V is permuted so (its keys or its
+channels), the code calls it fragment order.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def key_order(columns):
 
 
 @triton.jit
-def held_order(n):
+def inverse_key_order(n):
     """The inverse of :func:`key_order`: which key's values stand at place ``n`` where K is in the keys' own order.
 
     It permutes the rows of V instead of those of K, for kernels that copy K as it lies in memory.
@@ -114,8 +114,8 @@ def held_order(n):
 
 
 @triton.jit
-def dealt_channel(channel, CHANNELS: tl.constexpr):
-    """The row of packed V for a channel in dealt order: channels permuted so that a lane's outputs are contiguous.
+def row_of_channel(channel, CHANNELS: tl.constexpr):
+    """The row of packed V for a channel in fragment order: channels permuted so that a lane's outputs are contiguous.
 
     A lane has columns 2t, 2t + 1 of each eight of a product with V. With channel ``C / 8 * i + j`` in column ``8 j +
     i`` these are C / 4 neighbouring channels, which take few wide stores.
@@ -125,19 +125,19 @@ def dealt_channel(channel, CHANNELS: tl.constexpr):
 
 @triton.jit
 def channel_of_row(row, CHANNELS: tl.constexpr):
-    """The channel in a row of packed V in dealt order: the inverse of :func:`dealt_channel`."""
+    """The channel in a row of packed V in fragment order: the inverse of :func:`row_of_channel`."""
     return (row & 7) * (CHANNELS // 8) + (row >> 3)
 
 
 @triton.jit
 def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """P with its columns in the order of the keys (undoes :func:`key_order`), (BLOCK_M, BLOCK_N); no shuffle."""
-    dealt = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(dealt, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
+    columns = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(columns, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
-def _deal(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _to_key_order(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile with its columns put from the order of the keys into that of :func:`key_order`, (BLOCK_M, BLOCK_N)."""
     natural = tl.reshape(x, (BLOCK_M, BLOCK_N // 16, 4, 2, 2))
     return tl.reshape(tl.permute(natural, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
@@ -157,9 +157,11 @@ def interleave(a, b, c, d, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr):
 def load_value(
     v_base, v_stride_n, v_stride_d, start, keys, dv,
     VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, VALUE_ROWS: tl.constexpr, CHECK: tl.constexpr,
-    HELD: tl.constexpr = False,
+    PERMUTED: tl.constexpr = False,
 ):  # fmt: skip
-    """A (keys, channels) int8 tile of V, zero beyond the edges; with HELD (and VALUE_ROWS) its keys in :func:`held_order`.
+    """A (keys, channels) int8 tile of V, zero beyond the edges.
+
+    With PERMUTED (and VALUE_ROWS) its keys are in :func:`inverse_key_order`.
 
     The tensor core reads neighbouring keys of a channel together. Where memory has neighbouring channels together
     instead (VALUE_ROWS), four rows are interleaved in registers, so that they reach shared memory four bytes at a time
@@ -174,9 +176,9 @@ def load_value(
             return tl.load(ptrs, mask=dv[None, :] < VALUE_DIM, other=0)
         return tl.load(ptrs)
     n = start + 4 * tl.arange(0, BLOCK_N // 4)[:, None]
-    FAR: tl.constexpr = 8 if HELD else 2
-    if HELD:
-        n = held_order(n)
+    FAR: tl.constexpr = 8 if PERMUTED else 2
+    if PERMUTED:
+        n = inverse_key_order(n)
     ptrs = v_base + n * v_stride_n + dv[None, :] * v_stride_d
     inside = dv[None, :] < VALUE_DIM
     v0 = tl.load(ptrs, mask=inside & (n < keys), other=0)
@@ -281,7 +283,7 @@ def _mask_tile(
     # loaded in the keys' own order and permuted afterwards, which renames registers instead of computing more addresses
     row = tl.minimum(rows, queries - 1)[:, None]
     column = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
-    return _deal(tl.load(base + row * stride_m + column * stride_n), BLOCK_M, BLOCK_N)
+    return _to_key_order(tl.load(base + row * stride_m + column * stride_n), BLOCK_M, BLOCK_N)
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from ..common.tile_ops import (
     MASKED,
     accumulate,
     column_scales,
-    dealt_channel,
     finish,
     key_order,
     load_key,
@@ -34,6 +33,7 @@ from ..common.tile_ops import (
     output_factors,
     probability_words,
     row_multiplier,
+    row_of_channel,
     scores,
     to_rows,
 )
@@ -42,12 +42,12 @@ from ..common.tile_ops import (
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
-    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, DEALT: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a head's V as (channels, keys), as the tensor core reads it, and sum its channels over the chunk.
 
-    A head has WIDTH channels there, zero from VALUE_DIM on, and ``padded`` keys, zero past the last. With DEALT keys
-    are in :func:`.common.tile_ops.held_order` and channels in :func:`.common.tile_ops.dealt_channel`, as
+    A head has WIDTH channels there, zero from VALUE_DIM on, and ``padded`` keys, zero past the last. With PERMUTED keys
+    are in :func:`.common.tile_ops.inverse_key_order` and channels in :func:`.common.tile_ops.row_of_channel`, as
     :mod:`.sm90.attention_streaming` takes them. Program x is a chunk of ``chunk`` keys and a block of BLOCK_C channels.
     Sums (int32) are stored per chunk rather than added atomically: nothing has to be cleared before.
     """
@@ -56,12 +56,12 @@ def pack_value_kernel(
     part = tl.program_id(0) // blocks
     begin = part * chunk
     channels = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    rows = dealt_channel(channels, WIDTH) if DEALT else channels
+    rows = row_of_channel(channels, WIDTH) if PERMUTED else channels
     head = z * tl.num_programs(1) + h
     v_base = v_ptr + z * v_stride_z + h * v_stride_h
     sums = tl.zeros((BLOCK_C,), tl.int32)
     for start in range(begin, tl.minimum(begin + chunk, padded), BLOCK_N):
-        v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True, DEALT)
+        v = load_value(v_base, v_stride_n, v_stride_d, start, keys, channels, VALUE_DIM, BLOCK_C, BLOCK_N, True, True, PERMUTED)
         sums += tl.sum(v.to(tl.int32), 0)
         n = start + tl.arange(0, BLOCK_N)
         out = packed_ptr + (head * WIDTH + rows[None, :]) * padded + n[:, None]

@@ -106,7 +106,7 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
             "WIDTH": width,
             "BLOCK_C": block,
             "BLOCK_N": _PACKED_KEYS,
-            "DEALT": fragment_order,
+            "PERMUTED": fragment_order,
         }
         grid = (triton.cdiv(width, block) * parts, heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))

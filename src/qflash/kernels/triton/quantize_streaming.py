@@ -33,7 +33,7 @@ from ..common.quantize_ops import (
     magnitude,
     round_to_int8,
 )
-from ..common.tile_ops import dealt_channel, held_order, interleave
+from ..common.tile_ops import interleave, inverse_key_order, row_of_channel
 from ..launch_recorder import launch_kernel
 from ..tiles import kernel_width
 
@@ -199,22 +199,22 @@ def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.const
 @triton.jit
 def _values(
     base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
-    width, RANGES: tl.constexpr, DEALT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    width, RANGES: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
     # four tiles are interleaved in registers, so that four neighbouring keys of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)
-    FAR: tl.constexpr = 8 if DEALT else 2
-    if DEALT:
-        n = held_order(n)
+    FAR: tl.constexpr = 8 if PERMUTED else 2
+    if PERMUTED:
+        n = inverse_key_order(n)
     v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
     low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
     scale = _value_scale(low, high, d, channels)
     tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
     inverse = inverse_scale(scale, GUARD)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
-    rows = dealt_channel(d, BLOCK_D) if DEALT else d
+    rows = row_of_channel(d, BLOCK_D) if PERMUTED else d
     for start in range(begin, end, BLOCK_N):
         four = _four_int8((v0, v1, v2, v3), inverse, GUARD)
         n += BLOCK_N
@@ -228,14 +228,14 @@ def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
-    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, DEALT: tl.constexpr,
+    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
     Program z modulo KINDS (2 or 3), counted from the last program, tells which. Values are written as the tensor core
     reads them, (``width`` channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
-    with DEALT in the orders of :func:`.triton.attention_streaming.pack_value_kernel`.
+    with PERMUTED in the orders of :func:`.triton.attention_streaming.pack_value_kernel`.
     """
     # from the last chunk to the first: the last ones are still in the cache from the search for ranges
     part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -265,7 +265,7 @@ def long_quantize_kernel(
             _values(
                 base, stride_n, v_stride_d, packed_ptr + head * width * padded,
                 value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * width, low_ptr, high_ptr,
-                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, DEALT,
+                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, PERMUTED,
                 BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
 
@@ -306,7 +306,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 
 
 def launch_quantize_long(
-    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, dealt: bool = False
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, fragment_order: bool = False
 ) -> LongQuantized:
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
@@ -316,7 +316,7 @@ def launch_quantize_long(
         query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
         center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
-        dealt: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
+        fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
             :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
     """
     batch, key_heads, tokens, channels = key.shape
@@ -327,7 +327,8 @@ def launch_quantize_long(
     block_d = triton.next_power_of_2(max(channels, value_channels))
     block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
     # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
-    key_row, width = (triton.cdiv(channels, 16) * 16, kernel_width(value_channels)) if dealt else (channels, value_channels)
+    key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
+    width = kernel_width(value_channels) if fragment_order else value_channels
     chunk = chunk_tokens(max(tokens, queries), _CHUNK)
     parts = triton.cdiv(padded, chunk)
 
@@ -366,7 +367,7 @@ def launch_quantize_long(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale, found.value_sums, *like.stride(), *key.stride(), *value.stride(), queries,
         tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
-        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, DEALT=dealt, UNIT=unit, BLOCK_N=min(chunk, block),
-        BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, PERMUTED=fragment_order, UNIT=unit,
+        BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

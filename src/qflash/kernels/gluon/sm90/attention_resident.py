@@ -27,7 +27,7 @@ queries, start the products with all keys, row maximum, probabilities tile by ti
 Products are asynchronous: those of one tile of probabilities with V run while the next tile's exponentials are
 computed, and the next block's queries are prefetched. Three permutations keep data in its lane and change no result:
 queries are loaded as the tensor core reads them, keys of P V stand in the order in which lanes have the scores,
-channels of V in dealt order (:func:`.sm90.query_block.deal`).
+channels of V in fragment order (:func:`.sm90.query_block.to_fragment_order`).
 
 *Storage offset.* Probabilities are stored as 127 - P, which adds 127 times the channel sums of V to an output. SUMS
 says where that is taken out; the best place depends on how full the GPU is.
@@ -80,7 +80,6 @@ from .query_block import (
     add_values,
     allocate,
     beside_product,
-    deal,
     finished,
     fold_columns,
     load_queries,
@@ -92,6 +91,7 @@ from .query_block import (
     start_scores,
     store_span,
     stored,
+    to_fragment_order,
     unpack_queries,
 )
 from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
@@ -475,7 +475,7 @@ def _head(
             factors = factors + (factor,)
         for i in gl.static_range(TILES):
             for c in gl.static_range(COUNT):
-                v_smem[i][c].permute((1, 0)).store(deal(v[i][c], ACROSS))
+                v_smem[i][c].permute((1, 0)).store(to_fragment_order(v[i][c], ACROSS))
         wait_for_copies(queries)
     keys_usable = usable_scale(key_bits)
     key_mantissa, key_exponent = split_scale(key_bits)

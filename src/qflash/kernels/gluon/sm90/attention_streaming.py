@@ -11,8 +11,8 @@ narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and
 *Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
 ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do
 queries where registers suffice. V is packed beforehand by :func:`.triton.attention_streaming.pack_value_kernel`, with
-two permutations: keys in the order in which lanes have the scores (:func:`.common.tile_ops.held_order`), channels such
-that a lane's outputs are neighbours (:func:`.common.tile_ops.dealt_channel`). So lanes need not exchange probabilities
+two permutations: keys in the order in which lanes have the scores (:func:`.common.tile_ops.inverse_key_order`), channels such
+that a lane's outputs are neighbours (:func:`.common.tile_ops.row_of_channel`). So lanes need not exchange probabilities
 or outputs.
 
 *Order.*
@@ -127,7 +127,7 @@ def _padded_rows(s, there, filler):
 
 @gluon.jit
 def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of V's channels, int32 (channels,), from those of its chunks, in the rows of packed V (dealt order)."""
+    """Sums of V's channels, int32 (channels,), from those of its chunks, in the rows of packed V (fragment order)."""
     L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
     part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
     channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]

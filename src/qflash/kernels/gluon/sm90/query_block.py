@@ -13,8 +13,8 @@ a block:
 A warp has sixteen rows of the block; with t = lane % 4 a lane has rows r = lane // 4 and r + 8 (layouts and drawing in
 :mod:`.sm90.layouts`). Queries, scores, probabilities and outputs stay in registers of that lane from load to store. Two
 permutations make it possible, and change no result: keys of P V stand in the order in which lanes have the scores, and
-the channels of V in dealt order (:func:`deal`), so that a lane's outputs are neighbours. Only where two warps share
-sixteen rows (ACROSS is 2) do probabilities pass through shared memory.
+the channels of V in fragment order (:func:`to_fragment_order`), so that a lane's outputs are neighbours. Only where two
+warps share sixteen rows (ACROSS is 2) do probabilities pass through shared memory.
 
 A head's channels may be two spans; then operands, accumulators and outputs are tuples with an element per span.
 """
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
-from ...common.tile_ops import held_order
+from ...common.tile_ops import inverse_key_order
 from ..ptx_ops import beside_channels, first_of_four, pack, round_to_int8, twice_probabilities, unpack
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
 from .layouts import (
@@ -63,8 +63,8 @@ def load_channels(ptrs, n, channels, CHANNELS: gl.constexpr, D: gl.constexpr, PO
 
 
 @gluon.jit
-def deal(x, ACROSS: gl.constexpr):
-    """A (keys, channels) tile with its channels in dealt order: of 64, channel 8i + j in column 8j + i.
+def to_fragment_order(x, ACROSS: gl.constexpr):
+    """A (keys, channels) tile with its channels in fragment order: of 64, channel 8i + j in column 8j + i.
 
     Channels are permuted so that a lane's fragment of the product with V is contiguous. Each of the ACROSS parts of the
     channels is permuted by itself.
@@ -75,8 +75,8 @@ def deal(x, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _undeal(x, ACROSS: gl.constexpr):
-    """The inverse of :func:`deal`, for (rows, channels) outputs: each lane renames its registers."""
+def _from_fragment_order(x, ACROSS: gl.constexpr):
+    """The inverse of :func:`to_fragment_order`, for (rows, channels) outputs: each lane renames its registers."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     return gl.reshape(gl.permute(gl.reshape(x, (M, ACROSS, D // (8 * ACROSS), 8)), (0, 1, 3, 2)), (M, D))
@@ -315,7 +315,7 @@ def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexp
     N: gl.constexpr = p.shape[1]
     n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
     if WIDTH < 32:
-        n = held_order(n)
+        n = inverse_key_order(n)
     if START + N <= KEYS:
         weight = p * 0 + 1
     else:
@@ -373,7 +373,7 @@ def store_span(
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS, ACROSS)
-    x = gl.convert_layout(_undeal(numerator, ACROSS), L, assert_trivial=True)
+    x = gl.convert_layout(_from_fragment_order(numerator, ACROSS), L, assert_trivial=True)
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():

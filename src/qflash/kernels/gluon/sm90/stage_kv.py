@@ -14,11 +14,12 @@ A thread has four neighbouring keys ("quads") of a few channels (:func:`.sm90.la
 store of V writes words of four keys. In shared memory, per tile and span, swizzled for wgmma:
 
     K   (keys, channels)     rows in key order for tiles of 32 keys and more
-    V   (channels, keys)     channels in dealt order; keys in held order for tiles of 8 and 16
+    V   (channels, keys)     channels in fragment order; keys in inverse key order for tiles of 8 and 16
 
 Either permutation makes the scores of a lane the bytes that it has to supply to the product with V
-(:func:`.common.tile_ops.key_order`; held order is its inverse). Narrow tiles permute V, since key order needs sixteen
-columns and a tile may have eight. Dealt order (:func:`.sm90.query_block.deal`) makes a lane's outputs neighbours.
+(:func:`.common.tile_ops.key_order` and its inverse). Narrow tiles permute V, since key order needs sixteen
+columns and a tile may have eight. With channels in fragment order (:func:`.sm90.query_block.to_fragment_order`) a lane's
+outputs are neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower, nan_max
-from ...common.tile_ops import held_order, key_order
+from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
     aside,
     barrier,
@@ -62,7 +63,7 @@ from .layouts import (
     value_width,
     value_widths,
 )
-from .query_block import SUM_FOUR, deal, load_channels, pairs_twice
+from .query_block import SUM_FOUR, load_channels, pairs_twice, to_fragment_order
 
 # the names differ between releases of Triton
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -84,7 +85,7 @@ def load_quads(
 
     The tile has WIDTH keys, but at least 32 rows; channels from CHANNELS up to the kernel's width are zero. PIECE keys
     are loaded at a time (:func:`.sm90.layouts.quad_layout`). Of wide tiles the keys are in
-    :func:`.common.tile_ops.key_order`, of tiles of 8 or 16 the values in :func:`.common.tile_ops.held_order`.
+    :func:`.common.tile_ops.key_order`, of tiles of 8 or 16 the values in :func:`.common.tile_ops.inverse_key_order`.
     """
     D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
@@ -100,7 +101,7 @@ def load_quads(
         if KEY and WIDTH >= 32:
             n = key_order(n)
         elif not KEY and WIDTH < 32:
-            n = held_order(n)
+            n = inverse_key_order(n)
         if START + ROWS <= KEYS:
             x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D, POLICY)
         elif KEY:
@@ -277,7 +278,7 @@ def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.
         inverse = inverse_scale(scale, False)
         for i in gl.static_range(len(v[c])):
             y = v[c][i].to(gl.float32)
-            v_smem[i][c].permute((1, 0)).store(deal(round_to_int8(y, _beside(inverse, y)), ACROSS))
+            v_smem[i][c].permute((1, 0)).store(to_fragment_order(round_to_int8(y, _beside(inverse, y)), ACROSS))
         scales = scales + (aside(scale),)
     for c in gl.static_range(len(v)):
         # keeps the allocator from reusing this memory, which would add a barrier

@@ -4,7 +4,7 @@ Equations 1 to 11 and step 11 of Algorithm 1 for at most TAIL (8 or 16) queries.
 query at all. Here both products are transposed, so that all four warps share the keys and then the channels:
 
     S^T = K Q^T    rows are keys: 64 per product of four warps, sixteen per warp; columns are the queries
-    O^T = V^T P^T  rows are channels (in the dealt order of :func:`.sm90.query_block.deal`); columns are the queries
+    O^T = V^T P^T  rows are channels (:func:`.sm90.query_block.to_fragment_order`); columns are the queries
 
 A lane has rows r = lane // 4 and r + 8 of its warp and columns (queries) 2t, 2t + 1 of every 8, t = lane % 4. So maxima
 and sums of a query go across lanes and warps. All operands lie in shared memory: keys and values as staged for the
@@ -109,7 +109,7 @@ def last_queries(
 
 @gluon.jit
 def _across(x, D: gl.constexpr, L: gl.constexpr):
-    """One number per channel in dealt order, broadcast to outputs whose rows are channels; a scalar as it is."""
+    """One number per channel in fragment order, broadcast to outputs whose rows are channels; a scalar as it is."""
     if x.type.is_block():
         x = _beside_last(gl.reshape(gl.permute(gl.reshape(x, (8, D // 8)), (1, 0)), (D,)), L)[:, None]
     return x
@@ -117,7 +117,7 @@ def _across(x, D: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _beside_last(x, L: gl.constexpr):
-    """One number per channel in dealt order, in the layout of O^T's rows; repeated up to 64, a product's fewest."""
+    """One number per channel in fragment order, in the layout of O^T's rows; repeated up to 64, a product's fewest."""
     if x.shape[0] < 64:
         x = gl.reshape(gl.permute(gl.join(x, x), (1, 0)), (2 * x.shape[0],))
     if x.shape[0] < 64:

@@ -18,7 +18,7 @@ in its lane and change no result:
 
 * channels 8t to 8t + 7 of a query and a key are loaded by one lane, four for each half of the product;
 * keys of P V stand in the order in which lanes have the scores;
-* channels of V are permuted ("dealt order"), so that a lane's outputs are eight neighbouring channels.
+* channels of V are permuted (fragment order), so that a lane's outputs are eight neighbouring channels.
 
 Shared memory serves only a bias that several windows share (STAGED) and what four warps of a program exchange: parts of
 K and V (:mod:`.windows.operands`), and flags.
@@ -711,7 +711,7 @@ def windows_kernel(
     # measured: pays for floats where windows are many
     FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
     # with keys in key order a lane loads the bias of four neighbouring keys at once
-    DEAL: gl.constexpr = MASK == "bias"
+    KEY_ORDER: gl.constexpr = MASK == "bias"
 
     scales = 0, 0, (0, 0, 0), 0, 0, 0
     if ONE_SCALE:
@@ -725,7 +725,7 @@ def windows_kernel(
     ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
     at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
-    weight = gl.where((key_of(column, KEYS, DEAL) < KEYS)[:, None], ones, ones * 0)
+    weight = gl.where((key_of(column, KEYS, KEY_ORDER) < KEYS)[:, None], ones, ones * 0)
 
     mask_offset = place.to(gl.int64) * mask_stride_z + h * mask_stride_h
     if ALIGNED:
@@ -767,13 +767,13 @@ def windows_kernel(
         o_base = o_ptr + z * o_stride_z + h * o_stride_h
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
         if DIVIDED and QUANTIZE:
-            k = load_key_parts(k_base, k_stride_n, KEYS, DEAL)
+            k = load_key_parts(k_base, k_stride_n, KEYS, KEY_ORDER)
         else:
-            k = load_keys(k_base, k_stride_n, KEYS, DEAL, POLICY)
+            k = load_keys(k_base, k_stride_n, KEYS, KEY_ORDER, POLICY)
         if DIVIDED:
-            v = load_value_parts(v_base, v_stride_n, KEYS, DEAL)
+            v = load_value_parts(v_base, v_stride_n, KEYS, KEY_ORDER)
         else:
-            v = load_values(v_base, v_stride_n, KEYS, DEAL, POLICY)
+            v = load_values(v_base, v_stride_n, KEYS, KEY_ORDER, POLICY)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED

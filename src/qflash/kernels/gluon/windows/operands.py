@@ -49,13 +49,14 @@ from .layouts import (
 
 
 @gluon.jit
-def key_of(n, KEYS: gl.constexpr, DEAL: gl.constexpr):
-    """The key, and the value, that belongs to column ``n`` of the scores; ``n`` itself, or with DEAL key order.
+def key_of(n, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
+    """The key, and the value, that belongs to column ``n`` of the scores; ``n`` itself, or with KEY_ORDER key order.
 
-    With DEAL, :func:`.common.tile_ops.key_order` in groups of sixteen columns; a last tile of eight keeps its order. A
+    With KEY_ORDER, :func:`.common.tile_ops.key_order` in groups of sixteen columns; a last tile of eight keeps its
+    order. A
     lane's columns then are four neighbouring keys, whose bias it loads at once.
     """
-    if DEAL:
+    if KEY_ORDER:
         if KEYS % 16 > 0 and KEYS % 16 <= 8:
             n = gl.where(n < KEYS - KEYS % 16, key_order(n), n)
         else:
@@ -74,7 +75,7 @@ def load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.c
 
 @gluon.jit
 def _load_key(
-    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr,
+    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr,
     POLICY: gl.constexpr,
 ):  # fmt: skip
     """The keys of one tile of scores, (ROWS, 32) as stored; past the last key it is repeated."""
@@ -82,60 +83,61 @@ def _load_key(
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + ROWS <= KEYS:
-        ptrs = base + (key_of(n, ROWS, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n
+        ptrs = base + (key_of(n, ROWS, KEY_ORDER)[:, None] * stride_n + d[None, :]) + START * stride_n
     else:
-        ptrs = base + gl.minimum(key_of(START + n, KEYS, DEAL), KEYS - 1)[:, None] * stride_n + d[None, :]
+        ptrs = base + gl.minimum(key_of(START + n, KEYS, KEY_ORDER), KEYS - 1)[:, None] * stride_n + d[None, :]
     return gl.load(ptrs, eviction_policy=POLICY)
 
 
 @gluon.jit
 def _load_value(
-    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr
+    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr
 ):  # fmt: skip
     """The values of 32 columns of scores from START on, (32, 32) as stored, zero past the last key."""
     L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + 32 <= KEYS:
-        x = gl.load(base + (key_of(n, 32, DEAL)[:, None] * stride_n + d[None, :]) + START * stride_n, eviction_policy=POLICY)
+        ptrs = base + (key_of(n, 32, KEY_ORDER)[:, None] * stride_n + d[None, :]) + START * stride_n
+        x = gl.load(ptrs, eviction_policy=POLICY)
     else:
-        n = key_of(START + n, KEYS, DEAL)[:, None]
+        n = key_of(START + n, KEYS, KEY_ORDER)[:, None]
         inside = (n < KEYS) & (d[None, :] >= 0)
         x = gl.load(base + (n * stride_n + d[None, :]), mask=inside, other=0, eviction_policy=POLICY)
     return x
 
 
 @gluon.jit
-def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
+def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr):
     """All keys of a window, one tensor per tile."""
     STARTS: gl.constexpr = starts(KEYS)
     WIDTHS: gl.constexpr = widths(KEYS)
     k = ()
     for i in gl.static_range(len(WIDTHS)):
-        k = k + (_load_key(base, stride_n, STARTS[i], WIDTHS[i], KEYS, DEAL, POLICY),)
+        k = k + (_load_key(base, stride_n, STARTS[i], WIDTHS[i], KEYS, KEY_ORDER, POLICY),)
     return k
 
 
 @gluon.jit
-def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr, POLICY: gl.constexpr):
+def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr):
     """All values of a window, two tensors of 32 keys."""
-    return _load_value(base, stride_n, 0, KEYS, DEAL, POLICY), _load_value(base, stride_n, 32, KEYS, DEAL, POLICY)
+    return _load_value(base, stride_n, 0, KEYS, KEY_ORDER, POLICY), _load_value(base, stride_n, 32, KEYS, KEY_ORDER, POLICY)
 
 
 @gluon.jit
-def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
     """The keys of all tiles, (64, 32) as stored, sixteen per warp; past the last key it is repeated."""
     L: gl.constexpr = own_rows_layout(64)
-    n = gl.minimum(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL), KEYS - 1)
+    n = gl.minimum(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER), KEYS - 1)
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + n[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
-def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, DEAL: gl.constexpr):
+def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
     """The values of 64 columns of scores, (64, 32) as stored, sixteen per warp, zero past the last key."""
     L: gl.constexpr = part_value_layout()
-    n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, DEAL)[:, None]
+    n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER)[:, None]
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
 
@@ -152,7 +154,7 @@ def _key_operand(x):
 def _value_operand(x):
     """Values as the right operand (32, 32): keys in the lanes' order of scores, channel 4i + j in column 8j + i.
 
-    That order of channels ("dealt") gives a lane of the product eight neighbouring output channels.
+    That order of channels (fragment order) gives a lane of the product eight neighbouring output channels.
     """
     x = gl.permute(gl.reshape(x, (2, 2, 4, 2, 8, 4)), (0, 2, 1, 3, 5, 4))
     return gl.convert_layout(gl.reshape(x, (32, 32)), operand_layout(1, gl.num_warps()), assert_trivial=True)

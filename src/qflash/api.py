@@ -14,7 +14,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import execution, ops, plan_cache  # noqa: F401 - ops registers torch.ops.qflash
-from .memory_format import empty_bias, has_aligned_rows
+from .memory_format import as_four, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import (
@@ -30,22 +30,13 @@ from .validation import (
 )
 
 
-def _four(x: torch.Tensor) -> torch.Tensor:
-    """View (or, where leading dimensions do not collapse, copy) a tensor as (batch, heads, tokens, channels)."""
-    if x.dim() == 4:
-        return x
-    if x.dim() > 4:
-        return x.flatten(0, -4)
-    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
-
-
 def _four_scale(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Bring a broadcastable scale to the four dimensions of ``_four(values)``."""
+    """Bring a broadcastable scale to the four dimensions of ``as_four(values)``."""
     scale = scale.reshape((1,) * (values.dim() - scale.dim()) + tuple(scale.shape))
     if scale.dim() > 4 and scale.shape[:-3] != values.shape[:-3]:
         lead = (1,) * len(values.shape[:-3]) if scale[..., :1, :1, :1].numel() == 1 else tuple(values.shape[:-3])
         scale = scale.expand(*lead, *scale.shape[-3:])
-    return _four(scale)
+    return as_four(scale)
 
 
 def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
@@ -144,7 +135,7 @@ def attention(
     check_no_derivative(query, key, value, attn_mask)
     check_backend(backend)
     choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
-    views = _four(query), _four(key), _four(value), _four_mask(attn_mask, query)
+    views = as_four(query), as_four(key), as_four(value), _four_mask(attn_mask, query)
     given = is_causal, factor, choices.key, backend
     out = torch.ops.qflash.attention(*views, *given)
     shape = (*query.shape[:-1], value.shape[-1])
@@ -317,7 +308,7 @@ def int8_attention(
     value_scale = _four_scale(value.scale, value.values)
     given = None if out_dtype is not None else _output_scale(output_scale, value, shape)
     factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query.values)
-    q, k, v = _four(query.values), _four(key.values), _four(value.values)
+    q, k, v = as_four(query.values), as_four(key.values), as_four(value.values)
     query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)
     out_scale = None if given is None else _four_scale(given, query.values)
     stored = torch.int8 if out_dtype is None else out_dtype

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from . import plan_cache, quantization, reference
-from .attention_call import AttentionCall, Scales, float_call
+from .attention_call import AttentionCall, Scales, float_call, int8_call
 from .backends import resolve_backend
+from .memory_format import as_four
 from .recipe import Recipe
 
 
@@ -28,10 +29,8 @@ def find_scales(x: torch.Tensor, granularity: str, center: bool, backend: str) -
         else:
             from .kernels.triton.quantize import launch_quantize
 
-        shape = x.shape
-        four = x.reshape((1,) * (4 - x.dim()) + tuple(shape)) if x.dim() < 4 else x.flatten(0, -4)
-        values, scale = launch_quantize(four, granularity, center)
-        return values.reshape(shape), scale.reshape(quantization.scale_shape(shape, granularity))
+        values, scale = launch_quantize(as_four(x), granularity, center)
+        return values.reshape(x.shape), scale.reshape(quantization.scale_shape(x.shape, granularity))
     if center:
         x = quantization.center_channels(x)
     scale = quantization.scale_from_amplitude(quantization.amplitude(x, granularity))
@@ -43,28 +42,21 @@ def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> t
     if resolve_backend(backend, x.device) == "triton":
         from .kernels.triton.quantize import launch_quantize_values
 
-        shape = x.shape
-        spread = scale.expand(shape)
-        if x.dim() < 4:
-            lead = (1,) * (4 - x.dim())
-            return launch_quantize_values(x.reshape(lead + tuple(shape)), spread.reshape(lead + tuple(shape))).reshape(shape)
-        return launch_quantize_values(x.flatten(0, -4), spread.flatten(0, -4)).reshape(shape)
+        return launch_quantize_values(as_four(x), as_four(scale.expand(x.shape))).reshape(x.shape)
     return quantization.quantize_values(x, scale)
 
 
 def quantize_bias(bias: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
     resolved = resolve_backend(backend, bias.device)
+    if resolved == "reference":
+        return quantization.bias_to_fixed(bias)
     if resolved == "cpu":
-        from .kernels.cpu.launch import launch_quantize_bias as launch_on_cpu
-
-        return launch_on_cpu(bias)
-    if resolved == "triton":
+        from .kernels.cpu.launch import launch_quantize_bias
+    else:
         from .kernels.triton.quantize import launch_quantize_bias
 
-        four = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias.flatten(0, -4)
-        return launch_quantize_bias(four).reshape(bias.shape)
-    return quantization.bias_to_fixed(bias)
+    return launch_quantize_bias(as_four(bias)).reshape(bias.shape)
 
 
 def kept(
@@ -144,8 +136,10 @@ def int8_attention(
         query, query_scale, key, key_scale, value, value_scale, mask, output_scale = tensors
         assert query is not None and key is not None and value is not None
         assert key_scale is not None and value_scale is not None
-        scales = Scales(query_scale, key_scale, value_scale, output_scale)
-        return AttentionCall(query, key, value, scales, mask, is_causal, scale, out_dtype, Recipe.from_key(recipe))
+        return int8_call(
+            query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
+            Recipe.from_key(recipe),
+        )  # fmt: skip
 
     return _repeatable(
         int8_attention,

@@ -1,10 +1,19 @@
-"""How outputs and biases lie in memory."""
+"""How tensors are viewed in four dimensions, and how outputs and biases lie in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+
+def as_four(x: torch.Tensor) -> torch.Tensor:
+    """View a tensor of any rank as (batch, heads, tokens, channels); copy where its leading dimensions do not collapse."""
+    if x.dim() == 4:
+        return x
+    if x.dim() > 4:
+        return x.flatten(0, -4)
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def empty_output(like: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:

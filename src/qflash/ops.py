@@ -73,7 +73,6 @@ for _name, _implementation, _fake in (
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
 
-
 for _name in ("quantize", "quantize_with_scale", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
 

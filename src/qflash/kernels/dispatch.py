@@ -33,13 +33,13 @@ class Family(NamedTuple):
 
 
 _SM90_RESIDENT = Family(sm90.accepts_resident, sm90.resident_launches)
-_PORTABLE = (
+_OTHERS = (
     Family(windows.accepts, windows.launches),
     Family(portable.accepts_resident, portable.resident_launches),
     Family(sm90.accepts_streaming, sm90.streaming_launches),
     Family(portable.accepts_streaming, portable.streaming_launches),
 )
-"""In the order in which they are asked; the last takes whatever is quantised."""
+"""Asked after :data:`_SM90_RESIDENT`, in this order; the last takes whatever is quantised."""
 
 
 def _launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -52,7 +52,7 @@ def _launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
         tiles = tiles._replace(block_m=min(tiles.block_m, most))
     if tiles.block_m > most:
         raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
-    for family in _PORTABLE:
+    for family in _OTHERS:
         if family.accepts(request, tiles):
             return family.launches(request, tiles)
     raise ValueError(f"one launch cannot quantise and attend to {request.call.keys} keys with {tiles}")

@@ -163,6 +163,16 @@ def call_arguments(request: KernelRequest, tiles: Tiles) -> dict[str, Any]:
     }
 
 
+def row_arguments(request: KernelRequest, tiles: Tiles) -> dict[str, Any]:
+    """Return :func:`call_arguments`, and those of kernels that have a whole row of keys and may quantise it."""
+    return call_arguments(request, tiles) | {
+        "TILES": triton.cdiv(request.call.keys, tiles.block_n),
+        "KEYS": request.call.keys,
+        "QUANTIZE": request.fused,
+        "CENTER": request.fused and request.call.recipe.smooth_key,
+    }
+
+
 class Part(NamedTuple):
     """Batch elements that one launch takes.
 

@@ -170,11 +170,10 @@ class LaunchRecorder(TorchDispatchMode):
                     base, offset = at_scratch, begins[begin] + address - begin
                 used.add(base)
                 # nothing is to stay in memory for a place that is filled anew
+                step.arguments[place] = None
                 if x is tensor:
-                    step.arguments[place] = None
                     step.addresses.append((place, base, offset))
                 else:
-                    step.arguments[place] = None
                     step.descriptions.append((place, _described(x, 0), base, offset))
             steps.append(step)
         return _repetition(steps, sorted(used - {at_out, at_scratch}), len(tensors), size, out)

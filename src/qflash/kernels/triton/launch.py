@@ -9,7 +9,7 @@ import triton
 
 from ..common.quantize_ops import chunk_tokens
 from ..heuristics import split_resident
-from ..launch_arguments import MOST_BLOCKS, KernelRequest, call_arguments, launch_options, parts
+from ..launch_arguments import MOST_BLOCKS, KernelRequest, call_arguments, launch_options, parts, row_arguments
 from ..launch_recorder import KernelLaunch, ScoreTile
 from ..tiles import PORTABLE, Tiles, kernel_width
 from .attention_resident import short_kernel
@@ -32,12 +32,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     narrow = max(call.head_dim, call.value_dim) <= 64 and call.recipe.probability_bits == 8
     narrow = narrow and (request.fused or call.mask is None)
     tiles = split_resident(tiles._replace(kernel=PORTABLE), request.work, narrow)
-    constants = call_arguments(request, tiles) | {
-        "TILES": triton.cdiv(call.keys, tiles.block_n),
-        "KEYS": call.keys,
-        "QUANTIZE": request.fused,
-        "CENTER": request.fused and call.recipe.smooth_key,
-    }
+    constants = row_arguments(request, tiles)
     scores = ScoreTile(tiles.block_m, tiles.block_n * constants["TILES"], whole=True)
     return [
         KernelLaunch(

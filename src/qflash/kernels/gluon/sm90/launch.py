@@ -14,7 +14,7 @@ import triton
 
 from ....attention_call import AttentionCall
 from ...heuristics import division, eviction_policy, split_sm90_resident
-from ...launch_arguments import KernelRequest, call_arguments, launch_options, parts, shape_of, side_by_side
+from ...launch_arguments import KernelRequest, call_arguments, launch_options, parts, row_arguments, shape_of, side_by_side
 from ...launch_recorder import KernelLaunch, ScoreTile
 from ...tiles import (
     SM90_RESIDENT,
@@ -69,14 +69,9 @@ def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     """Spell out the launches of :mod:`.sm90.attention_resident`."""
     call, kernel = request.call, _resident_kernel()
-    tiles_before, tiles = tiles, split_sm90_resident(tiles, request.work)
-    constants = call_arguments(request, tiles) | {
-        "TILES": triton.cdiv(call.keys, tiles_before.block_n),
-        "KEYS": call.keys,
-        "QUANTIZE": request.fused,
-        "CENTER": request.fused and call.recipe.smooth_key,
-        **division(tiles, request.work, call.heads),
-    }
+    work = request.work
+    tiles = split_sm90_resident(tiles, work)
+    constants = row_arguments(request, tiles) | division(tiles, work, call.heads)
     turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
     # measured: where keys are read once 1 % at most, or slower; on int8 not yet
     constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.out) if request.fused and turn else ""

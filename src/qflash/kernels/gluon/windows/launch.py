@@ -15,10 +15,10 @@ from ...launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
     broadcast_strides,
-    call_arguments,
     launch_options,
     mask_period,
     parts,
+    row_arguments,
     side_by_side,
 )
 from ...launch_recorder import KernelLaunch, ScoreTile
@@ -50,14 +50,9 @@ def accepts(request: KernelRequest, tiles: Tiles) -> bool:
 def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     """Spell out the launches of :mod:`.windows.attention`."""
     call, kernel, scales, mask = request.call, _kernel(), request.call.scales, request.call.mask
-    row_tiles = triton.cdiv(call.keys, tiles.block_n)
     tiles = split_windows(tiles, request.work)
     processors = processors_of(call.query.device)
-    constants = call_arguments(request, tiles) | {
-        "TILES": row_tiles,
-        "KEYS": call.keys,
-        "QUANTIZE": request.fused,
-        "CENTER": request.fused and call.recipe.smooth_key,
+    constants = row_arguments(request, tiles) | {
         "QUERIES": call.queries,
         "ONE_SCALE": scales is not None and all(x is None or x.numel() == 1 for x in scales),
         # a thread takes four neighbours of a bias at once

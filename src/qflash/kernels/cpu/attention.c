@@ -613,15 +613,19 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     }
 }
 
+#define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */
+
+INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
     const size_t operands = line * grouped(d) + channels * grouped(x->keys) + BLOCK * (grouped(d) + line + (x->bits == 15 ? line : 0));
     const size_t integers = BLOCK * line + 2 * line + 3 * channels + BLOCK * channels + channels;
     const size_t longs = BLOCK * channels;
     /* zeroed: whole vectors are read, also lanes that were never written */
-    *memory = calloc(8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
+    *memory = calloc(LINE + 8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
     if (!*memory) return 0;
-    w->numerator = (int64_t *)*memory;
+    w->numerator = (int64_t *)whole_lines((intptr_t)*memory);
     w->s = (int32_t *)(w->numerator + longs);
     w->column = w->s + BLOCK * line;
     w->begin = w->column + line;
@@ -897,10 +901,6 @@ void qflash_bias(const float *x, int32_t *out, const int64_t *sizes) {
 #pragma omp parallel for num_threads((int)sizes[2])
     for (int64_t row = 0; row < rows; row++) bias_row(x + row * keys, out + row * keys, keys);
 }
-
-#define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */
-
-INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 INLINE int64_t numbers_of(const conversion *a) { return a->batch * a->heads * a->tokens * a->channels; }
 

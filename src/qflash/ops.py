@@ -2,8 +2,8 @@
 
 Operators take canonical arguments, which :mod:`qflash.api` prepares: four dimensions ``(batch, heads, tokens,
 channels)``, masks of shape ``(period, heads | 1, queries | 1, keys | 1)`` that repeat over the batch, a recipe
-as its key, a resolved back end. What a call found out is kept for the next one (:mod:`qflash.plan_cache`), which a compiled
-model makes here and not by way of :mod:`qflash.api`.
+as its key, a back end's name (possibly ``"auto"``). What a call found out is kept for the next one
+(:mod:`qflash.plan_cache`), which a compiled model makes here and not by way of :mod:`qflash.api`.
 """
 
 from __future__ import annotations

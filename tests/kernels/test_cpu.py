@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 LARGE = dataclasses.replace(
     GPU, batches=(1,), key_heads=(1, 2), groups=(1, 2), tokens=(40, 511, 512, 513, 577, 1000, 1024, 1025, 2049), work=200
 )
-"""Rows around cpu.c's CHUNK of 512 keys and longer, with few enough blocks for a CPU."""
+"""Rows around attention.c's CHUNK of 512 keys and longer, with few enough blocks for a CPU."""
 
 
 @pytest.fixture(autouse=True)

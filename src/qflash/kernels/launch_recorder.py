@@ -255,7 +255,7 @@ def _stand_in(x: torch.Tensor | None) -> torch.Tensor | None:
 def record(
     go: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, Callable[[], Callable[..., torch.Tensor] | None]]:
-    """KernelLaunch ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`LaunchRecorder.repeat`)."""
+    """Run ``go(*tensors)``; return its output and what finds out how to repeat it (:meth:`LaunchRecorder.repeat`)."""
     with LaunchRecorder() as recording:
         out = go(*tensors)
 

@@ -23,8 +23,8 @@ are the four bytes that it has to supply:
     key     0  1   4  5   8  9  12 13 |  2  3   6  7  10 11  14 15
     lane    t = 0  t = 1  t = 2 t = 3 |  t = 0  t = 1  t = 2  t = 3
 
-This changes the order of integer sums only, so no result. Where V is permuted so (its keys or its
-channels), the code calls it fragment order.
+This changes the order of integer sums only, so no result. Where V is permuted for this (its keys or its channels),
+the code calls it fragment order.
 """
 
 from __future__ import annotations

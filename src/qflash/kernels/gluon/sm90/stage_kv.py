@@ -17,9 +17,9 @@ store of V writes words of four keys. In shared memory, per tile and span, swizz
     V   (channels, keys)     channels in fragment order; keys in inverse key order for tiles of 8 and 16
 
 Either permutation makes the scores of a lane the bytes that it has to supply to the product with V
-(:func:`.common.tile_ops.key_order` and its inverse). Narrow tiles permute V, since key order needs sixteen
-columns and a tile may have eight. With channels in fragment order (:func:`.sm90.query_block.to_fragment_order`) a lane's
-outputs are neighbours.
+(:func:`.common.tile_ops.key_order` and its inverse). Narrow tiles permute V, since key order needs sixteen columns and a
+tile may have eight. With channels in fragment order (:func:`.sm90.query_block.to_fragment_order`) a lane's outputs are
+neighbours.
 """
 
 from __future__ import annotations

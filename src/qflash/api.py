@@ -50,12 +50,12 @@ def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor |
     if mask.dim() < query.dim():
         mask = mask.reshape((1,) * (max(query.dim(), 4) - mask.dim()) + tuple(mask.shape))
     if mask.dim() <= 4:
-        return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        return as_four(mask)
     lead, have = query.shape[:-3], mask.shape[:-3]
     first = next((i for i, size in enumerate(have) if size != 1), len(have))
     if tuple(have[first:]) != tuple(lead[first:]):
         mask = mask.expand(*have[:first], *lead[first:], *mask.shape[-3:])
-    return mask.flatten(0, -4)
+    return as_four(mask)
 
 
 def _shaped(run: Callable[..., torch.Tensor] | None, shape: tuple[int, ...]) -> Callable[..., torch.Tensor] | None:

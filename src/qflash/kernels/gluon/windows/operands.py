@@ -53,8 +53,7 @@ def key_of(n, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
     """The key, and the value, that belongs to column ``n`` of the scores; ``n`` itself, or with KEY_ORDER key order.
 
     With KEY_ORDER, :func:`.common.tile_ops.key_order` in groups of sixteen columns; a last tile of eight keeps its
-    order. A
-    lane's columns then are four neighbouring keys, whose bias it loads at once.
+    order. A lane's columns then are four neighbouring keys, whose bias it loads at once.
     """
     if KEY_ORDER:
         if KEYS % 16 > 0 and KEYS % 16 <= 8:

@@ -21,7 +21,7 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
 FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
 
-.PHONY: help setup demo test test-floor lint format verify verify-triton36 train ladder report clean
+.PHONY: help setup demo test test-floor lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make train            train the demo's models again"
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
 	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
+	@echo "make real             pretrained networks on real photos, sentences and Fashion-MNIST (qflash-real/); downloads 170 MB"
 	@echo "make setup            only make .venv, where there is none; PYTHON=... picks the interpreter"
 	@echo "make clean            remove .venv, caches and reports"
 
@@ -96,5 +97,12 @@ ladder: $(READY)
 report: $(READY)
 	$(BIN)/qflash report $(ARGS)
 
+$(VENV)/.ready-real: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile "onnx<2"
+	@touch $@
+
+real: $(VENV)/.ready-real
+	$(BIN)/qflash real $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist qflash-report qflash-reproduction .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist qflash-report qflash-reproduction qflash-real .pytest_cache .mypy_cache .ruff_cache .hypothesis

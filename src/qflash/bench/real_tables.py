@@ -29,28 +29,41 @@ def render(record: Row) -> Iterator[Table]:
         yield _top1_table(classifier, rows, record["conditions"]["fashion"])
 
 
+def _own_cells(row: Row) -> dict[str, str]:
+    """Return what only this kind of network has, cells by their headings."""
+    if "nearest_kept" in row:
+        return {
+            "nearest kept": f"{row['nearest_kept']}/{row['samples']}",
+            "of 5 nearest": f"{row['nearest_five_kept_percent']:.1f} %",
+        }
+    if "lines_right" in row:
+        return {
+            "lines right": f"{row['lines_right']}/{row['samples']}",
+            "as float": f"{row['lines_same']}/{row['samples']}",
+        }
+    if "saliency_sqnr_db" in row:
+        return {"saliency same": f"{row['saliency_same_percent']:.2f} %", "saliency": f"{row['saliency_sqnr_db']:.1f}"}
+    return {}
+
+
 def _network_table(network: str, record: Row) -> Table:
     whole = [row for row in record["networks"] if row["network"] == network]
     layers = [row for row in record["layers"] if row["network"] == network]
-    text = "nearest_kept" in whole[0]
-    vectors = "embedding" if text else "CLS"
-    title = f"{network}, {whole[0]['samples']} {'texts' if text else 'photos'}: SQNR in dB by layer, then the whole network"
+    samples, vectors = "photos", "CLS"
+    if "nearest_kept" in whole[0]:
+        samples, vectors = "texts", "embedding"
+    elif "lines_right" in whole[0]:
+        samples, vectors = "lines", "scores"
+    title = f"{network}, {whole[0]['samples']} {samples}: SQNR in dB by layer, then the whole network"
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    extra = (
-        ["nearest kept", "of 5 nearest"] if text else ["saliency same", "saliency"] if "saliency_sqnr_db" in whole[0] else []
-    )
     numbers = sorted({row["layer"] for row in layers})
-    for heading in (*map(str, numbers), "worst head", vectors, "cosine least", "cosine mean", *extra):
+    for heading in (*map(str, numbers), "worst head", vectors, "cosine least", "cosine mean", *_own_cells(whole[0])):
         table.add_column(heading, justify="right")
     for row in whole:
         own = {each["layer"]: each["sqnr_db"] for each in layers if each["method"] == row["method"]}
         cells = [*(f"{own[number]:.1f}" for number in numbers), f"{row['worst_head_db']:.1f}", f"{row['sqnr_db']:.1f}"]
-        cells += [f"{row['cosine_min']:.5f}", f"{row['cosine_mean']:.5f}"]
-        if text:
-            cells += [f"{row['nearest_kept']}/{row['samples']}", f"{row['nearest_five_kept_percent']:.1f} %"]
-        elif extra:
-            cells += [f"{row['saliency_same_percent']:.2f} %", f"{row['saliency_sqnr_db']:.1f}"]
+        cells += [f"{row['cosine_min']:.5f}", f"{row['cosine_mean']:.5f}", *_own_cells(row).values()]
         table.add_row(row["method"], *cells)
     return table
 

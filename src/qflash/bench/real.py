@@ -93,6 +93,11 @@ def _decibels(signal: float, noise: float) -> float:
     return math.inf if noise == 0.0 else 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
+def _least(values: Sequence[float]) -> float:
+    # min() alone may pass over NaN
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
 def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: Tick, label: str) -> list[Row]:
     """Compare every method's output of one layer with float64 softmax attention, over all calls together.
 
@@ -114,10 +119,8 @@ def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: T
             got = method.attention(c.query, c.key, c.value, attn_mask=c.attn_mask, scale=c.scale)
             noise += _energies(got.double() - wanted, c.rows)
         heads = [_decibels(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True)]
-        # a minimum passes over NaN
-        worst = math.nan if any(map(math.isnan, heads)) else min(heads)
         whole = _decibels(signal.sum().item(), noise.sum().item())
-        rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": worst})
+        rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": _least(heads)})
         tick(f"{label} {method.name}")
     return rows
 
@@ -242,9 +245,9 @@ def _summary(name: str, method: Method, layers: Sequence[Row], exact: torch.Tens
         "sqnr_db": sqnr(exact, got),
         "cosine_mean": cosines.mean().item(),
         "cosine_min": cosines.min().item(),
-        "layer_min_db": min(row["sqnr_db"] for row in own),
+        "layer_min_db": _least([row["sqnr_db"] for row in own]),
         "layer_max_db": max(row["sqnr_db"] for row in own),
-        "worst_head_db": min(row["worst_head_db"] for row in own),
+        "worst_head_db": _least([row["worst_head_db"] for row in own]),
     }
 
 

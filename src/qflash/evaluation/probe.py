@@ -67,7 +67,9 @@ def fit_probe(
         raise ValueError(f"features must be of at least 2 images, got {count}")
     if not features.isfinite().all():
         raise ValueError("features must be finite")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(features.device)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu").to(
+        features.device
+    )
     held = order[: max(1, int(count * HELD_OUT))]
     rest = order[len(held) :]
     chosen, most = penalties[0], -1

@@ -317,7 +317,7 @@ def load_decoder(wheel: Path, side: int) -> SaliencyDecoder:
     decoder = SaliencyDecoder(side=side)
     state = {name.removeprefix("decoder."): x for name, x in own.items() if name.startswith("decoder.")}
     # PyTorch's counters of batches are no part of a graph, and mean nothing in eval mode
-    counters = {f"bn{place}.num_batches_tracked": torch.tensor(0) for place in (1, 2, 3)}
+    counters = {f"bn{place}.num_batches_tracked": torch.tensor(0, dtype=torch.int64, device="cpu") for place in (1, 2, 3)}
     decoder.load_state_dict(state | counters, strict=True)
     return decoder.eval()
 
@@ -402,7 +402,8 @@ class SentenceModel:
     def tokens(self, sentences: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int64 token numbers and their mask (1 where there is a token), both (sentences, tokens)."""
         coded = self.tokenizer.encode_batch(list(sentences))
-        return torch.tensor([each.ids for each in coded]), torch.tensor([each.attention_mask for each in coded])
+        ids = torch.tensor([each.ids for each in coded], dtype=torch.int64, device="cpu")
+        return ids, torch.tensor([each.attention_mask for each in coded], dtype=torch.int64, device="cpu")
 
     def embed(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings of length 1, (sentences, channels)."""

@@ -164,14 +164,15 @@ def draw_lines(texts: Sequence[str], seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for text in texts:
-        size, turn, light, dark = torch.rand(4, generator=generator).tolist()
+        size, turn, light, dark = torch.rand(4, generator=generator, dtype=torch.float32, device="cpu").tolist()
         font = ImageFont.load_default(size=16 + 16 * size)
         left, top, right, bottom = font.getbbox(text)
         image = Image.new("L", (int(right - left) + 24, int(bottom - top) + 16), int(180 + 70 * light))
         ImageDraw.Draw(image).text((12 - left, 8 - top), text, font=font, fill=int(110 * dark))
         image = image.rotate(1.5 * turn - 0.75, Image.Resampling.BICUBIC, fillcolor=int(180 + 70 * light))
         image = image.resize((round(image.width * HEIGHT / image.height), HEIGHT), Image.Resampling.BICUBIC)
-        pixels = torch.tensor(list(image.tobytes()), dtype=torch.float32).reshape(1, image.height, image.width)
-        pixels = (pixels + 12.0 * torch.randn(pixels.shape, generator=generator)).clamp(0.0, 255.0)
+        pixels = torch.tensor(list(image.tobytes()), dtype=torch.float32, device="cpu").reshape(1, image.height, image.width)
+        noise = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu")
+        pixels = (pixels + 12.0 * noise).clamp(0.0, 255.0)
         found.append((pixels / 127.5 - 1.0).expand(3, -1, -1).contiguous())
     return found

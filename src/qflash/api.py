@@ -150,6 +150,7 @@ def quantize(
     granularity: str = "tensor",
     scale: float | torch.Tensor | None = None,
     *,
+    center: bool = False,
     backend: str = "auto",
 ) -> QuantizedTensor:
     """Quantise a float tensor to int8 (Equations 1-2): ``round(x / scale)``, ties to even, saturating.
@@ -160,6 +161,8 @@ def quantize(
             one ``"token"`` (the last) or one ``"channel"`` (the last but one).
         scale: use these scales instead of ``max |x| / 127``: a number or a float32 tensor broadcastable to
             ``x``, positive and finite; ``granularity`` then plays no part.
+        center: give every channel a zero point in the middle of its range over the tokens, rounded to whole steps; the
+            result has an ``offset`` then. For a value (``Recipe.smooth_value``); not with a given scale, not per token.
         backend: see :func:`attention`.
 
     Returns:
@@ -171,17 +174,25 @@ def quantize(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
     if has_torch_function((x, scale)):
-        return handle_torch_function(quantize, (x, scale), x, granularity, scale, backend=backend)
+        return handle_torch_function(quantize, (x, scale), x, granularity, scale, center=center, backend=backend)
     check_tensor("x", x, FLOAT_DTYPES, 1)
     check_no_derivative(x)
     check_backend(backend)
+    check_flags(center=center)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
+    if center and (scale is not None or granularity == "token" or x.dim() < 2):
+        raise ValueError(
+            "center=True finds a scale per tensor, head or channel of at least 2 dimensions, got "
+            f"granularity={granularity!r}, scale={'None' if scale is None else 'one that is given'} and shape {tuple(x.shape)}"
+        )
     if scale is None:
         if granularity != "tensor" and x.dim() < 2:
             raise ValueError(f"granularity={granularity!r} needs at least 2 dimensions, got shape {tuple(x.shape)}")
         if x.shape[-1] == 0:
             raise ValueError(f"x must have at least one channel, got shape {tuple(x.shape)}")
+        if center:
+            return QuantizedTensor.from_kernel(*torch.ops.qflash.quantize_centered(x, granularity, backend))
         return QuantizedTensor.from_kernel(*torch.ops.qflash.quantize(x, granularity, backend))
     scales = _scale_tensor(scale, "scale", x.device)
     try:
@@ -220,14 +231,22 @@ def _check_quantized(query: QuantizedTensor, key: QuantizedTensor, value: Quanti
     ):
         if x.scale.dim() >= -dim and x.scale.shape[dim] != 1 and x.scale.numel() != 1:
             raise ValueError(f"{name} must have one scale per {allowed}, got scale of shape {tuple(x.scale.shape)}")
+    if query.offset is not None:
+        raise ValueError("query must have no offset: it would change the scores")
+
+
+def _per_query_head(x: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return scales or offsets of value's heads for the heads of a query of this shape; the same tensor where they agree."""
+    if x is not None and x.dim() > 2 and x.shape[-3] not in (1, shape[-3]):
+        return x.repeat_interleave(shape[-3] // x.shape[-3], dim=-3)
+    return x
 
 
 def _output_scale(output_scale: float | torch.Tensor | None, value: QuantizedTensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the scale of an int8 output of a shape: the given one, or the value's, repeated for query's heads."""
     if output_scale is None:
-        given = value.scale
-        if given.dim() > 2 and given.shape[-3] not in (1, shape[-3]):
-            given = given.repeat_interleave(shape[-3] // given.shape[-3], dim=-3)
+        given = _per_query_head(value.scale, shape)
+        assert given is not None
         return given
     given = _scale_tensor(output_scale, "output_scale", value.device)
     if given.dim() > len(shape) or any(
@@ -258,7 +277,9 @@ def int8_attention(
     Args:
         query: values ``(..., heads, queries, head_dim)``; one scale per tensor, head or token.
         key: values ``(..., heads, keys, head_dim)``; one scale per tensor, head or token.
-        value: values ``(..., heads, keys, value_dim)``; one scale per tensor, head or channel.
+            An offset shifts all scores of a row alike, which softmax does not see: it is not looked at.
+        value: values ``(..., heads, keys, value_dim)``; one scale per tensor, head or channel. Its offset, if it has one,
+            is the output's: the weights of a row sum to 1.
         attn_mask: bool (True takes part), float (added to the scaled scores, in nats; converted first) or
             int32 (already in fixed point, :func:`qflash.quantize_bias`); broadcastable, never expanded.
         is_causal, scale, enable_gqa, backend: see :func:`attention`.
@@ -269,9 +290,11 @@ def int8_attention(
 
     Returns:
         a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads
-        and queries lie in memory in query's order. The result's scale is ``output_scale`` itself where that is a tensor,
+        and queries lie in memory in query's order. The result's offset is ``value.offset``, repeated for query's heads, and its
+        scale is ``output_scale`` itself where that is a tensor,
         ``value.scale`` itself where it is None, and else a tensor of its own: writing to it in place changes those.
-        A row with no key is zero. int8 has no NaN: where a scale is NaN, only a float output shows it.
+        A row with no key has values of zero, which stand for the offset, if there is one. int8 has no NaN: where a scale is
+        NaN, only a float output shows it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
@@ -288,13 +311,16 @@ def int8_attention(
     scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
     number = None if scale_tensor is not None else output_scale
     options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
-    tensors = (query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor)
+    tensors = (
+        query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor, value.offset,
+    )  # fmt: skip
     run = plan_cache.find(tensors, options)
     if run is not None:
         out = run(*tensors)
         if out_dtype is not None:
             return out
-        return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale)
+        offset = _per_query_head(value.offset, query.shape)
+        return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale, offset)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     _check_quantized(query, key, value, enable_gqa)
     check_mask(attn_mask, query.values, key.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
@@ -311,9 +337,10 @@ def int8_attention(
     q, k, v = as_four(query.values), as_four(key.values), as_four(value.values)
     query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)
     out_scale = None if given is None else _four_scale(given, query.values)
+    offset = None if value.offset is None or out_dtype is None else _four_scale(value.offset, value.values)
     stored = torch.int8 if out_dtype is None else out_dtype
     out = torch.ops.qflash.int8_attention(
-        q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend
+        q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend, offset
     )
 
     def prepare() -> Callable[..., torch.Tensor] | None:
@@ -323,24 +350,28 @@ def int8_attention(
         if scale_tensor is not None and not q.is_cuda:
             # whose values every call looks at
             return None
-        found = q, query_scale, k, key_scale, v, value_scale, mask, out_scale
+        found = q, query_scale, k, key_scale, v, value_scale, mask, out_scale, offset
         run = _shaped(execution.kept(execution.int8_attention, found, (is_causal, factor, stored, choices.key, backend)), shape)
-        if run is None or scale_tensor is not None or given is None:
+        if run is None or given is None:
             return run
+        # an int8 output carries the offset, and its computation has no part in it
         inner = run
+        if scale_tensor is not None:
+            return lambda *tensors: inner(*tensors[:8], None)
         if number is not None:
-            return lambda *tensors: inner(*tensors[:7], given)
-        return lambda *tensors: inner(*tensors[:7], tensors[5])
+            return lambda *tensors: inner(*tensors[:7], given, None)
+        return lambda *tensors: inner(*tensors[:7], tensors[5], None)
 
-    views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale)
+    views = (q, query_scale, k, key_scale, v, value_scale, mask, None if scale_tensor is None else out_scale, offset)
     plan_cache.remember(tensors, options, views, shape, prepare)
     out = out.view(shape)
     if given is None:
         return out
+    out_offset = _per_query_head(value.offset, query.shape)
     if number is None or torch.compiler.is_compiling():
-        return QuantizedTensor.from_kernel(out, given)
+        return QuantizedTensor.from_kernel(out, given, out_offset)
     # the tensor made of it may be kept for the next call, so that the result gets another
-    return QuantizedTensor.from_kernel(out, number)
+    return QuantizedTensor.from_kernel(out, number, out_offset)
 
 
 def quantize_bias(bias: torch.Tensor) -> torch.Tensor:

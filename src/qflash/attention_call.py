@@ -18,12 +18,14 @@ class Scales(NamedTuple):
         key: last dimension 1.
         value: token dimension 1.
         output: of an int8 output, token dimension 1; else None.
+        offset: added to float outputs, (batch | 1, heads of value | 1, 1, channels | 1); None for none.
     """
 
     query: torch.Tensor | None
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor | None
+    offset: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,11 @@ class AttentionCall:
         return self.scales is not None and self.scales.key.shape[2] > 1
 
     @property
+    def exact_sum(self) -> bool:
+        """Whether outputs are divided by the sum of probabilities before rounding, and the missing mass goes to V's mean."""
+        return self.recipe.takes_exact_sum(self.keys)
+
+    @property
     def order(self) -> torch.Tensor:
         """The tensor whose order in memory the output takes."""
         return self.query if self.like is None else self.like
@@ -119,10 +126,11 @@ def int8_call(
     out_dtype: torch.dtype,
     recipe: Recipe,
     *,
+    value_offset: torch.Tensor | None = None,
     like: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Make a call on int8 tensors of the operator's flat arguments; see :class:`AttentionCall`."""
-    scales = Scales(query_scale, key_scale, value_scale, output_scale)
+    scales = Scales(query_scale, key_scale, value_scale, output_scale, value_offset)
     return AttentionCall(query, key, value, scales, mask, is_causal, softmax_scale, out_dtype, recipe, like)
 
 

@@ -37,6 +37,21 @@ def find_scales(x: torch.Tensor, granularity: str, center: bool, backend: str) -
     return quantization.quantize_values(x, scale), scale
 
 
+def quantize_centered(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise a tensor of any rank with a zero point per channel: ``(values, scale, offset)``."""
+    resolved = resolve_backend(backend, x.device)
+    if resolved == "reference":
+        return quantization.quantize_centered(x, granularity)
+    if resolved == "cpu":
+        from .kernels.cpu.launch import launch_quantize_centered
+    else:
+        from .kernels.triton.quantize import launch_quantize_centered
+
+    values, scale, offset = launch_quantize_centered(as_four(x), granularity)
+    shapes = x.shape, quantization.scale_shape(x.shape, granularity), quantization.scale_shape(x.shape, "channel")
+    return values.reshape(shapes[0]), scale.reshape(shapes[1]), offset.reshape(shapes[2])
+
+
 def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
     """Quantise a tensor of any rank with given scales."""
     if resolve_backend(backend, x.device) == "triton":
@@ -129,21 +144,22 @@ def int8_attention(
     out_dtype: torch.dtype,
     recipe: str,
     backend: str,
+    value_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
 
     def call(*tensors: torch.Tensor | None) -> AttentionCall:
-        query, query_scale, key, key_scale, value, value_scale, mask, output_scale = tensors
+        query, query_scale, key, key_scale, value, value_scale, mask, output_scale, value_offset = tensors
         assert query is not None and key is not None and value is not None
         assert key_scale is not None and value_scale is not None
         return int8_call(
             query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, out_dtype,
-            Recipe.from_key(recipe),
+            Recipe.from_key(recipe), value_offset=value_offset,
         )  # fmt: skip
 
     return _repeatable(
         int8_attention,
-        (query, query_scale, key, key_scale, value, value_scale, mask, output_scale),
+        (query, query_scale, key, key_scale, value, value_scale, mask, output_scale, value_offset),
         (is_causal, scale, out_dtype, recipe, backend),
         call,
     )
@@ -209,13 +225,17 @@ def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
             scale = scale * query.shape[-1]
     query_values, query_scale = find_scales(query, recipe.query_granularity, False, backend)
     key_values, key_scale = find_scales(key, recipe.key_granularity, center, backend)
-    value_values, value_scale = find_scales(value, recipe.value_granularity, False, backend)
+    value_offset = None
+    if recipe.smooth_value:
+        value_values, value_scale, value_offset = quantize_centered(value, recipe.value_granularity, backend)
+    else:
+        value_values, value_scale = find_scales(value, recipe.value_granularity, False, backend)
     quantised = dataclasses.replace(
         call,
         query=query_values,
         key=key_values,
         value=value_values,
-        scales=Scales(query_scale, key_scale, value_scale, None),
+        scales=Scales(query_scale, key_scale, value_scale, None, value_offset),
         softmax_scale=scale,
         like=call.query,
     )

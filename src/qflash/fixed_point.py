@@ -339,6 +339,50 @@ def probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, 
     return (value + (1 << (down - 1)) if nearest else value) >> down
 
 
+FINE_BITS = 7
+"""Fraction bits of a probability before it is rounded, where the row sum takes it so (``row_sum="exact"``)."""
+MOST_ROUNDED_KEYS = 64
+"""Most keys of a row whose sum is always that of rounded probabilities: what so few of them lose is small."""
+
+
+def fine_probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, bits: int) -> torch.Tensor:
+    """Return the probabilities of :func:`probability` before rounding, with :data:`FINE_BITS` fraction bits, floored.
+
+    ``(w + 64) >> 7`` of the result w is what :func:`probability` returns for ``nearest``.
+    """
+    _, up, down = probability_constants(exponential, bits)
+    fraction_bits = fraction_bits.to(t.dtype)
+    octaves = (t >> fraction_bits).clamp(max=24)
+    fraction = ((t << (8 - fraction_bits).clamp(min=0)) >> (fraction_bits - 8).clamp(min=0)) & 255
+    return exp2_mantissa(fraction, exponential, bits) >> (octaves + (down - FINE_BITS - up))
+
+
+def inverse_count(keys: int) -> int:
+    """Return ``2**31 / keys``, floored, below ``2**31``: the multiplier of :func:`twice_mean`."""
+    return min(2**31 // keys, 2**31 - 1)
+
+
+def twice_mean(sums: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return twice the mean of ``keys`` int8 values from their sums, rounded: int64, at most 256 in magnitude."""
+    return round_shift(multiply_high(sums << 3, torch.full_like(sums, inverse_count(keys))), 1)
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return ``a * b + c`` of float32 tensors, rounded once to float32 like the instruction.
+
+    float64 holds the product exactly. Its sum with ``c`` is rounded to odd (where it is not exact, the neighbour with an odd
+    mantissa is taken), and then rounding once more to float32 is as good as rounding once.
+    """
+    product, addend = a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    bits = total.contiguous().view(torch.int64)
+    inexact = (error != 0) & total.isfinite() & ((bits & 1) == 0)
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    return (bits + torch.where(inexact, step, 0)).view(torch.float64).to(torch.float32)
+
+
 def release_factor(step: torch.Tensor, fraction_bits: torch.Tensor) -> torch.Tensor:
     """Return ScaleRelease's factor ``2**(-step / 2**F)`` with 24 fraction bits, linear, exactly 1 at 0.
 

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from . import quantization
-from .execution import attention, int8_attention, quantize, quantize_bias, quantize_with_scale
+from .execution import attention, int8_attention, quantize, quantize_bias, quantize_centered, quantize_with_scale
 from .memory_format import empty_output
 
 _LIBRARY = torch.library.Library("qflash", "DEF")
 _LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")
+_LIBRARY.define("quantize_centered(Tensor x, str granularity, str backend) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend) -> Tensor")
 _LIBRARY.define("quantize_bias(Tensor bias) -> Tensor")
 _LIBRARY.define(
     "int8_attention(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
-    "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend) -> Tensor"
+    "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend, "
+    "Tensor? value_offset=None) -> Tensor"
 )
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, "
@@ -40,6 +42,11 @@ _LIBRARY.define(
 def _fake_quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     shape = quantization.scale_shape(x.shape, granularity)
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_quantize_centered(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    offset = x.new_empty(quantization.scale_shape(x.shape, "channel"), dtype=torch.float32)
+    return *_fake_quantize(x, granularity, backend), offset
 
 
 def _fake_quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
@@ -65,6 +72,7 @@ def _no_backward(ctx: Any, *grads: Any) -> None:
 
 for _name, _implementation, _fake in (
     ("quantize", quantize, _fake_quantize),
+    ("quantize_centered", quantize_centered, _fake_quantize_centered),
     ("quantize_with_scale", quantize_with_scale, _fake_quantize_with_scale),
     ("quantize_bias", quantize_bias, _fake_quantize_bias),
     ("int8_attention", int8_attention, _fake_int8_attention),
@@ -73,7 +81,7 @@ for _name, _implementation, _fake in (
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
 
-for _name in ("quantize", "quantize_with_scale", "attention"):
+for _name in ("quantize", "quantize_centered", "quantize_with_scale", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
 
 

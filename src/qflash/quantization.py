@@ -26,21 +26,24 @@ LARGEST_SCALE = 129 * 2.0**114
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """An int8 tensor and the scale that gives it meaning, ``x ~ values * scale`` (Equation 2).
+    """An int8 tensor and the scale that gives it meaning, ``x ~ values * scale + offset`` (Equation 2).
 
     Attributes:
         values: int8, shape (..., tokens, channels).
         scale: float32, broadcastable to ``values``: one element for per-tensor, (..., 1, 1) per head,
             (..., tokens, 1) per token, (..., 1, channels) per channel.
+        offset: float32, broadcastable to ``values``, the same for all tokens; None for none. Where the values are centred it
+            is minus the zero point times the scale, in the unit of x.
 
     Raises:
-        TypeError: ``values`` is not an int8 tensor or ``scale`` not a float32 tensor.
-        ValueError: the devices differ, ``scale`` does not broadcast to ``values``, or (looked at only on
-            the CPU: a look at the GPU would stall it) a scale is not positive and finite.
+        TypeError: ``values`` is not an int8 tensor, ``scale`` or ``offset`` not a float32 tensor.
+        ValueError: the devices differ, ``scale`` or ``offset`` does not broadcast to ``values``, an offset differs between
+            tokens, or (looked at only on the CPU: a look at the GPU would stall it) a scale is not positive and finite.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
+    offset: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, torch.Tensor) or self.values.dtype != torch.int8:
@@ -58,9 +61,27 @@ class QuantizedTensor:
                 f"scale of shape {tuple(self.scale.shape)} does not broadcast to values of shape {tuple(self.values.shape)}"
             )
         check_scale_values(self.scale, "scale")
+        if self.offset is not None:
+            self._check_offset(self.offset)
+
+    def _check_offset(self, offset: torch.Tensor) -> None:
+        if not isinstance(offset, torch.Tensor) or offset.dtype != torch.float32:
+            raise TypeError(f"offset must be a float32 tensor or None, got {_describe(offset)}")
+        if offset.device != self.values.device:
+            raise ValueError(f"offset is on {offset.device}, values are on {self.values.device}; they must agree")
+        shape = self.values.shape
+        fits = offset.dim() <= len(shape) and all(
+            have in (1, want) for have, want in zip(reversed(offset.shape), reversed(shape), strict=False)
+        )
+        if not fits:
+            raise ValueError(f"offset of shape {tuple(offset.shape)} does not broadcast to values of shape {tuple(shape)}")
+        if offset.dim() > 1 and offset.shape[-2] != 1:
+            raise ValueError(f"offset must be the same for all tokens, got shape {tuple(offset.shape)}")
 
     @classmethod
-    def from_kernel(cls, values: torch.Tensor, scale: torch.Tensor | float) -> QuantizedTensor:
+    def from_kernel(
+        cls, values: torch.Tensor, scale: torch.Tensor | float, offset: torch.Tensor | None = None
+    ) -> QuantizedTensor:
         """Wrap what quantisation computed, unchecked: the scale of data with a NaN or an infinity *is* NaN.
 
         Of a number a tensor is made when somebody asks for it, which saves a kernel launch where nobody does.
@@ -70,6 +91,7 @@ class QuantizedTensor:
         own = made.__dict__
         own["values"] = values
         own["scale" if isinstance(scale, torch.Tensor) else "_scale"] = scale
+        own["offset"] = offset
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -102,8 +124,9 @@ class QuantizedTensor:
         return "token" if tokens > 1 else "channel" if channels > 1 else "head"
 
     def dequantize(self) -> torch.Tensor:
-        """Return ``values * scale`` in float32."""
-        return self.values.to(torch.float32) * self.scale
+        """Return ``values * scale + offset`` in float32."""
+        x = self.values.to(torch.float32) * self.scale
+        return x if self.offset is None else x + self.offset
 
 
 def _describe(x: object) -> str:
@@ -171,6 +194,59 @@ def center_channels(x: torch.Tensor) -> torch.Tensor:
     low, high = torch.aminmax(x, dim=-2, keepdim=True)
     # halved first: the sum of two float32 need not be one
     return x - (low * 0.5 + high * 0.5)
+
+
+CENTERED_AMPLITUDE = 126.5
+"""Steps from a centred channel's midrange to its ends: half a step less than 127, which rounding the zero point can take."""
+MOST_ZERO_POINT = 2.0**21
+"""Steps of a zero point, at most: sums with it stay exact in float32."""
+
+
+def least_scale(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return channels' midranges, and the least scales that fit their ranges and zero points, float32.
+
+    Args:
+        low, high: the ends of the ranges, float32; NaN or infinity make the least scale so.
+    """
+    # halved first: the sum of two float32 need not be one
+    middle, half = low * 0.5 + high * 0.5, high * 0.5 - low * 0.5
+    least = half * torch.full_like(half, 1.0 / CENTERED_AMPLITUDE)
+    return middle, torch.maximum(least, middle.abs() * (1.0 / MOST_ZERO_POINT))
+
+
+def scale_from_least(least: torch.Tensor) -> torch.Tensor:
+    """Return the scale where :func:`least_scale` says what is needed: 1 for 0, NaN for what is not finite."""
+    scale = torch.where(least == 0, 1.0, least.clamp(SMALLEST_SCALE, LARGEST_SCALE))
+    return torch.where(least.isfinite(), scale, math.nan)
+
+
+def quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise with a zero point per channel, in the middle of the channel's range over the tokens.
+
+    ``x ~ values * scale + offset`` with ``offset = zero * scale``, ``zero`` an integer: ``values = round(x / scale - zero)``,
+    the quotient as in :func:`quantize_values`.
+
+    Args:
+        x: float, (..., tokens, channels).
+        granularity: of the scale: ``"tensor"``, ``"head"`` or ``"channel"``.
+
+    Returns:
+        int8 values, float32 scale, float32 offset (..., 1, channels). Where the scale is NaN the values are 0.
+    """
+    x = x.to(torch.float32)
+    if x.numel() == 0:
+        offset = x.new_zeros(scale_shape(x.shape, "channel"))
+        return x.to(torch.int8), x.new_ones(scale_shape(x.shape, granularity)), offset
+    middle, least = least_scale(*torch.aminmax(x, dim=-2, keepdim=True))
+    if granularity != "channel":
+        least = least.amax(dim=tuple(range(x.dim())) if granularity == "tensor" else (-2, -1), keepdim=True)
+    scale = scale_from_least(least)
+    inverse = (1.0 / scale).to(torch.float64)
+    zero = (middle.to(torch.float64) * inverse).round() + 0.0  # no negative zero
+    # exact in float64, so rounded once, ties to even
+    values = (x.to(torch.float64) * inverse - zero).round()
+    values = values.nan_to_num(0.0).to(torch.int8, memory_format=torch.contiguous_format)
+    return values, scale, zero.to(torch.float32) * scale
 
 
 def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,8 @@ import functools
 import json
 from typing import Any
 
+from .fixed_point import MOST_ROUNDED_KEYS
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "query_granularity": ("tensor", "head", "token"),
     "key_granularity": ("tensor", "head", "token"),
@@ -18,7 +20,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "exponential": ("linear", "quadratic"),
     "probability_bits": (7, 8, 15),
     "probability_rounding": ("nearest", "floor"),
+    "row_sum": ("exact", "rounded"),
     "smooth_key": (False, True),
+    "smooth_value": (False, True),
     "balance": (False, True),
     "rotate": (False, True),
     "normalization": ("two_pass", "online"),
@@ -42,8 +46,15 @@ class Recipe:
         probability_bits: width of the unnormalised probabilities P: 7 (the paper's int8), 8 (stored with
             an offset of 128) or 15 (two int8 products).
         probability_rounding: ``"nearest"`` or the paper's ``"floor"`` (the right shift of Equation 10).
+        row_sum: what an output is divided by. ``"exact"`` is the sum of the probabilities before they are rounded. What
+            rounding took from them, the missing mass, goes to the mean of the value. ``"rounded"`` is the sum of the
+            rounded ones, as in the paper, and drops it. ``"exact"`` is for 8 bits, rounded to nearest, with two passes and the
+            accumulator's precision (15 bits are as fine by themselves), and for rows of more than 64 keys (fewer lose
+            little). With other choices it means ``"rounded"``.
         smooth_key: subtract each channel's midrange over the tokens from the key before quantising it.
             Softmax does not see it, the int8 range does.
+        smooth_value: subtract each channel's midrange over the tokens, rounded to whole quantisation steps, from the value
+            before quantising it, and add it to the output. The weights of a row sum to 1, so it comes out unchanged.
         balance: scale each channel of the query down and of the key up by one power of two that evens out
             their amplitudes. Exact in floating point, and no score changes.
         rotate: multiply query and key by the same Hadamard matrix before quantising. The scores do not
@@ -65,7 +76,9 @@ class Recipe:
     exponential: str = "quadratic"
     probability_bits: int = 8
     probability_rounding: str = "nearest"
+    row_sum: str = "exact"
     smooth_key: bool = True
+    smooth_value: bool = False
     balance: bool = False
     rotate: bool = False
     normalization: str = "two_pass"
@@ -99,6 +112,17 @@ class Recipe:
         preset = next((name for name, recipe in PRESETS.items() if recipe == self), None)
         return preset or tracer.create_node("call_function", Recipe, (), self._arguments())
 
+    def takes_exact_sum(self, keys: int) -> bool:
+        """Tell whether rows of ``keys`` keys are divided by the sum of their probabilities before rounding (``row_sum``)."""
+        return (
+            self.row_sum == "exact"
+            and self.probability_bits == 8
+            and self.probability_rounding == "nearest"
+            and self.normalization == "two_pass"
+            and self.output == "accumulator"
+            and keys > MOST_ROUNDED_KEYS
+        )
+
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with the named fields changed, validated again."""
         return dataclasses.replace(self, **changes)
@@ -106,8 +130,8 @@ class Recipe:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> Recipe:
-        """Return the recipe whose :attr:`key` this is."""
-        return Recipe(**json.loads(key))
+        """Return the recipe whose :attr:`key` this is; what an older key does not name is as it was before it had a name."""
+        return Recipe(**({"row_sum": "rounded", "smooth_value": False} | json.loads(key)))
 
 
 PAPER = Recipe(
@@ -117,6 +141,7 @@ PAPER = Recipe(
     exponential="linear",
     probability_bits=7,
     probability_rounding="floor",
+    row_sum="rounded",
     smooth_key=False,
     normalization="online",
     output="value_scale",
@@ -124,9 +149,9 @@ PAPER = Recipe(
 """Algorithm 1 as printed: per-tensor scales, linear ShiftExp2, int8 P, ScaleRelease, output at s_V."""
 
 DEFAULT = Recipe()
-"""The best accuracy that costs no speed."""
+"""What real networks need at little cost in time; docs/performance/experiments.md has both sides of each choice."""
 
-ACCURATE = Recipe(key_granularity="token", probability_bits=15, balance=True)
+ACCURATE = Recipe(key_granularity="token", probability_bits=15, smooth_value=True, balance=True)
 """The best accuracy the integer path has: two int8 products for P·V and the finest scales."""
 
 PRESETS = {"paper": PAPER, "default": DEFAULT, "accurate": ACCURATE}

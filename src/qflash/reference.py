@@ -145,6 +145,7 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
 
     query_scale, output_scale = scales.query, scales.output
     key, value, key_scale, value_scale = map(per_head, (key, value, scales.key, scales.value))
+    offset = None if scales.offset is None or out_dtype == torch.int8 else per_head(scales.offset)
     if output_scale is not None:
         output_scale = per_head(output_scale) if output_scale.shape[1] != heads else output_scale
     if mask is not None and 1 < mask.shape[0] < batch:
@@ -174,8 +175,10 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
         result = _finish(
             numerator,
             denominator,
+            fp.FINE_BITS if call.exact_sum else 0,
             part(value_scale, start, stop),
             None if output_scale is None else part(output_scale, start, stop),
+            None if offset is None else part(offset, start, stop),
             out_dtype,
             recipe,
         )
@@ -198,8 +201,9 @@ def _row_max(current: torch.Tensor | None, s: torch.Tensor) -> torch.Tensor:
 
 
 def _probabilities(
-    scores: _Scores, s: torch.Tensor, valid: torch.Tensor | None, row_max: torch.Tensor, recipe: Recipe
+    scores: _Scores, s: torch.Tensor, valid: torch.Tensor | None, row_max: torch.Tensor, recipe: Recipe, exact: bool = False
 ) -> torch.Tensor:
+    """Probabilities of a tile of scores; if ``exact`` before rounding, with :data:`.fixed_point.FINE_BITS` fraction bits."""
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     # a row that has seen no key yet has no maximum: any other base will do, its probabilities are dropped
     base = torch.where(row_max == fp.SCORE_MASKED, 0, row_max)
@@ -208,10 +212,13 @@ def _probabilities(
     t = scores.exponent(base, s)
     t = t + fp.exponent_offset(offset, scores.fraction_bits).to(t.dtype)
     scores.check("t", t, 0, (1 << 31) - 1)
-    p = fp.probability(
-        t, scores.fraction_bits, recipe.exponential, recipe.probability_bits, recipe.probability_rounding == "nearest"
-    )
-    scores.check("P", p, 0, (1 << recipe.probability_bits) - 1)
+    bits = recipe.probability_bits
+    if exact:
+        p = fp.fine_probability(t, scores.fraction_bits, recipe.exponential, bits)
+        scores.check("w", p, 0, ((1 << bits) << fp.FINE_BITS) - (1 << fp.FINE_BITS - 1) - 1)
+    else:
+        p = fp.probability(t, scores.fraction_bits, recipe.exponential, bits, recipe.probability_rounding == "nearest")
+        scores.check("P", p, 0, (1 << bits) - 1)
     return p if valid is None else torch.where(valid, p, 0)
 
 
@@ -226,12 +233,17 @@ def _two_pass(
         kept = scores.tile(start, min(keys, start + width))
         row_max = _row_max(row_max, kept[0])
     assert row_max is not None and kept is not None
+    exact = recipe.takes_exact_sum(keys)
     numerator: torch.Tensor | int = 0
     denominator: torch.Tensor | int = 0
+    fine: torch.Tensor | int = 0
     for start in range(0, keys, width):
         stop = min(keys, start + width)
         s, valid = kept if width >= keys else scores.tile(start, stop)
-        p = _probabilities(scores, s, valid, row_max, recipe)
+        p = _probabilities(scores, s, valid, row_max, recipe, exact)
+        if exact:
+            fine = fine + p.sum(dim=-1, keepdim=True, dtype=torch.int64)
+            p = fp.round_shift(p, fp.FINE_BITS)
         most = (128 << recipe.probability_bits) * (stop - start)
         numerator = numerator + _exact_matmul(p, value[:, :, start:stop], most, torch.int64)
         denominator = denominator + p.sum(dim=-1, keepdim=True, dtype=torch.int64)
@@ -239,6 +251,16 @@ def _two_pass(
     wide = 38 if recipe.probability_bits == 15 else 31
     scores.check("O", numerator, -(1 << wide), (1 << wide) - 1)
     scores.check("l", denominator, 0, (1 << (31 if recipe.probability_bits == 15 else 24)) - 1)
+    if exact:
+        assert isinstance(fine, torch.Tensor)
+        scores.check("L", fine, 0, (1 << 31) - 1)
+        total = torch.maximum(fine, denominator << fp.FINE_BITS)
+        scores.check("L or l", total, 0, (1 << 31) - 1)
+        missing = (total - (denominator << fp.FINE_BITS)) >> (fp.FINE_BITS + 1)
+        mean = fp.twice_mean(value.sum(dim=2, keepdim=True, dtype=torch.int64), keys)
+        scores.check("twice the mean of V", mean, -256, 256)
+        numerator, denominator = numerator + missing * mean, total
+        scores.check("O with the missing mass", numerator, -(1 << 31), (1 << 31) - 1)
     return numerator, denominator, row_max
 
 
@@ -274,12 +296,17 @@ def _online(
 def _finish(
     numerator: torch.Tensor,
     denominator: torch.Tensor,
+    fine_bits: int,
     value_scale: torch.Tensor,
     output_scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
     out_dtype: torch.dtype,
     recipe: Recipe,
 ) -> torch.Tensor:
-    """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8)."""
+    """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8).
+
+    The denominator has ``fine_bits`` fraction bits. ``offset`` is added to the float outputs of rows that have a key.
+    """
     multiplier, shift = value_scale, value_scale
     if out_dtype == torch.int8:
         assert output_scale is not None
@@ -288,8 +315,20 @@ def _finish(
         floor = fp.floored_quotient(numerator, denominator)
         if out_dtype == torch.int8:
             return fp.requantize(floor << 23, multiplier >> 2, shift)
-        return floor.to(torch.float32) * value_scale
+        return _with_offset(floor.to(torch.float32), value_scale, offset, denominator)
     bits, inverse = fp.row_inverse(denominator)
+    bits = (bits - fine_bits).clamp(min=0)
     if out_dtype == torch.int8:
         return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
-    return numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits) * value_scale
+    average = numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits)
+    return _with_offset(average, value_scale, offset, denominator)
+
+
+def _with_offset(
+    average: torch.Tensor, value_scale: torch.Tensor, offset: torch.Tensor | None, denominator: torch.Tensor
+) -> torch.Tensor:
+    """Scale averages of int8 values, and add the offset in the same rounding; rows without a key stay 0."""
+    if offset is None:
+        return average * value_scale
+    out = fp.fused_multiply_add(average, value_scale.expand_as(average), offset.expand_as(average))
+    return torch.where(denominator > 0, out, 0.0)

@@ -481,8 +481,8 @@ def test_twin_release_factor_and_exponent_offset() -> None:
         assert_twins(run_twin("offset", every, HEAD_DIM=offset), fp.exponent_offset(offset, every))
 
 
-def twice_probability(t: torch.Tensor, fraction_byte: int) -> torch.Tensor:
-    """What ``by_hand.TWICE_PROBABILITY`` computes, word for word; Gluon does not run here, its arithmetic does."""
+def aligned_probability(t: torch.Tensor, fraction_byte: int) -> torch.Tensor:
+    """What ``gluon.ptx_ops.FINE_PROBABILITY`` computes, word for word; Gluon does not run here, its arithmetic does."""
     t = t & 0xFFFFFFFF
     x = ((t >> 8 * fraction_byte) & 255) - 512
     return (x * x + (1 << 17)) >> (t >> 8 * fraction_byte + 8).clamp(max=63)
@@ -499,18 +499,18 @@ def test_an_exponential_aligned_to_bytes_has_the_specified_bits(head_dim: int) -
     s = torch.maximum(row_max - torch.exp2(below).to(torch.int64) + 1, torch.tensor(lowest))
     offset, _, _ = fp.probability_constants("quadratic", 8)
     begin = fp.exponent_offset(offset, fraction_bits)
-    expected = fp.probability((row_max - s) * multiplier + begin, fraction_bits, "quadratic", 8, True)
+    expected = fp.fine_probability((row_max - s) * multiplier + begin, fraction_bits, "quadratic", 8)
 
     up = fp.MAX_FRACTION_BITS - fraction_bits
     slope = torch.where(multiplier >> fraction_bits >= 64, 1 << 30, multiplier << up)
-    start = (begin << up) + (9 << 24) + (1 << 16) + row_max * slope
+    start = (begin << up) + (3 << 24) + (1 << 16) + row_max * slope
     # every score may be raised to what is nothing anyway ...
     least = row_max - (1 << (fraction_bits + 7 - fp.bit_length(multiplier)).clamp(0, 24))
-    raised = twice_probability(start - torch.maximum(s, least) * slope, 2)
-    assert int(raised.max()) == 510
-    assert torch.equal((raised + 1) >> 1, expected)
+    raised = aligned_probability(start - torch.maximum(s, least) * slope, 2)
+    assert int((raised.max() + 64) >> 7) == 255
+    assert torch.equal(raised, expected)
     # ... and need not be where no exponent comes near 256 octaves: by the sum of a query's magnitudes, or any query's
-    as_it_is = (twice_probability(start - s * slope, 2) + 1) >> 1
+    as_it_is = aligned_probability(start - s * slope, 2)
     assert not torch.equal(as_it_is, expected)
     for most in (-(-s.abs().amax(1, keepdim=True) // 128) * 128, head_dim << 14):
         reach = (most + row_max) * multiplier
@@ -527,17 +527,21 @@ def test_an_exponential_of_16_fraction_bits_has_the_specified_bits() -> None:
     # up to a mark of a key that takes no part, below an honest maximum
     far = torch.randint(0, 7 << 28, (1 << 16,), generator=torch.Generator().manual_seed(3))
     below = torch.cat((torch.arange(1 << 21), 1 << torch.arange(31), far))
-    begin = (offset << 7) + (9 << 16) + (1 << 8)
-    got = (twice_probability(below.clamp(max=(1 << 31) - 1 - begin) + begin, 1) + 1) >> 1
+    begin = (offset << 7) + (3 << 16) + (1 << 8)
+    got = aligned_probability(below.clamp(max=(1 << 31) - 1 - begin) + begin, 1)
     bits = torch.tensor(16)
-    assert torch.equal(got, fp.probability(below + fp.exponent_offset(offset, bits), bits, "quadratic", 8, True))
+    assert torch.equal(got, fp.fine_probability(below + fp.exponent_offset(offset, bits), bits, "quadratic", 8))
 
 
 def test_four_probabilities_are_rounded_and_packed() -> None:
-    a, b = torch.arange(511)[:, None], torch.arange(511)[None, :]
-    word = (0x7F7F7F7F - 128 * a - (b << 23)) & 0xFFFFFFFF
-    assert torch.equal((word >> 8) & 255, (127 - ((a + 1) >> 1)).expand_as(word) & 255)
-    assert torch.equal(word >> 24, (127 - ((b + 1) >> 1)).expand_as(word) & 255)
+    every = torch.arange(255 * 128 + 64)
+    some = torch.cat((every[:300], every[-300:], every[::97]))
+    for a, b in ((every[:, None], some[None, ::9]), (some[::9, None], every[None, :])):
+        word = (0x7F7F7F7F - 2 * a - (b << 17)) & 0xFFFFFFFF
+        assert torch.equal((word >> 8) & 255, (127 - ((a + 64) >> 7)).expand_as(word) & 255)
+        assert torch.equal(word >> 24, (127 - ((b + 64) >> 7)).expand_as(word) & 255)
+        # as the kernel forms it where it also sums them: the two side by side, twice
+        assert torch.equal((0x7F7F7F7F - 2 * (a + (b << 16))) & 0xFFFFFFFF, word)
 
 
 def test_twin_usable_scale() -> None:

@@ -14,10 +14,12 @@ from helpers import same_bits
 
 SCHEMAS = {
     "quantize": "(Tensor x, str granularity, str backend) -> (Tensor, Tensor)",
+    "quantize_centered": "(Tensor x, str granularity, str backend) -> (Tensor, Tensor, Tensor)",
     "quantize_with_scale": "(Tensor x, Tensor scale, str backend) -> Tensor",
     "quantize_bias": "(Tensor bias) -> Tensor",
     "int8_attention": "(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
-    "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend) -> Tensor",
+    "Tensor? mask, bool is_causal, float scale, Tensor? output_scale, ScalarType out_dtype, str recipe, str backend, "
+    "Tensor? value_offset=None) -> Tensor",
     "attention": "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, str backend) "
     "-> Tensor",
 }
@@ -36,7 +38,9 @@ def test_recipes_of_exported_programs_stay() -> None:
         '"normalization": "two_pass", "output": "accumulator", "probability_bits": 8, "probability_rounding": "nearest", '
         '"query_granularity": "token", "rotate": false, "smooth_key": true, "value_granularity": "channel"}'
     )
-    assert qflash.Recipe.from_key(stored).key == stored
+    assert qflash.Recipe.from_key(stored) == qflash.DEFAULT.replace(row_sum="rounded", smooth_value=False)
+    for recipe in (qflash.PAPER, qflash.DEFAULT, qflash.ACCURATE):
+        assert qflash.Recipe.from_key(recipe.key) == recipe
 
 
 def moved(stored: bytes, now: str, before: str) -> bytes:

@@ -258,6 +258,18 @@ def _make_dp4a(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return _plain(lambda a, b, c: (_four(a) * _four(b)).sum(1, dtype=np.int32).view(np.uint32) + c, "b32", operands)
 
 
+def _make_dp2a(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    assert list(modifiers) == ["lo", "u32", "u32"]
+
+    def add(a: Bits, b: Bits, c: Bits) -> Bits:
+        """Two halves of a word times the lower two bytes of another."""
+        halves = np.ascontiguousarray(a).view(np.uint16).reshape(-1, 2).astype(np.uint32)
+        two = np.ascontiguousarray(b).view(np.uint8).reshape(-1, 4)[:, :2].astype(np.uint32)
+        return (halves * two).sum(1, dtype=np.uint32) + c
+
+    return _plain(add, "b32", operands)
+
+
 def _make_vabsdiff4(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     def add(a: Bits, b: Bits, c: Bits) -> Bits:
         x, y = (np.ascontiguousarray(v).view(np.uint8).reshape(-1, 4).astype(np.int32) for v in (a, b))

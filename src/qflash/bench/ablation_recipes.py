@@ -78,6 +78,7 @@ def ladder_recipes() -> list[tuple[str, str, Recipe]]:
         ("P rounded, not floored", {"probability_rounding": "nearest"}),
         ("P has 8 bits", {"probability_bits": 8}),
         ("quadratic exponential", {"exponential": "quadratic"}),
+        ("row sum before rounding", {"row_sum": "exact"}),
         ("P has 15 bits", {"probability_bits": 15}),
     ):
         recipe = recipe.replace(**change)
@@ -93,6 +94,7 @@ def ladder_recipes() -> list[tuple[str, str, Recipe]]:
             ("smooth_key", {"smooth_key": True}),
             ("key scale per token", {"key_granularity": "token"}),
             ("balance", {"balance": True}),
+            ("smooth_value", {"smooth_value": True}),
             ("rotate", {"rotate": True}),
         ):
             finer = finer.replace(**scales)
@@ -110,7 +112,9 @@ def single_changes() -> list[tuple[str, str, Recipe]]:
         ("P has 7 bits", {"probability_bits": 7}),
         ("P has 15 bits", {"probability_bits": 15}),
         ("output floored at s_V", {"output": "value_scale"}),
+        ("row sum of rounded P", {"row_sum": "rounded"}),
         ("without smooth_key", {"smooth_key": False}),
+        ("with smooth_value", {"smooth_value": True}),
         ("with balance", {"balance": True}),
         ("with rotate", {"rotate": True}),
         ("query scale per tensor", {"query_granularity": "tensor"}),
@@ -131,7 +135,7 @@ def quantized(inputs: Tensors, recipe: Recipe) -> tuple[QuantizedTensor, Quantiz
     return (
         quantize(query, recipe.query_granularity),
         quantize(key, recipe.key_granularity),
-        quantize(value, recipe.value_granularity),
+        quantize(value, recipe.value_granularity, center=recipe.smooth_value),
     )
 
 

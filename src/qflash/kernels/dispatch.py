@@ -179,9 +179,12 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     plain = not call.is_masked and query.device.type != "cpu"
     fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
-    found = launch_quantize_long(None if late else query, call.key, call.value, recipe.smooth_key, fragment_order)
+    found = launch_quantize_long(
+        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value
+    )
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,
+        value_offset=found.value_offset,
     )  # fmt: skip
     return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)

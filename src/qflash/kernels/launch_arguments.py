@@ -65,6 +65,14 @@ class KernelRequest:
         return scales is not None and scales.output is not None and scales.output.shape[3] > 1
 
     @property
+    def has_offset(self) -> bool:
+        """Whether float outputs get an offset."""
+        scales = self.call.scales
+        if scales is None:
+            return self.call.recipe.smooth_value
+        return scales.offset is not None and self.call.out_dtype != torch.int8
+
+    @property
     def shape(self) -> AttentionShape:
         """What the rules for tiles look at."""
         return shape_of(self.call, self.fused)
@@ -129,6 +137,9 @@ def kernel_constants(request: KernelRequest) -> dict[str, Any]:
         "COLUMN_BITS": fp.column_bits(call.head_dim),
         "MOST": most,
         "MOST_BITS": most.bit_length(),
+        "EXACT": call.exact_sum,
+        "INVERSE_COUNT": fp.inverse_count(call.keys),
+        "VALUE_OFFSET": request.has_offset,
         "CHECK": call.is_masked,
         "GUARD": request.guard,
     }
@@ -198,10 +209,11 @@ def parts(request: KernelRequest) -> Iterator[Part]:
     scales = call.scales
     if scales is None:
         # the kernel finds the scales and reads none; any tensor fills the places
-        given = dict.fromkeys(("qs", "ks", "vs", "os"), query)
+        given = dict.fromkeys(("qs", "ks", "vs", "os", "vo"), query)
     else:
         given = {"qs": query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
         given["os"] = scales.value if scales.output is None else scales.output
+        given["vo"] = query if scales.offset is None else scales.offset
     # a mask of one image's windows repeats over the batch; one that is given for every batch element is sliced with it
     period = mask_period(call)
     step = MOST_BLOCKS // max(period, 1) * max(period, 1)

@@ -184,10 +184,14 @@ def launches(case: Case, target: str) -> list[KernelLaunch]:
         call = float_call(query, key, value, mask, *options, recipe)
     else:
         output = tensor(heads, queries, value_dim) if case.output == "int8" else None
+        offset = None
+        if recipe.smooth_value and case.output != "int8":
+            offset = values(batch, case.key_heads, 1, value_dim, dtype=torch.float32)
         call = int8_call(
             query, scale(query, recipe.query_granularity), key, scale(key, recipe.key_granularity), value,
             scale(value, recipe.value_granularity), mask, *options,
             None if output is None else scale(output, recipe.value_granularity), getattr(torch, case.output), recipe,
+            value_offset=offset,
         )  # fmt: skip
     token = STAND_IN.set((number // 10, number % 10))
     try:

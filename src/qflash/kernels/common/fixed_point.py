@@ -1,6 +1,6 @@
 """Fixed-point arithmetic: scales to multipliers, scores to probabilities, sums to outputs (Triton device functions).
 
-The integer counterpart of Equations 5 to 8 and 12 to 14 and of Algorithm 1, step 11: steps 2, 4, 7 and 8 of
+The integer counterpart of Equations 5 to 8 and 12 to 14 and of Algorithm 1, step 11: steps 2, 4, 7, 8 and 9 of
 ``docs/algorithm.md``. Every function returns the bits of its namesake in :mod:`qflash.fixed_point`, which is the
 specification and states the bounds.
 
@@ -51,14 +51,6 @@ def shift_right(x, amount, GUARD: tl.constexpr):
     if GUARD:
         return x >> tl.minimum(amount, 31)
     return tl.inline_asm_elementwise("shr.b32 $0, $1, $2;", "=r,r,r", [x, amount], tl.int32, True, 1)
-
-
-@triton.jit
-def shift_right_signed(x, amount, GUARD: tl.constexpr):
-    """Arithmetic right shift of a 32-bit integer; 0 or -1 for amounts of 32 and more."""
-    if GUARD:
-        return x >> tl.minimum(amount, 31)
-    return tl.inline_asm_elementwise("shr.s32 $0, $1, $2;", "=r,r,r", [x, amount], tl.int32, True, 1)
 
 
 @triton.jit
@@ -151,8 +143,8 @@ def probability_word(
 
     For 8 bits byte 3 is 127 - P, for 7 bits P; for 15 bits bytes 3 and 2 are P. ``mantissa`` is ``g = 511 - f``, f the
     8-bit fraction of the exponent (Equations 7 and 8 when linear, a parabola when QUADRATIC); ``octaves`` its whole
-    part, q. The shift by q is a product with a shifted constant, because the GPU fuses that with the addition of
-    rounding and offset.
+    part, q. The shift left is a product, because the GPU fuses that with the addition of rounding and offset. Where 8 bits
+    are rounded, the upper half of the word is ``0x7F7F - floor(256 P)`` of the exact P: :func:`fine_part` reads it.
     """
     if QUADRATIC:
         exp2 = mantissa * mantissa + (1 << 17)
@@ -163,12 +155,63 @@ def probability_word(
         wide = (exp2 << UP).to(tl.uint32, bitcast=True)
         value = (wide >> tl.minimum(octaves, 31).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         return value + (0x8000 if NEAREST else 0)
+    value = shift_right(exp2, octaves, GUARD)
     if BITS == 8:
         # 127 - P fits int8, and so does the -127 that cancels the offset later (-128 would not); the constant carries the sign
         LESS: tl.constexpr = 2147483647 - (1 << 23 if NEAREST else 0)
-        return exp2 * shift_right_signed(-(1 << UP), octaves, GUARD) + LESS
+        return value * -(1 << UP) + LESS
     OFFSET: tl.constexpr = 1 << 23 if NEAREST else 0
-    return exp2 * shift_right(1 << UP, octaves, GUARD) + OFFSET
+    return value * (1 << UP) + OFFSET
+
+
+@triton.jit
+def fine_sum(high, low, count):
+    """The sum of ``count`` probabilities before rounding, with 7 fraction bits, from those of the bytes of their words.
+
+    ``high`` is the sum of bytes 3, 127 - P; ``low`` that of bytes 2, their lowest bit set, less 128. The sum of the upper
+    halves, with that bit, is ``0x7F7F * count`` less twice the result. It fits 32 bits without a sign.
+    """
+    twice = 0x7EFF * count - 256 * high - low
+    return (twice.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def missing_mass(fine, rounded):
+    """(L, rho) of rows: the sum that outputs are divided by, 7 fraction bits, and what the mean of V gets, in units of 2 P.
+
+    ``fine`` and ``rounded`` are the sums of probabilities before and after rounding. Where rounding added mass, nothing is
+    missing.
+    """
+    total = tl.maximum(fine, rounded << 7)
+    return total, (total - (rounded << 7)) >> 8
+
+
+@triton.jit
+def twice_mean(sums, inverse_count, GUARD: tl.constexpr):
+    """Twice the mean of V's channels from their sums over all keys, rounded; ``inverse_count`` is ``2**31 / keys``."""
+    return (multiply_high(sums << 3, inverse_count, GUARD) + 1) >> 1
+
+
+@triton.jit
+def fine_bits(bits):
+    """The bit length of a row sum with 7 fraction bits turned into that of its integer part; 0 stays 0."""
+    return tl.maximum(bits - 7, 0)
+
+
+@triton.jit
+def fused_multiply_add(a, b, c, GUARD: tl.constexpr):
+    """a * b + c of float32, rounded once like :func:`qflash.fixed_point.fused_multiply_add`; the interpreter's rounds twice."""
+    if GUARD:
+        product = a.to(tl.float64) * b.to(tl.float64)
+        addend = c.to(tl.float64)
+        total = product + addend
+        part = total - product
+        error = (product - (total - part)) + (addend - part)
+        bits = total.to(tl.int64, bitcast=True)
+        inexact = (error != 0.0) & (tl.abs(total) < float("inf")) & ((bits & 1) == 0)
+        step = tl.where((error > 0.0) == (total > 0.0), 1, -1).to(tl.int64)
+        return (bits + tl.where(inexact, step, 0)).to(tl.float64, bitcast=True).to(tl.float32)
+    return tl.fma(a, b, c)
 
 
 @triton.jit

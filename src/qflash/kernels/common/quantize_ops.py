@@ -22,10 +22,12 @@ import triton
 import triton.language as tl
 
 from ... import fixed_point as fp
-from ...quantization import LARGEST_SCALE, SMALLEST_SCALE
+from ... import quantization
 
-SMALLEST = tl.constexpr(SMALLEST_SCALE)
-LARGEST = tl.constexpr(LARGEST_SCALE)
+SMALLEST = tl.constexpr(quantization.SMALLEST_SCALE)
+LARGEST = tl.constexpr(quantization.LARGEST_SCALE)
+CENTERED_AMPLITUDE = tl.constexpr(quantization.CENTERED_AMPLITUDE)
+MOST_ZERO_POINT = tl.constexpr(quantization.MOST_ZERO_POINT)
 
 # 1.5 * 2**23, and 1.5 * 2**52 for float64: a number plus this is rounded to nearest, ties to even, and has the integer in its
 # lowest bits.
@@ -135,6 +137,42 @@ def amplitude_to_scale(amplitude):
     scale = tl.minimum(tl.maximum(amplitude * (1.0 / 127.0), SMALLEST), LARGEST)
     scale = tl.where(amplitude == 0.0, 1.0, scale)
     return tl.where(amplitude < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def centered_scale(low, high):
+    """(midrange, least scale) of channels from their ranges, float32, as in :func:`qflash.quantization.quantize_centered`."""
+    middle = low * 0.5 + high * 0.5
+    half = (high * 0.5 - low * 0.5) * (1.0 / CENTERED_AMPLITUDE)
+    # a NaN, or infinite ends, makes half NaN or infinite, which a maximum must keep
+    return middle, tl.maximum(half, tl.abs(middle) * (1.0 / MOST_ZERO_POINT), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def least_to_scale(least):
+    """The scale from a least scale: 1 for 0, NaN for one that is not finite."""
+    scale = tl.where(least == 0.0, 1.0, tl.minimum(tl.maximum(least, SMALLEST), LARGEST))
+    return tl.where(least < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def zero_point(middle, inverse, GUARD: tl.constexpr):
+    """The midrange in whole steps, float32."""
+    if GUARD:
+        zero = (_rounded_product(middle, inverse, True) - ROUND_WIDE).to(tl.float32)
+    else:
+        zero = _rounded_product(middle, inverse, False) - ROUND
+    return zero
+
+
+@triton.jit
+def round_centered(x, inverse, zero, GUARD: tl.constexpr):
+    """x * inverse - zero as int8, rounded once to nearest even. No clamp: with a scale found on x itself it stays in range."""
+    if GUARD:
+        rounded = x.to(tl.float64) * inverse.to(tl.float64) - zero.to(tl.float64) + ROUND_WIDE
+        return rounded.to(tl.int64, bitcast=True).to(tl.int8)
+    spread = tl.zeros(x.shape, tl.float32)
+    return tl.fma(x, inverse + spread, (ROUND - zero) + spread).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """What an attention kernel does with one tile: load, score, exponentiate, accumulate, normalise (Triton device functions).
 
-Equations 3 to 11 and step 11 of Algorithm 1 for a tile of BLOCK_M queries by BLOCK_N keys: steps 2 to 8 of
+Equations 3 to 11 and step 11 of Algorithm 1 for a tile of BLOCK_M queries by BLOCK_N keys: steps 2 to 9 of
 ``docs/algorithm.md``. All of it is inlined into :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`;
 the Gluon kernels use the parts that do not depend on a layout. In the order of a kernel:
 
@@ -38,7 +38,11 @@ from .fixed_point import (
     column_multiplier,
     combine_scales,
     exponent_offset,
+    fine_bits,
+    fine_sum,
+    fused_multiply_add,
     half_of,
+    missing_mass,
     multiply_high,
     narrow_multiplier,
     output_multiplier,
@@ -64,6 +68,10 @@ BIAS_EVEN = tl.constexpr(fp.BIAS_EVEN)
 # Two words with a probability in their top bytes -> two packed int8: byte 3 of each, or byte 2 less 128.
 PACK_HIGH = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0073; cvt.u16.u32 $0, a;}")
 PACK_LOW = tl.constexpr("{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; cvt.u16.u32 $0, a;}")
+# the same with the lowest bit of each byte set
+PACK_FINE = tl.constexpr(
+    "{.reg .b32 a; prmt.b32 a, $1, $2, 0x0062; xor.b32 a, a, 0x8080; or.b32 a, a, 0x0101; cvt.u16.u32 $0, a;}"
+)
 # Byte 3 of a left-aligned fraction, with a 1 above it (256 + byte). The 1 comes from a register whose value ptxas
 # cannot know: as an immediate it would cost a move per score.
 MANTISSA = tl.constexpr("prmt.b32 $0, $1, $2, 0x5543;")
@@ -92,6 +100,14 @@ def _low_bytes(word, GUARD: tl.constexpr):
     if GUARD:
         return (((word >> 16) & 255) - 128).to(tl.int8)
     return tl.inline_asm_elementwise(PACK_LOW, "=h,r,r", [word], tl.int8, True, 2)
+
+
+@triton.jit
+def _fine_bytes(word, GUARD: tl.constexpr):
+    """:func:`_low_bytes` with their lowest bit set, for :func:`.common.fixed_point.fine_sum`."""
+    if GUARD:
+        return ((((word >> 16) & 255) | 1) - 128).to(tl.int8)
+    return tl.inline_asm_elementwise(PACK_FINE, "=h,r,r", [word], tl.int8, True, 2)
 
 
 @triton.jit
@@ -384,26 +400,33 @@ def probability_words(
         mantissa = tl.inline_asm_elementwise(MANTISSA, "=r,r,r", [flipped, one], tl.int32, True, 1)
     word = probability_word(octaves, mantissa, QUADRATIC, BITS, NEAREST, GUARD)
     if CHECK:
-        word = tl.where(s != MASKED, word, 2147483647 if BITS == 8 else 0)
+        # P = 0, rounded or not
+        NOTHING: tl.constexpr = 2147483647 - (1 << 23 if NEAREST else 0) if BITS == 8 else 0
+        word = tl.where(s != MASKED, word, NOTHING)
     return word
 
 
 @triton.jit
 def accumulate(
     word, v, weight, offsets, accumulator, high, total, high_total,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, ADD_OFFSET: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, ADD_OFFSET: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the products with V (BLOCK_M, BLOCK_DV) and with ones (BLOCK_M, 16), the row sums; int32.
 
     8-bit probabilities are stored as 127 - P. With ADD_OFFSET a product with -127 removes the 127s, and the accumulator
     is the negative of the numerator. Of 15-bit ones the low byte is 128 too small: two products with 64 correct it.
-    ``weight`` is 1, or 0 for keys past the last. Row sums are a product because they cost next to nothing there.
+    ``weight`` is 1, or 0 for keys past the last. Row sums are a product because they cost next to nothing there. With EXACT
+    ``high_total`` is the sum of the words' second bytes, for :func:`.common.fixed_point.fine_sum`.
     """
     p = _to_operand(_high_bytes(word, GUARD), BLOCK_M, BLOCK_N)
     if BITS == 15:
         high = tl.dot(p, v, high, out_dtype=tl.int32)
         high_total = tl.dot(p, weight, high_total, out_dtype=tl.int32)
         p = _to_operand(_low_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+    if EXACT:
+        fine = _to_operand(_fine_bytes(word, GUARD), BLOCK_M, BLOCK_N)
+        high_total = tl.dot(fine, weight, high_total, out_dtype=tl.int32)
     total = tl.dot(p, weight, total, out_dtype=tl.int32)
     accumulator = tl.dot(p, v, accumulator, out_dtype=tl.int32)
     if ADD_OFFSET:
@@ -421,12 +444,12 @@ def _latter(a, b, c, d, e, f):
 
 @triton.jit
 def output_factors(
-    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, vo_base, vo_stride_d, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, VALUE_OFFSET: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """What turns a normalised output into the stored one, one number or one per channel (1, BLOCK_DV).
 
-    For int8 outputs (multiplier, shift, rounding) of value scale / output scale; for float outputs (value scale, 0, 0).
+    For int8 outputs (multiplier, shift, rounding) of value scale / output scale; for float outputs (value scale, offset, 0).
     """
     INTEGER: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
     SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD
@@ -450,6 +473,8 @@ def output_factors(
         if SPREAD:
             factor, shift, half = tl.reduce((factor, shift, half), 0, _latter)
             factor, shift, half = factor[None, :], shift[None, :], half[None, :]
+    elif VALUE_OFFSET:
+        factor, shift, half = value_scale, tl.load(vo_base + channel * vo_stride_d, mask=inside, other=0.0), 0
     else:
         factor, shift, half = value_scale, 0, 0
     return factor, shift, half
@@ -457,21 +482,28 @@ def output_factors(
 
 @triton.jit
 def finish(
-    accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs, stored,
-    BITS: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr, GUARD: tl.constexpr,
+    accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs, stored,
+    BITS: tl.constexpr, EXACT: tl.constexpr, VALUE_OFFSET: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr,
+    CHECK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise by the row sums (Algorithm 1, step 11) and store a (BLOCK_M, BLOCK_DV) block of outputs where ``stored``.
 
     ``count`` columns went into the row sums; it takes the storage offset of P out of them. ``factor``, ``shift`` and
-    ``half`` come from :func:`output_factors`. Float outputs of rows with an unusable scale or a NaN in the bias are
-    NaN.
+    ``half`` come from :func:`output_factors`. With EXACT the missing mass gets ``mean``, twice the mean of V's channels.
+    Float outputs of rows with an unusable scale or a NaN in the bias are NaN.
     """
     total = tl.max(total, 1)[:, None]
     if BITS == 15:
         total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
+    elif EXACT:
+        fine = fine_sum(total, tl.max(high_total, 1)[:, None], count)
+        total, missing = missing_mass(fine, 127 * count - total)
+        accumulator -= missing * mean
     elif BITS == 8:
         total = 127 * count - total
     bits, inverse = row_inverse(total, GUARD)
+    if EXACT:
+        bits = fine_bits(bits)
     SIGN: tl.constexpr = -1 if BITS == 8 else 1
     if BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
@@ -503,4 +535,11 @@ def finish(
             result = floor.to(tl.float32) * tl.where(usable, 1.0, float("nan"))
         else:
             result = numerator.to(tl.float32) * tl.where(usable, row_weight(inverse, bits), float("nan"))
-        tl.store(o_ptrs, (result * factor).to(o_ptrs.dtype.element_ty), mask=stored)
+        if VALUE_OFFSET and CHECK:
+            # rows without a key are 0
+            result = tl.where(total > 0, fused_multiply_add(result, factor, shift, GUARD), result * factor)
+        elif VALUE_OFFSET:
+            result = fused_multiply_add(result, factor, shift, GUARD)
+        else:
+            result = result * factor
+        tl.store(o_ptrs, result.to(o_ptrs.dtype.element_ty), mask=stored)

@@ -1,6 +1,6 @@
 /* Integer attention and quantisation on the CPU, with the bits of reference.py and quantization.py.
  *
- * Steps 1 to 8 of docs/algorithm.md (Equations 1 to 14, Algorithm 1), two-pass or online, with any mask. Names follow
+ * Steps 1 to 9 of docs/algorithm.md (Equations 1 to 14, Algorithm 1), two-pass or online, with any mask. Names follow
  * fixed_point.py, which states the bounds.
  *
  * Work: a task is a block of BLOCK queries of one head; each thread has consecutive tasks, and packs keys and values of a head
@@ -55,6 +55,7 @@
 #define BIAS_EVEN (POISON - 1)
 #define MOST_BIAS_MAXIMUM 1024.0f /* of a row whose biases are taken as they are */
 #define LEAST_EVEN_MAXIMUM 0x1p64f /* of a row in which only keys that have the maximum count, evenly */
+#define FINE_BITS 7                /* fraction bits of a probability before rounding, of which an exact row sum is made */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Operands of a product: left queries and probabilities, right keys and values. A group of GROUP operands fills a lane. */
@@ -230,8 +231,12 @@ static void tile(int rows, product by) {
 enum { NARROW, TOKEN, BIAS }; /* how a score becomes an exponent: key scale per head, per token, bias; reference._Scores */
 
 typedef struct {
-    int quadratic, bits, nearest, offset, up, down, key_block, online, floor_output;
+    int quadratic, bits, nearest, offset, up, down, key_block, online, floor_output, exact;
 } recipe;
+
+typedef struct {
+    int64_t rounded, fine; /* of probabilities; of the same before rounding, with FINE_BITS fraction bits (0 unless exact) */
+} sums;
 
 INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplier) {
     if (kind == NARROW) return (int32_t)(((uint32_t)base - (uint32_t)s) * (uint32_t)multiplier);
@@ -240,24 +245,26 @@ INLINE int32_t row_exponent(int kind, int32_t base, int32_t s, int32_t multiplie
 }
 
 /* Turns scores s[0:n] into probabilities P in `p`, for 15 bits (`wide`) the low byte there and the high byte in `upper`.
- * Returns their sum. `base` is the row maximum; the exponents have `fraction_bits` fraction bits of an octave. */
-INLINE int64_t probabilities(
-    const int kind, const int quadratic, const int wide, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
+ * Returns their sums. `base` is the row maximum; the exponents have `fraction_bits` fraction bits of an octave. */
+INLINE sums probabilities(
+    const int kind, const int quadratic, const int wide, const int exact, const recipe *by, int32_t *restrict s, int64_t n, int32_t base,
     int32_t multiplier, int fraction_bits, left_operand *restrict p, left_operand *restrict upper
 ) {
     const uint32_t begin = (uint32_t)((((int64_t)by->offset << fraction_bits) + 511) >> 9);
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
     const int up = by->up, down = by->down;
     const uint32_t half = by->nearest ? 1u << (down - 1) : 0, full = (1u << by->bits) - 1;
-    uint32_t total = 0; /* at most 32767 * 65536 < 2^31 */
+    uint32_t total = 0, fine = 0; /* at most 32767 * 65536 < 2^31 */
     for (int64_t j = 0; j < n; j++) {
         uint32_t t = (uint32_t)row_exponent(kind, base, s[j], multiplier) + begin;
         uint32_t octaves = t >> fraction_bits;
         octaves = octaves < 31 ? octaves : 31;
         uint32_t fraction = ((t << left) >> right) & 255;
         uint32_t mantissa = quadratic ? (511 - fraction) * (511 - fraction) + (1 << 17) : (512 - fraction) * full;
-        uint32_t value = (((mantissa << up) >> octaves) + half) >> down; /* 32 bits suffice: probability_constants */
+        uint32_t value = (mantissa << up) >> octaves; /* 32 bits suffice: probability_constants */
         value = s[j] == MASKED ? 0 : value;
+        if (exact) fine += value >> (down - FINE_BITS);
+        value = (value + half) >> down;
         total += value;
         if (wide) {
             upper[j] = (left_operand)(value >> 8);
@@ -265,39 +272,41 @@ INLINE int64_t probabilities(
         }
         p[j] = (left_operand)value;
     }
-    return total;
+    return (sums){total, fine};
 }
 
-static int64_t row_probabilities(
+static sums row_probabilities(
     int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, left_operand *p, left_operand *upper
 ) {
-#define CASE(k, q, w) \
-    if (kind == k && by->quadratic == q && (by->bits == 15) == w) \
-        return probabilities(k, q, w, by, s, n, base, multiplier, fraction_bits, p, upper);
-    CASE(NARROW, 1, 0) CASE(NARROW, 0, 0) CASE(NARROW, 1, 1) CASE(NARROW, 0, 1)
-    CASE(TOKEN, 1, 0) CASE(TOKEN, 0, 0) CASE(TOKEN, 1, 1) CASE(TOKEN, 0, 1)
-    CASE(BIAS, 1, 0) CASE(BIAS, 0, 0) CASE(BIAS, 1, 1) CASE(BIAS, 0, 1)
+#define CASE(k, q, w, e) \
+    if (kind == k && by->quadratic == q && (by->bits == 15) == w && by->exact == e) \
+        return probabilities(k, q, w, e, by, s, n, base, multiplier, fraction_bits, p, upper);
+#define CASES(k) CASE(k, 1, 0, 1) CASE(k, 1, 0, 0) CASE(k, 0, 0, 1) CASE(k, 0, 0, 0) CASE(k, 1, 1, 0) CASE(k, 0, 1, 0)
+    CASES(NARROW) CASES(TOKEN) CASES(BIAS)
+#undef CASES
 #undef CASE
-    return 0;
+    return (sums){0, 0};
 }
 
 /* --- attention -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const int8_t *query, *key, *value;
-    const float *query_scale, *key_scale, *value_scale, *output_scale;
+    const float *query_scale, *key_scale, *value_scale, *output_scale, *offset;
     const void *mask;
     void *out;
     int64_t batch, heads, key_heads, queries, keys, head_dim, value_dim;
     int64_t q[4], k[4], v[4]; /* strides, in elements; 0 where a size of 1 is broadcast */
     int64_t qs[3], ks[3];     /* batch, head, token */
     int64_t vs[3], os[3];     /* batch, head, channel */
+    int64_t vo[3];            /* the same of the offset, which may be NULL */
     int64_t o[3];             /* batch, head, token */
     int64_t m[4], period;
     int64_t masked;           /* 0 no mask, 1 bool, 2 fixed-point bias */
     int64_t causal, key_token, output_group, int8_output;
     int64_t constant_mantissa, constant_exponent;
-    int64_t quadratic, bits, nearest, offset, up, down, key_block, online, floor_output;
+    int64_t quadratic, bits, nearest, start, up, down, key_block, online, floor_output;
+    int64_t exact, inverse_count; /* whether row sums are exact, and the multiplier of fixed_point.twice_mean */
     int64_t threads;
 } problem;
 
@@ -311,6 +320,8 @@ typedef struct {
     int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel; its shift is divided */
     int32_t *shift, *round;      /* into a shift without rounding and one by `round` (0 or 1) with rounding half up */
     float *scale;                /* float output: value scale, NaN where it is not usable */
+    float *offset;               /* float output: added to it */
+    int32_t *mean;               /* exact row sums: twice the mean of every channel of V, which the missing mass gets */
     int64_t head;                /* the head whose keys and values are packed, -1 for none */
     int64_t out_head;            /* the head whose output scales are prepared, -1 for none */
     pair reference;
@@ -357,13 +368,19 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
         right_operand *panel = w->value + start * grouped(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
+        int32_t total[WIDTH] = {0};
         for (int64_t j = 0; j < n; j += GROUP) {
             right_operand rows[GROUP][WIDTH] = {0};
             for (int64_t g = 0; g < at_most(GROUP, n - j); g++)
                 copy_row(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, 0, rows[g]);
             for (int64_t c = 0; c < WIDTH; c++)
-                for (int g = 0; g < GROUP; g++) panel[j * WIDTH + c * GROUP + g] = rows[g][c];
+                for (int g = 0; g < GROUP; g++) {
+                    panel[j * WIDTH + c * GROUP + g] = rows[g][c];
+                    total[c] += rows[g][c];
+                }
         }
+        for (int64_t c = 0; x->exact && c < WIDTH; c++)
+            w->mean[start + c] = (int32_t)((multiply_high(total[c] * 8, x->inverse_count) + 1) >> 1);
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
     w->reference = split_scale(*scale);
@@ -424,10 +441,12 @@ static void row_scores(
 static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) {
     const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
     const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
+    const float *offset = x->offset ? x->offset + z * x->vo[0] + h / (x->heads / x->key_heads) * x->vo[1] : NULL;
     pair by = {0, 0};
     for (int64_t c = 0; c < x->value_dim; c++) {
         float scale = value_scale[c * x->vs[2]];
         w->scale[c] = usable(scale) ? scale : NAN;
+        if (offset) w->offset[c] = offset[c * x->vo[2]];
         if (!x->int8_output) continue;
         if (c == 0 || x->vs[2] || x->os[2]) by = output_multiplier(scale, output_scale[c * x->os[2]]);
         w->multiplier[c] = (int32_t)by.mantissa;
@@ -463,9 +482,9 @@ static void finish_row(
     int64_t at
 ) {
     const int64_t channels = x->value_dim;
-    const int bits = bit_length(denominator);
-    const int32_t inverse = (int32_t)reciprocal((denominator ? denominator : 1) << (31 - (bits ? bits : 1)));
-    const float *restrict scale = w->scale;
+    const int length = bit_length(denominator), bits = x->exact && length ? length - FINE_BITS : length;
+    const int32_t inverse = (int32_t)reciprocal((denominator ? denominator : 1) << (31 - (length ? length : 1)));
+    const float *restrict scale = w->scale, *restrict offset = w->offset;
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
             int64_t one = numerator ? numerator[c] : sum[c];
@@ -497,6 +516,14 @@ static void finish_row(
     const float weight = (float)inverse * power_of_two(-29 - bits);
     if (bad)
         for (int64_t c = 0; c < channels; c++) out[c] = NAN;
+    else if (!denominator)
+        for (int64_t c = 0; c < channels; c++) out[c] = 0.0f * scale[c];
+    else if (x->offset && x->floor_output)
+        for (int64_t c = 0; c < channels; c++) out[c] = fmaf((float)sum[c], scale[c], offset[c]);
+    else if (x->offset && numerator)
+        for (int64_t c = 0; c < channels; c++) out[c] = fmaf((float)numerator[c] * weight, scale[c], offset[c]);
+    else if (x->offset)
+        for (int64_t c = 0; c < channels; c++) out[c] = fmaf((float)sum[c] * weight, scale[c], offset[c]);
     else if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) out[c] = (float)sum[c] * scale[c];
     else if (numerator)
@@ -509,8 +536,8 @@ static void finish_row(
 static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
     const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys);
     const recipe by = {
-        (int)x->quadratic, (int)x->bits, (int)x->nearest, (int)x->offset, (int)x->up, (int)x->down, (int)x->key_block,
-        (int)x->online, (int)x->floor_output,
+        (int)x->quadratic, (int)x->bits, (int)x->nearest, (int)x->start, (int)x->up, (int)x->down, (int)x->key_block,
+        (int)x->online, (int)x->floor_output, (int)x->exact,
     };
     const int kind = x->masked == 2 ? BIAS : x->key_token ? TOKEN : NARROW;
     /* causal: keys that no query of the block may see are skipped */
@@ -519,7 +546,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
     pair multiplier[BLOCK];
     int32_t row_max[BLOCK];
     int bad[BLOCK];
-    int64_t total[BLOCK];
+    int64_t total[BLOCK], missing[BLOCK];
     int drop = 0;
 
     for (int r = 0; r < rows; r++) {
@@ -552,13 +579,20 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         row_max[r] = most;
         bad[r] = !usable(scale) || !w->usable_key || (kind == BIAS && most >= POISON);
         total[r] = 0;
-        if (!by.online)
-            total[r] = row_probabilities(
+        if (by.online) {
+            row_max[r] = MASKED;
+        } else {
+            sums found = row_probabilities(
                 kind, &by, s, width, most == MASKED ? 0 : most, (int32_t)multiplier[r].mantissa, (int)multiplier[r].exponent,
                 w->p + r * line, w->upper + r * line
             );
-        else
-            row_max[r] = MASKED;
+            total[r] = found.rounded;
+            if (by.exact) {
+                const int64_t rounded = found.rounded << FINE_BITS;
+                total[r] = found.fine > rounded ? found.fine : rounded;
+                missing[r] = (total[r] - rounded) >> (FINE_BITS + 1);
+            }
+        }
     }
     const int wide = by.online || by.bits == 15;
     if (wide) memset(w->numerator, 0, sizeof(int64_t) * rows * channels);
@@ -584,7 +618,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                 total[r] += row_probabilities(
                     kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
                     w->upper + r * line + start
-                );
+                ).rounded;
             }
         }
         for (int64_t c = 0; c < channels; c += WIDTH) {
@@ -603,6 +637,8 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             }
         }
     }
+    for (int r = 0; by.exact && r < rows; r++)
+        for (int64_t c = 0; c < x->value_dim; c++) w->sum[r * channels + c] += (int32_t)missing[r] * w->mean[c];
     for (int r = 0; r < rows; r++) {
         int64_t *numerator = wide ? w->numerator + r * channels : NULL;
         if (by.online)
@@ -620,7 +656,7 @@ INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * L
 static int allocate(const problem *x, workspace *w, char **memory) {
     const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
     const size_t operands = line * grouped(d) + channels * grouped(x->keys) + BLOCK * (grouped(d) + line + (x->bits == 15 ? line : 0));
-    const size_t integers = BLOCK * line + 2 * line + 3 * channels + BLOCK * channels + channels;
+    const size_t integers = BLOCK * line + 2 * line + 4 * channels + BLOCK * channels + 2 * channels;
     const size_t longs = BLOCK * channels;
     /* zeroed: whole vectors are read, also lanes that were never written */
     *memory = calloc(LINE + 8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
@@ -633,8 +669,10 @@ static int allocate(const problem *x, workspace *w, char **memory) {
     w->shift = w->multiplier + channels;
     w->round = w->shift + channels;
     w->sum = w->round + channels;
-    w->scale = (float *)(w->sum + BLOCK * channels);
-    w->key = (right_operand *)(w->scale + channels);
+    w->mean = w->sum + BLOCK * channels;
+    w->scale = (float *)(w->mean + channels);
+    w->offset = w->scale + channels;
+    w->key = (right_operand *)(w->offset + channels);
     w->value = w->key + line * grouped(d);
     w->query = (left_operand *)(w->value + channels * grouped(x->keys));
     w->p = w->query + BLOCK * grouped(d);
@@ -691,12 +729,12 @@ int qflash_attention(const problem *x) {
 /* qflash_attention of a problem like another one, with other addresses: for repeated calls. */
 int qflash_attention_at(
     const problem *like, const int8_t *query, const int8_t *key, const int8_t *value, const float *query_scale,
-    const float *key_scale, const float *value_scale, const float *output_scale, const void *mask, void *out
+    const float *key_scale, const float *value_scale, const float *output_scale, const float *offset, const void *mask, void *out
 ) {
     problem x = *like;
     x.query = query, x.key = key, x.value = value;
     x.query_scale = query_scale, x.key_scale = key_scale, x.value_scale = value_scale, x.output_scale = output_scale;
-    x.mask = mask, x.out = out;
+    x.offset = offset, x.mask = mask, x.out = out;
     return qflash_attention(&x);
 }
 
@@ -707,14 +745,19 @@ enum { PER_TENSOR, PER_HEAD, PER_TOKEN, PER_CHANNEL };
 typedef struct {
     const float *x;
     int8_t *values;
-    float *scale;
+    float *scale, *offset;
     int64_t batch, heads, tokens, channels, stride[4], granularity, center, threads;
 } conversion;
 
+/* `center`: nothing; less every channel's midrange; less a zero point per channel, whose `offset` is written */
+enum { AS_IS, MIDRANGE, ZERO_POINT };
+
+INLINE float clamped_scale(float scale) {
+    return scale < 0x1p-126f ? 0x1p-126f : scale > 0x1.02p121f ? 0x1.02p121f : scale;
+}
+
 INLINE float scale_from_amplitude(int32_t bits) {
-    if (bits >= 0x7F800000) return NAN;
-    float scale = float_of(bits) * (1.0f / 127.0f);
-    return bits == 0 ? 1.0f : scale < 0x1p-126f ? 0x1p-126f : scale > 0x1.02p121f ? 0x1.02p121f : scale;
+    return bits >= 0x7F800000 ? NAN : bits == 0 ? 1.0f : clamped_scale(float_of(bits) * (1.0f / 127.0f));
 }
 
 INLINE int32_t magnitude(float x) { return bits_of(x) & INT32_MAX; }
@@ -728,28 +771,37 @@ typedef struct {
     int64_t line; /* floats from one token to the next */
 } rows_of;
 
-/* A head with contiguous channels: in place, or copied to `copy`, less every channel's midrange if `center` is set. `range` has
+/* The minimum and maximum of every channel of n tokens; both NaN where there is a NaN. `odd` has room for d numbers. */
+INLINE void channel_ranges(rows_of x, int64_t n, const int64_t d, float *restrict low, float *restrict high, float *restrict odd) {
+    for (int64_t c = 0; c < d; c++) low[c] = high[c] = x.x[c], odd[c] = 0;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < d; c++) {
+            float one = x.x[i * x.line + c];
+            low[c] = one < low[c] ? one : low[c];
+            high[c] = one > high[c] ? one : high[c];
+            odd[c] = one == one ? odd[c] : 1;
+        }
+    for (int64_t c = 0; c < d; c++) {
+        low[c] = odd[c] != 0 ? NAN : low[c];
+        high[c] = odd[c] != 0 ? NAN : high[c];
+    }
+}
+
+/* A head with contiguous channels: in place, or copied to `copy`, less every channel's midrange if asked. `range` has
  * room for three rows. */
 INLINE rows_of load_head(const conversion *a, const int64_t d, int64_t head, float *restrict copy, float *restrict range) {
     const int64_t n = a->tokens, line = a->stride[2], across = a->stride[3];
     const float *from = a->x + head / a->heads * a->stride[0] + head % a->heads * a->stride[1];
-    if (!a->center && across == 1) return (rows_of){from, line};
+    if (a->center != MIDRANGE && across == 1) return (rows_of){from, line};
     for (int64_t i = 0; i < n; i++)
         if (across == 1)
             for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c];
         else
             for (int64_t c = 0; c < d; c++) copy[i * d + c] = from[i * line + c * across];
-    if (!a->center) return (rows_of){copy, d};
-    float *low = range, *high = range + d, *odd = range + 2 * d;
-    for (int64_t c = 0; c < d; c++) low[c] = high[c] = copy[c], odd[c] = 0;
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t c = 0; c < d; c++) {
-            float one = copy[i * d + c];
-            low[c] = one < low[c] ? one : low[c];
-            high[c] = one > high[c] ? one : high[c];
-            odd[c] = one == one ? odd[c] : 1;
-        }
-    for (int64_t c = 0; c < d; c++) low[c] = odd[c] != 0 ? NAN : low[c] * 0.5f + high[c] * 0.5f;
+    if (a->center != MIDRANGE) return (rows_of){copy, d};
+    float *low = range, *high = range + d;
+    channel_ranges((rows_of){copy, d}, n, d, low, high, range + 2 * d);
+    for (int64_t c = 0; c < d; c++) low[c] = low[c] * 0.5f + high[c] * 0.5f;
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) copy[i * d + c] -= low[c];
     return (rows_of){copy, d};
@@ -810,6 +862,51 @@ INLINE void quantize_head(const conversion *a, const int64_t d, rows_of x, int64
     }
 }
 
+/* The midrange of every channel of a head, and the least scale, as bits, that fits its range and its zero point:
+ * quantization.quantize_centered. Returns the largest of these. `range` has room for three rows. */
+INLINE int32_t centered_ranges(rows_of x, int64_t n, const int64_t d, float *restrict range) {
+    float *middle = range, *high = range + d;
+    int32_t *least = (int32_t *)high, most = 0;
+    channel_ranges(x, n, d, middle, high, range + 2 * d);
+    for (int64_t c = 0; c < d; c++) {
+        float low = middle[c], top = high[c], half = (top * 0.5f - low * 0.5f) * (1.0f / 126.5f);
+        middle[c] = low * 0.5f + top * 0.5f;
+        float other = fabsf(middle[c]) * 0x1p-21f;
+        int32_t one = half == half ? bits_of(half > other ? half : other) & INT32_MAX : INT32_MAX;
+        least[c] = one;
+        most = one > most ? one : most;
+    }
+    return most;
+}
+
+INLINE float scale_from_least(int32_t bits) {
+    return bits >= 0x7F800000 ? NAN : bits == 0 ? 1.0f : clamped_scale(float_of(bits));
+}
+
+INLINE void quantize_centered_head(const conversion *a, const int64_t d, rows_of x, int64_t head, int32_t all, float *restrict range) {
+    const int64_t n = a->tokens;
+    int8_t *restrict out = a->values + head * n * d;
+    int32_t whole = centered_ranges(x, n, d, range);
+    const float *middle = range;
+    const int32_t *least = (const int32_t *)(range + d);
+    float *inverse = range + 2 * d, *magic = range + 3 * d;
+    int32_t *keep = (int32_t *)(range + 4 * d);
+    if (a->granularity == PER_TENSOR) whole = all;
+    for (int64_t c = 0; c < d; c++) {
+        float scale = scale_from_least(a->granularity == PER_CHANNEL ? least[c] : whole);
+        if (a->granularity == PER_CHANNEL) a->scale[head * d + c] = scale;
+        else if (c == 0 && (a->granularity == PER_HEAD || head == 0)) a->scale[a->granularity == PER_HEAD ? head : 0] = scale;
+        inverse[c] = 1.0f / scale;
+        keep[c] = usable(scale) ? -1 : 0; /* where there is a NaN the values are 0 */
+        /* the zero point rounded to an integer; less it, the sum that rounds a value still has that value in its low bits */
+        float zero = fmaf(middle[c], inverse[c], 12582912.0f) - 12582912.0f;
+        magic[c] = 12582912.0f - zero;
+        a->offset[head * d + c] = zero * scale;
+    }
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < d; c++) out[i * d + c] = (int8_t)bits_of(fmaf(x.x[i * x.line + c], inverse[c], magic[c])) & keep[c];
+}
+
 /* Heads [begin, end): returns the largest magnitude of all of them (`find`), or writes their values and scales. With `d` known
  * at compile time this is twice as fast as without. */
 INLINE int32_t heads_known(
@@ -819,8 +916,10 @@ INLINE int32_t heads_known(
     for (int64_t head = begin; head < end; head++) {
         rows_of rows = load_head(a, d, head, x, range);
         if (find) {
-            int32_t one = largest_of_head(rows, a->tokens, d);
+            int32_t one = a->center == ZERO_POINT ? centered_ranges(rows, a->tokens, d, range) : largest_of_head(rows, a->tokens, d);
             most = one > most ? one : most;
+        } else if (a->center == ZERO_POINT) {
+            quantize_centered_head(a, d, rows, head, all, range);
         } else {
             quantize_head(a, d, rows, head, all, range);
         }
@@ -846,7 +945,7 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
 static int quantize_share(const conversion *a, int32_t *all) {
     const int64_t n = a->tokens, d = a->channels;
     const share mine = share_of(a->batch * a->heads);
-    float *x = malloc(sizeof(float) * (n * d + 3 * d));
+    float *x = malloc(sizeof(float) * (n * d + 5 * d));
     float *range = x + n * d;
     if (a->granularity == PER_TENSOR) {
         int32_t most = x ? heads_of(a, mine.begin, mine.end, 1, 0, x, range) : 0;
@@ -925,7 +1024,8 @@ int qflash_float_attention(
 ) {
     conversion a[3] = {three[0], three[1], three[2]};
     problem x = *like;
-    int64_t bytes = LINE;
+    const int64_t offsets = a[2].batch * a[2].heads * a[2].channels;
+    int64_t bytes = LINE + whole_lines(sizeof(float) * offsets);
     for (int i = 0; i < 3; i++) bytes += whole_lines(numbers_of(&a[i])) + whole_lines(sizeof(float) * scales_of(&a[i]));
     char *memory = malloc(bytes), *place = (char *)whole_lines((intptr_t)memory);
     if (!memory) return 1;
@@ -933,6 +1033,8 @@ int qflash_float_attention(
         a[i].values = (int8_t *)place, place += whole_lines(numbers_of(&a[i]));
         a[i].scale = (float *)place, place += whole_lines(sizeof(float) * scales_of(&a[i]));
     }
+    a[2].offset = (float *)place;
+    x.offset = a[2].center == ZERO_POINT ? a[2].offset : NULL;
     a[0].x = query, a[1].x = key, a[2].x = value;
     x.query = a[0].values, x.key = a[1].values, x.value = a[2].values;
     x.query_scale = a[0].scale, x.key_scale = a[1].scale, x.value_scale = x.output_scale = a[2].scale;

@@ -115,7 +115,7 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
     if path.stem.rpartition("-")[2] != _digest(path):
         raise OSError(f"{path} is not what was compiled")
     library = ctypes.CDLL(str(path))
-    for function, arguments in (("attention", 1), ("attention_at", 10), ("quantize", 1), ("bias", 3), ("float_attention", 7)):
+    for function, arguments in (("attention", 1), ("attention_at", 11), ("quantize", 1), ("bias", 3), ("float_attention", 7)):
         getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
     return library
 
@@ -162,9 +162,11 @@ def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-_POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "mask", "out")
-_Attention = _fields(_POINTERS, 56)
-_Quantize = _fields(("x", "values", "scale"), 11)
+_POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "offset", "mask", "out")
+_Attention = _fields(_POINTERS, 61)
+_Quantize = _fields(("x", "values", "scale", "offset"), 11)
+_AS_IS, _MIDRANGE, _ZERO_POINT = range(3)
+"""What a channel is quantised less: nothing, its midrange, or a zero point, which comes out as an offset."""
 _PACKED = "for the packed keys and values of a head"
 
 
@@ -178,10 +180,10 @@ def _threads(work: int) -> int:
 
 
 def _quantization(
-    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, granularity: str, center: bool
+    x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, granularity: str, center: int
 ) -> ctypes.Structure:
     return _Quantize(
-        x.data_ptr(), values.data_ptr(), scale.data_ptr(),
+        x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if offset is None else offset.data_ptr(),
         (*x.shape, *x.stride(), GRANULARITIES.index(granularity), center, _threads(8 * x.numel())),
     )  # fmt: skip
 
@@ -205,9 +207,21 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return values, torch.ones(shape, dtype=torch.float32, device="cpu")
     x = x.to(torch.float32)
     scale = torch.empty(shape, dtype=torch.float32, device="cpu")
-    arguments = _quantization(x, values, scale, granularity, center)
+    arguments = _quantization(x, values, scale, None, granularity, _MIDRANGE if center else _AS_IS)
     _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale
+
+
+def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run :func:`qflash.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
+    values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
+    scale = torch.ones(scale_shape(x.shape, granularity), dtype=torch.float32, device="cpu")
+    offset = torch.zeros(scale_shape(x.shape, "channel"), dtype=torch.float32, device="cpu")
+    if x.numel():
+        x = x.to(torch.float32)
+        arguments = _quantization(x, values, scale, offset, granularity, _ZERO_POINT)
+        _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
+    return values, scale, offset
 
 
 def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -226,22 +240,26 @@ def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
     query, key, value, mask, recipe, scales = call.query, call.key, call.value, call.mask, call.recipe, call.scales
     assert scales is not None and scales.query is not None
     given = scales.value if scales.output is None else scales.output
+    offset = scales.offset
     pointers = (
         query.data_ptr(), key.data_ptr(), value.data_ptr(), scales.query.data_ptr(), scales.key.data_ptr(),
-        scales.value.data_ptr(), given.data_ptr(), 0 if mask is None else mask.data_ptr(), out.data_ptr(),
+        scales.value.data_ptr(), given.data_ptr(), 0 if offset is None else offset.data_ptr(),
+        0 if mask is None else mask.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    offset, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    start, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     integers = (
         call.batch, call.heads, key.shape[1], call.queries, call.keys, call.head_dim, call.value_dim,
         *query.stride(), *key.stride(), *value.stride(),
         *_strides(scales.query, (0, 1, 2)), *_strides(scales.key, (0, 1, 2)),
-        *_strides(scales.value, (0, 1, 3)), *_strides(given, (0, 1, 3)), *out.stride()[:3],
+        *_strides(scales.value, (0, 1, 3)), *_strides(given, (0, 1, 3)),
+        *((0, 0, 0) if offset is None else _strides(offset, (0, 1, 3))), *out.stride()[:3],
         *((0, 0, 0, 0) if mask is None else _strides(mask, (0, 1, 2, 3))), 1 if mask is None else mask.shape[0],
         ("none", "bool", "bias").index(call.mask_kind), call.is_causal, call.has_token_keys,
         1 if given.shape[1] == call.heads else call.heads // key.shape[1], out.dtype == torch.int8,
         *fp.split_float(call.softmax_scale * math.log2(math.e)),
         recipe.exponential == "quadratic", recipe.probability_bits, recipe.probability_rounding == "nearest",
-        offset, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
+        start, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
+        call.exact_sum, fp.inverse_count(max(1, call.keys)),
         _threads(call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim)),
     )  # fmt: skip
     return _Attention(*pointers, integers)
@@ -269,7 +287,7 @@ def prepare_attention(call: AttentionCall, out: torch.Tensor) -> Callable[..., t
     return _prepare_floats(call, out) if call.scales is None else _prepare_int8(call, out)
 
 
-_INT8_TENSORS = ("q", "qs", "k", "ks", "v", "vs", "mask", "os")
+_INT8_TENSORS = ("q", "qs", "k", "ks", "v", "vs", "mask", "os", "offset")
 """Tensors of the operator on int8, in its order, by the names of pointers."""
 
 
@@ -299,21 +317,26 @@ def _prepare_floats(call: AttentionCall, out: torch.Tensor) -> Callable[..., tor
     if recipe.balance or recipe.rotate or call.mask_kind == "bias":
         return None
     floats = call.query, call.key, call.value
-    kinds = (recipe.query_granularity, False), (recipe.key_granularity, recipe.smooth_key), (recipe.value_granularity, False)
+    kinds = (
+        (recipe.query_granularity, _AS_IS),
+        (recipe.key_granularity, _MIDRANGE if recipe.smooth_key else _AS_IS),
+        (recipe.value_granularity, _ZERO_POINT if recipe.smooth_value else _AS_IS),
+    )
     values, scales, steps = [], [], (_Quantize * 3)()
     for index, (x, (granularity, center)) in enumerate(zip(floats, kinds, strict=True)):
         # only the strides that a conversion gives are of interest, not its numbers
         wide = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta").to(torch.float32)
         values.append(torch.empty(x.shape, dtype=torch.int8, device="meta"))
         scales.append(torch.empty(scale_shape(x.shape, granularity), dtype=torch.float32, device="meta"))
-        steps[index] = _quantization(wide, values[index], scales[index], granularity, center)
+        steps[index] = _quantization(wide, values[index], scales[index], None, granularity, center)
+    offset = torch.empty(scale_shape(call.value.shape, "channel"), dtype=torch.float32, device="meta")
     stored = torch.empty_like(out, dtype=torch.float32, device="meta")
     quantised = dataclasses.replace(
         call,
         query=values[0],
         key=values[1],
         value=values[2],
-        scales=Scales(scales[0], scales[1], scales[2], None),
+        scales=Scales(scales[0], scales[1], scales[2], None, offset if recipe.smooth_value else None),
         out_dtype=torch.float32,
     )
     template = _attention(quantised, stored)

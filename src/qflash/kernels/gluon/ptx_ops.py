@@ -4,18 +4,19 @@ Equations 5 to 10 for the default recipe (quadratic exponential, 8-bit P, rounde
 ``docs/algorithm.md``, with the same integers as :mod:`.common.tile_ops`. Everything works on registers of one lane at a
 time; row numbers are in the forms of :mod:`.gluon.row_ops`.
 
-The exponential of a score s with row maximum m (:func:`row_exponents`, :func:`twice_probabilities`, :func:`pack`). The
+The exponential of a score s with row maximum m (:func:`row_exponents`, :func:`fine_probabilities`, :func:`pack`). The
 exponent is aligned to bytes, so that both its parts are taken by a byte permutation or a shift, without a multiply-add
 each:
 
     bits 31..24         23..16              15..0
-    octaves q + 9       fraction byte f     dropped        = s * slope + begin     (one multiply-add)
+    octaves q + 3       fraction byte f     dropped        = s * slope + begin     (one multiply-add)
 
     x = f - 512                                  prmt: f below the upper bytes of -2
-    2 P = (x * x + 2**17) >> (q + 9)             multiply-add, two shifts
+    128 P = (x * x + 2**17) >> (q + 3)           multiply-add, two shifts
     127 - P                                      one multiply-add, and one prmt for four scores
+    row sum                                      half a dot product (dp2a), where it is exact
 
-Up to 2 P that is five instructions per score; the general form takes seven. The price: octaves have eight bits, so an
+Up to 128 P that is five instructions per score; the general form takes seven. The price: octaves have eight bits, so an
 exponent of more than 236 octaves could wrap. :func:`may_wrap` and :func:`least_if_needed` bound the exponents of a row.
 Where the bound does not suffice, scores are raised to a score that is at least 64 octaves below the row maximum
 (:func:`raised`, :func:`raised_if_needed`); P is 0 for both.
@@ -38,21 +39,33 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # x * inverse rounded to nearest even: the low bits of its sum with 1.5 * 2**23
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
+# the integer itself, as a float
+ROUNDED_FLOAT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; add.rn.f32 $0, a, 0fCB400000;}")
+# the sum with another addend
+ROUNDED_SUM = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, $3; mov.b32 $0, a;}")
 # -2 in a register ($1 is not negative) whose value ptxas cannot know: as an immediate it would cost a move per score
 OPAQUE = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0xFFFFFFFE;}")
-# Twice a probability, rounded down, from an exponent with 24 fraction bits to which 9 octaves and 1/256 were added: with f the
-# byte of the fraction and x = f - 512, (x * x + 2**17) >> octaves. The 1/256 turns 511 - f into 512 - f. It may carry into the
-# octaves: the parabola is continuous from one octave to the next, so the result is the same.
-TWICE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
+OPAQUE_HALF_WORD = gl.constexpr("{.reg .b32 a; shr.u32 a, $1, 31; add.u32 $0, a, 0x10000;}")
+# A probability with 7 fraction bits, rounded down, from an exponent with 24 of them to which 3 octaves and 1/256 were added:
+# with f the byte of the fraction and x = f - 512, (x * x + 2**17) >> octaves. The 1/256 turns 511 - f into 512 - f. It may
+# carry into the octaves: the parabola is continuous from one octave to the next, so the result is the same.
+FINE_PROBABILITY = gl.constexpr("""{.reg .b32 a, b;
 prmt.b32 a, $1, $2, 0x5542; mad.lo.s32 a, a, a, 0x20000; shr.u32 b, $1, 24; shr.u32 $0, a, b;}""")
 # the same from an exponent with 16 fraction bits
-TWICE_PROBABILITY_16 = gl.constexpr(TWICE_PROBABILITY.value.replace("0x5542", "0x5541").replace("$1, 24", "$1, 16"))
-# Four of those -> the bytes 127 - P, P rounded half up. Each half of a word computes 127.5 - 2P / 2 with eight fraction bits
-# (0x7F7F is 127.5 less 1/256); its upper byte is the result.
+FINE_PROBABILITY_16 = gl.constexpr(FINE_PROBABILITY.value.replace("0x5542", "0x5541").replace("$1, 24", "$1, 16"))
+# Four of those -> the bytes 127 - P, P rounded half up. Each half of a word computes 127.5 - P with eight fraction bits
+# (0x7F7F is 127.5 less 1/256, which a borrow by the other half may take); its upper byte is the result.
 PACK_FOUR = gl.constexpr("""{.reg .b32 a, b;
-mad.lo.s32 a, $1, -128, 0x7F7F7F7F; mad.lo.s32 a, $2, -8388608, a;
-mad.lo.s32 b, $3, -128, 0x7F7F7F7F; mad.lo.s32 b, $4, -8388608, b;
+mad.lo.s32 a, $1, -2, 0x7F7F7F7F; mad.lo.s32 a, $2, -131072, a;
+mad.lo.s32 b, $3, -2, 0x7F7F7F7F; mad.lo.s32 b, $4, -131072, b;
 prmt.b32 $0, a, b, 0x7531;}""")
+# The same, and the sum of the four in the first of four outputs, 0 in the other three. $9 is 65536, as a number that ptxas does
+# not know: it would make shifts of the products, which run where the other shifts do.
+PACK_FOUR_AND_SUM = gl.constexpr("""{.reg .b32 a, b, c;
+mad.lo.s32 a, $6, $9, $5; mad.lo.s32 b, $8, $9, $7;
+mov.b32 c, 0x0101; dp2a.lo.u32.u32 $1, a, c, 0; dp2a.lo.u32.u32 $1, b, c, $1;
+mad.lo.s32 a, a, -2, 0x7F7F7F7F; mad.lo.s32 b, b, -2, 0x7F7F7F7F;
+prmt.b32 $0, a, b, 0x7531; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0;}""")
 # the sum of the magnitudes of four int8 in the first of four outputs, 0 in the other three
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
@@ -62,7 +75,7 @@ FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a
 SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
 FIRST_BF16 = gl.constexpr("shl.b32 $0, $1, 16;")
 SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
-# octaves below which exponents need no bound: TWICE_PROBABILITY has 256, of which added constants take up to ten
+# octaves below which exponents need no bound: FINE_PROBABILITY has 256, of which added constants take up to ten
 OCTAVES = gl.constexpr(236)
 # If a row of the warp reaches its limit (unsigned comparison), each row's least score, else the int32 minimum in all rows. A
 # thread has one row, or two.
@@ -262,40 +275,49 @@ def raised_if_needed(tiles, least, L: gl.constexpr, ACROSS: gl.constexpr):
 
 @gluon.jit
 def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """(slope, begin, constant) of rows, for :func:`twice_probabilities`: ``s * slope + begin`` has 24 fraction bits.
+    """(slope, begin, constant) of rows, for :func:`fine_probabilities`: ``s * slope + begin`` has 24 fraction bits.
 
-    ``begin`` includes the row maximum, the offset t0, 9 octaves and 1/256.
+    ``begin`` includes the row maximum, the offset t0, 3 octaves and 1/256.
     """
     up = MAX_FRACTION_BITS - fraction_bits
     # if a score unit is 64 octaves or more, every score below the maximum has P = 0, and any large slope will do
     slope = gl.where((multiplier >> fraction_bits) >= 64, 1 << 30, multiplier << up)
-    begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((9 << 24) + (1 << 16)) + row_max * slope
+    begin = (exponent_offset(OFFSET, fraction_bits) << up) + ((3 << 24) + (1 << 16)) + row_max * slope
     slope = gl.inline_asm_elementwise("neg.s32 $0, $1;", "=r,r", [slope], gl.int32, True, 1)
     return slope, begin, gl.inline_asm_elementwise(OPAQUE, "=r,r", [fraction_bits], gl.int32, True, 1)
 
 
 @gluon.jit
-def twice_probabilities(s, slope, begin, constant):
-    """Floor of 2 P (quadratic exponential) of a tile of scores, int32, same shape; the exponents must not wrap.
+def fine_probabilities(s, slope, begin, constant):
+    """:func:`qflash.fixed_point.fine_probability` of a tile of scores, int32, same shape; the exponents must not wrap.
 
-    Rounded half up by :func:`pack` these are the bits of :func:`qflash.fixed_point.probability`. Five instructions per
+    The exponential is quadratic. Rounded half up by :func:`pack` these are 8-bit probabilities. Five instructions per
     score, with the packing: see the module.
     """
-    return gl.inline_asm_elementwise(TWICE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(FINE_PROBABILITY, "=r,r,r", [s * slope + begin, constant], gl.int32, True, 1)
 
 
 @gluon.jit
-def twice_probabilities_16(z, row_max, OFFSET: gl.constexpr):
-    """:func:`twice_probabilities` of scores that already are octaves with 16 fraction bits; no bound is needed then."""
-    begin = row_max + ((OFFSET << 7) + (9 << 16) + (1 << 8))
+def fine_probabilities_16(z, row_max, OFFSET: gl.constexpr):
+    """:func:`fine_probabilities` of scores that already are octaves with 16 fraction bits; no bound is needed then."""
+    begin = row_max + ((OFFSET << 7) + (3 << 16) + (1 << 8))
     constant = gl.inline_asm_elementwise(OPAQUE, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
-    return gl.inline_asm_elementwise(TWICE_PROBABILITY_16, "=r,r,r", [begin - z, constant], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(FINE_PROBABILITY_16, "=r,r,r", [begin - z, constant], gl.int32, True, 1)
 
 
 @gluon.jit
-def pack(twice):
-    """Stored probabilities 127 - P, int8, from :func:`twice_probabilities`; a thread has four neighbouring columns."""
-    return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [twice], gl.int8, True, 4)
+def pack(fine):
+    """Stored probabilities 127 - P, int8, from :func:`fine_probabilities`; a thread has four neighbouring columns."""
+    return gl.inline_asm_elementwise(PACK_FOUR, "=r,r,r,r,r", [fine], gl.int8, True, 4)
+
+
+@gluon.jit
+def pack_and_sum(fine):
+    """(:func:`pack` of fine probabilities; their sums by four in the first of every four columns, else 0: int32)."""
+    half = gl.inline_asm_elementwise(OPAQUE_HALF_WORD, "=r,r", [gl.num_programs(0)], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(
+        PACK_FOUR_AND_SUM, "=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [fine, half], (gl.int8, gl.int32), True, 4
+    )
 
 
 @gluon.jit
@@ -440,6 +462,18 @@ def round_to_int8(x, inverse):
 
 
 @gluon.jit
+def zero_point(middle, inverse):
+    """:func:`.common.quantize_ops.zero_point`: midranges in whole steps, float32."""
+    return gl.inline_asm_elementwise(ROUNDED_FLOAT, "=f,f,f", [middle, inverse], gl.float32, True, 1)
+
+
+@gluon.jit
+def round_centered(x, inverse, zero):
+    """:func:`.common.quantize_ops.round_centered`: x * inverse - zero as int8, for a scale found on x itself."""
+    return gl.inline_asm_elementwise(ROUNDED_SUM, "=r,f,f,f", [x, inverse, 12582912.0 - zero], gl.int32, True, 1).to(gl.int8)
+
+
+@gluon.jit
 def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The numbers in words of four bytes, (rows, numbers) in ``layout``; a loop carries words, one register each."""
     if dtype == gl.int8:
@@ -455,10 +489,27 @@ def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def scaled(numerator, weight, factor, offset):
+    """Float outputs: numerators times the weights of their rows, times the factor, plus the offsets of channels if there are.
+
+    The last product and the sum are rounded once.
+    """
+    # the addition of 0 turns -0 (0 times a negative weight) into 0
+    average = gl.fma(numerator.to(gl.float32), weight, 0.0)
+    if offset.type.is_block():
+        factor, _ = gl.broadcast(factor, average)
+        offset, _ = gl.broadcast(offset, average)
+        result = gl.fma(average, factor, offset)
+    else:
+        result = average * factor
+    return result
+
+
+@gluon.jit
 def output_factors(
-    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d,
-    CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WARPS: gl.constexpr,
-    L: gl.constexpr,
+    o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, vo_base, vo_stride_d,
+    CHANNELS: gl.constexpr, D: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+    VALUE_OFFSET: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """:func:`.common.tile_ops.output_factors`: scalars, or one per channel in layout L; a thread computes one channel.
 
@@ -481,6 +532,8 @@ def output_factors(
         half = half_of(shift)
         if VALUE_CHANNEL or OUTPUT_CHANNEL:
             shift, half = gl.convert_layout(shift, L), gl.convert_layout(half, L)
+    elif VALUE_OFFSET:
+        shift = gl.convert_layout(gl.load(vo_base + channel * vo_stride_d), L)
     if factor.type.is_block():
         factor = gl.convert_layout(factor, L)
     return factor, shift, half

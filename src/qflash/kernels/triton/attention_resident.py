@@ -1,6 +1,6 @@
 """Attention for rows of up to 256 keys, from int8 or from float, in one launch (Triton, any NVIDIA GPU from sm_80 on).
 
-Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
+Computes steps 1 to 9 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
 shapes of vision transformers. A program takes one head, or every n-th block of its queries (grid: n programs of a head,
 heads, batch). "Resident" means that the scores of a row stay in registers between the maximum and the exponential, as one
 tile of BLOCK_N keys or two (TILES), so that Q K^T is computed once.
@@ -22,18 +22,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.fixed_point import split_scale, usable_scale
+from ..common.fixed_point import split_scale, twice_mean, usable_scale
 from ..common.quantize_ops import (
     amplitude_to_scale,
+    centered_scale,
     higher,
     higher_magnitude,
     highest,
     inverse_scale,
+    least_to_scale,
     lower,
     lowest,
     nan_max,
     nan_min,
+    round_centered,
     round_to_int8,
+    zero_point,
 )
 from ..common.tile_ops import (
     accumulate,
@@ -72,18 +76,22 @@ def _load_rows(base, stride_n, stride_d, n, keys, channels, CHANNELS: tl.constex
 
 @triton.jit
 def _load_quads(
-    base, stride_n, stride_d, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr
-):
-    """A (BLOCK_N, channels) tile as four tiles of a quarter of its rows, 4i + 0, 1, 2 and 3; K in :func:`key_order`."""
+    base, stride_n, stride_d, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr,
+    CLAMP: tl.constexpr,
+):  # fmt: skip
+    """A (BLOCK_N, channels) tile as four tiles of a quarter of its rows, 4i + 0, 1, 2 and 3; K in :func:`key_order`.
+
+    Past the last key the last is repeated (CLAMP), or zero.
+    """
     n = 4 * tl.arange(0, BLOCK_N // 4)
     n0, n1, n2, n3 = n, n + 1, n + 2, n + 3
     if KEY:
         n0, n1, n2, n3 = key_order(n0), key_order(n1), key_order(n2), key_order(n3)
     return (
-        _load_rows(base, stride_n, stride_d, start + n0, keys, channels, CHANNELS, KEY),
-        _load_rows(base, stride_n, stride_d, start + n1, keys, channels, CHANNELS, KEY),
-        _load_rows(base, stride_n, stride_d, start + n2, keys, channels, CHANNELS, KEY),
-        _load_rows(base, stride_n, stride_d, start + n3, keys, channels, CHANNELS, KEY),
+        _load_rows(base, stride_n, stride_d, start + n0, keys, channels, CHANNELS, CLAMP),
+        _load_rows(base, stride_n, stride_d, start + n1, keys, channels, CHANNELS, CLAMP),
+        _load_rows(base, stride_n, stride_d, start + n2, keys, channels, CHANNELS, CLAMP),
+        _load_rows(base, stride_n, stride_d, start + n3, keys, channels, CHANNELS, CLAMP),
     )
 
 
@@ -127,8 +135,30 @@ def _quantize_quads(
 
 
 @triton.jit
+def _quantize_values(
+    a, b, c, d, inverse, zero, CENTER: tl.constexpr, START: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHANNELS: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Four tiles of values quantised and interleaved, (BLOCK_N, CHANNELS) int8; with CENTER less their zero points.
+
+    Values past the last key are 0.
+    """
+    if CENTER:
+        a = round_centered(a.to(tl.float32), inverse, zero, GUARD)
+        b = round_centered(b.to(tl.float32), inverse, zero, GUARD)
+        c = round_centered(c.to(tl.float32), inverse, zero, GUARD)
+        d = round_centered(d.to(tl.float32), inverse, zero, GUARD)
+        x = interleave(a, b, c, d, BLOCK_N, CHANNELS)
+        if START + BLOCK_N > KEYS:
+            x = tl.where((START + tl.arange(0, BLOCK_N) < KEYS)[:, None], x, 0)
+    else:
+        x = _quantize_quads(a, b, c, d, 0.0, inverse, False, BLOCK_N, CHANNELS, GUARD)
+    return x
+
+
+@triton.jit
 def short_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, mask_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, mask_ptr,
     q_stride_z, q_stride_h, q_stride_n, q_stride_d,
     k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d,
@@ -137,6 +167,7 @@ def short_kernel(
     ks_stride_z, ks_stride_h, ks_stride_n,
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
+    vo_stride_z, vo_stride_h, vo_stride_d,
     mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
     queries, constant_mantissa, constant_exponent,
     GROUP: tl.constexpr, MASK_PERIOD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -145,13 +176,14 @@ def short_kernel(
     NEAREST: tl.constexpr, OFFSET: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, COLUMN_BITS: tl.constexpr,
     MOST: tl.constexpr, MOST_BITS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CHECK: tl.constexpr,
     VALUE_ROWS: tl.constexpr, QUANTIZE: tl.constexpr, CENTER: tl.constexpr, QUERY_TOKEN: tl.constexpr,
-    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, GUARD: tl.constexpr,
+    VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, EXACT: tl.constexpr, INVERSE_COUNT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
-    With QUANTIZE query, key and value are float, their scales are found here and the output is float. CHECK says that
-    some keys may take no part (a mask, a bias or causal attention). Strides are in elements; ``constant`` is ``scale *
-    log2(e)``.
+    With QUANTIZE query, key and value are float, their scales are found here and the output is float; VALUE_OFFSET then says
+    that the values are centred. CHECK says that some keys may take no part (a mask, a bias or causal attention). Strides
+    are in elements; ``constant`` is ``scale * log2(e)``, INVERSE_COUNT that of :func:`.common.fixed_point.twice_mean`.
     """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -165,25 +197,40 @@ def short_kernel(
     ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * ks_stride_z + kv_head * ks_stride_h
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
+    vo_base = vo_ptr + z * vo_stride_z + kv_head * vo_stride_h
     mask_base = mask_pointer(mask_ptr, z, h, mask_stride_z, mask_stride_h, MASK_PERIOD)
     blocks = tl.cdiv(queries, BLOCK_M)
     # output factors are formed once, before the loop, if there is one per channel or if rows are short and blocks many
-    EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or TILES == 1
+    EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or VALUE_OFFSET or TILES == 1
 
     if QUANTIZE:
         # all loads are issued before the first use, and one reduction finds all ranges
-        ka, kb, kc, kd = _load_quads(k_base, k_stride_n, k_stride_d, 0, KEYS, d, HEAD_DIM, BLOCK_N, True)
-        va, vb, vc, vd = _load_quads(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False)
+        ka, kb, kc, kd = _load_quads(k_base, k_stride_n, k_stride_d, 0, KEYS, d, HEAD_DIM, BLOCK_N, True, True)
+        va, vb, vc, vd = _load_quads(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET)
         if TILES == 2:
-            ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True)
-            ve, vf, vg, vh = _load_quads(v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False)
+            ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True, True)
+            ve, vf, vg, vh = _load_quads(
+                v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET
+            )
         low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
-        most = _largest_of_four(va, vb, vc, vd, GUARD)
         if TILES == 2:
             low = lower(low, _lowest_of_four(ke, kf, kg, kh, GUARD), GUARD)
             high = higher(high, _highest_of_four(ke, kf, kg, kh, GUARD), GUARD)
-            most = higher(most, _largest_of_four(ve, vf, vg, vh, GUARD), GUARD)
-        if BLOCK_D == BLOCK_DV and not GUARD:
+        if VALUE_OFFSET:
+            value_low, value_high = _lowest_of_four(va, vb, vc, vd, GUARD), _highest_of_four(va, vb, vc, vd, GUARD)
+            if TILES == 2:
+                value_low = lower(value_low, _lowest_of_four(ve, vf, vg, vh, GUARD), GUARD)
+                value_high = higher(value_high, _highest_of_four(ve, vf, vg, vh, GUARD), GUARD)
+            value_low, value_high = value_low.to(tl.float32), value_high.to(tl.float32)
+            low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
+            value_middle, most = centered_scale(lowest(value_low, 0, GUARD), highest(value_high, 0, GUARD))
+        else:
+            most = _largest_of_four(va, vb, vc, vd, GUARD)
+            if TILES == 2:
+                most = higher(most, _largest_of_four(ve, vf, vg, vh, GUARD), GUARD)
+        if VALUE_OFFSET:
+            pass
+        elif BLOCK_D == BLOCK_DV and not GUARD:
             low, high, most = tl.reduce((low.to(tl.float32), high.to(tl.float32), most.to(tl.float32)), 0, _combine_ranges)
         else:
             low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
@@ -195,15 +242,24 @@ def short_kernel(
         if not VALUE_CHANNEL:
             most = tl.zeros((BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
         key_scale = amplitude_to_scale(tl.zeros((1, 1), tl.float32) + amplitude)
-        value_scale = amplitude_to_scale(most)[None, :]
+        if VALUE_OFFSET:
+            value_scale = least_to_scale(most)[None, :]
+        else:
+            value_scale = amplitude_to_scale(most)[None, :]
         key_inverse, value_inverse = inverse_scale(key_scale, GUARD), inverse_scale(value_scale, GUARD)
         key_bits = tl.max(tl.max(key_scale.to(tl.int32, bitcast=True), 0), 0)
         middle = middle[None, :]
+        value_zero, value_offset = 0.0, 0
+        if VALUE_OFFSET:
+            value_zero = zero_point(value_middle[None, :], value_inverse, GUARD)
+            value_offset = value_zero * value_scale
         k0 = tl.trans(_quantize_quads(ka, kb, kc, kd, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
-        v0 = _quantize_quads(va, vb, vc, vd, middle, value_inverse, False, BLOCK_N, BLOCK_DV, GUARD)
+        v0 = _quantize_values(va, vb, vc, vd, value_inverse, value_zero, VALUE_OFFSET, 0, KEYS, BLOCK_N, BLOCK_DV, GUARD)
         if TILES == 2:
             k1 = tl.trans(_quantize_quads(ke, kf, kg, kh, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
-            v1 = _quantize_quads(ve, vf, vg, vh, middle, value_inverse, False, BLOCK_N, BLOCK_DV, GUARD)
+            v1 = _quantize_values(
+                ve, vf, vg, vh, value_inverse, value_zero, VALUE_OFFSET, BLOCK_N, KEYS, BLOCK_N, BLOCK_DV, GUARD
+            )
         if not QUERY_TOKEN:
             # one scale for the head's queries: a pass over them to find it
             query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -225,13 +281,14 @@ def short_kernel(
         keys_usable = usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)
         largest = 0
-        factor, shift, half = value_scale, 0, 0
+        factor, shift, half = value_scale, value_offset, 0
     else:
         keys_usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, KEYS, BLOCK_N, KEY_TOKEN)
         if EARLY:
             factor, shift, half = output_factors(
-                o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD
-            )
+                o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, vo_base, vo_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL,
+                OUTPUT_CHANNEL, VALUE_OFFSET, GUARD,
+            )  # fmt: skip
     # Keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of the row sum.
     # With CHECK they are masked.
     ones = tl.full((16, BLOCK_N), 1, tl.int8)
@@ -242,6 +299,12 @@ def short_kernel(
     ones, weight = tl.trans(ones), tl.trans(weight)
     offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
+    mean = 0
+    if EXACT:
+        sums = tl.sum(v0.to(tl.int32), 0)
+        if TILES == 2:
+            sums += tl.sum(v1.to(tl.int32), 0)
+        mean = twice_mean(sums, INVERSE_COUNT, GUARD)[None, :]
 
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -291,20 +354,23 @@ def short_kernel(
         )
         accumulator, high_part, total, high_total = accumulate(
             word, v0, weight if TILES == 1 else ones, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N,
-            BITS, BITS != 7, GUARD,
+            BITS, EXACT, BITS != 7, GUARD,
         )  # fmt: skip
         if TILES == 2:
             word = probability_words(
                 s1, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET, CHECK, GUARD
             )
             accumulator, high_part, total, high_total = accumulate(
-                word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS, BITS != 7, GUARD
-            )
+                word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS, EXACT, BITS != 7,
+                GUARD,
+            )  # fmt: skip
         if not QUANTIZE and not EARLY:
             # one number: cheap to form in every block, and here it is off the critical path
-            factor, shift, half = output_factors(o_ptr, vs_base, 0, os_base, 0, VALUE_DIM, BLOCK_DV, False, False, GUARD)
+            factor, shift, half = output_factors(
+                o_ptr, vs_base, 0, os_base, 0, vo_base, 0, VALUE_DIM, BLOCK_DV, False, False, False, GUARD
+            )
         o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
         finish(
-            accumulator, high_part, total, high_total, COUNT, row_max, usable, factor, shift, half, o_ptrs,
-            inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
+            accumulator, high_part, total, high_total, COUNT, mean, row_max, usable, factor, shift, half, o_ptrs,
+            inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD,
         )  # fmt: skip

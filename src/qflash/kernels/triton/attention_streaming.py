@@ -1,6 +1,6 @@
 """Attention for rows of any length on int8, and the kernel that packs V for it (Triton, any NVIDIA GPU from sm_80 on).
 
-Computes steps 2 to 8 of ``docs/algorithm.md`` (Equations 3 to 14, Algorithm 1). A program takes one block of BLOCK_M
+Computes steps 2 to 9 of ``docs/algorithm.md`` (Equations 3 to 14, Algorithm 1). A program takes one block of BLOCK_M
 queries of one head (grid: blocks, heads, batch) and loads tiles of BLOCK_N keys in loops. "Streaming" means that scores
 do not fit the chip, so with two passes the keys are read twice:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.fixed_point import multiply_high, release_factor, usable_scale
+from ..common.fixed_point import multiply_high, release_factor, twice_mean, usable_scale
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (
     MASKED,
@@ -80,6 +80,7 @@ def long_kernel(
     ks_ptr,
     vs_ptr,
     os_ptr,
+    vo_ptr,
     mask_ptr,
     sums_ptr,
     q_stride_z,
@@ -110,6 +111,9 @@ def long_kernel(
     os_stride_z,
     os_stride_h,
     os_stride_d,
+    vo_stride_z,
+    vo_stride_h,
+    vo_stride_d,
     mask_stride_z,
     mask_stride_h,
     mask_stride_m,
@@ -117,6 +121,7 @@ def long_kernel(
     queries,
     keys,
     parts,
+    inverse_count,
     constant_mantissa,
     constant_exponent,
     GROUP: tl.constexpr,
@@ -145,12 +150,15 @@ def long_kernel(
     QUERY_TOKEN: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr,
     OUTPUT_CHANNEL: tl.constexpr,
+    EXACT: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     GUARD: tl.constexpr,
 ):
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
 
     CHECK says that keys may be masked (a mask, a bias or causal attention). With VALUE_SUMS the channel sums of V, in
     ``parts`` chunks, correct the storage offset of P at the end; without, a product with a constant does in every tile.
+    With EXACT the missing mass gets the mean of V, which is made of these sums.
     """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -243,17 +251,21 @@ def long_kernel(
             )
             accumulator, high, total, high_total = accumulate(
                 word, v, ones if phase == 0 else weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N,
-                BITS, ADD_OFFSET, GUARD,
+                BITS, EXACT, ADD_OFFSET, GUARD,
             )  # fmt: skip
     count = keys
     if CHECK:
         count = tl.cdiv(last, BLOCK_N) * BLOCK_N
 
-    if BITS != 7 and VALUE_SUMS:
+    mean = 0
+    if EXACT or (BITS != 7 and VALUE_SUMS):
         part = tl.arange(0, CHUNKS)[:, None]
         at = ((z * tl.num_programs(1) // GROUP + kv_head) * parts + part) * VALUE_DIM + dv[None, :]
         sums = tl.sum(tl.load(sums_ptr + at, mask=(part < parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
-        accumulator += (128 if BITS == 15 else -127) * sums[None, :]
+        if VALUE_SUMS:
+            accumulator += (128 if BITS == 15 else -127) * sums[None, :]
+        if EXACT:
+            mean = twice_mean(sums, inverse_count, GUARD)[None, :]
     if ONLINE:
         # ScaleRelease rounds O and l down separately, which can leave |O| a few units above 128 l
         most = 128 * tl.max(total, 1)[:, None]
@@ -261,9 +273,10 @@ def long_kernel(
     o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
     factor, shift, half = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
-        os_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, GUARD,
+        os_stride_d, vo_ptr + z * vo_stride_z + kv_head * vo_stride_h, vo_stride_d, VALUE_DIM, BLOCK_DV, VALUE_CHANNEL,
+        OUTPUT_CHANNEL, VALUE_OFFSET, GUARD,
     )  # fmt: skip
     finish(
-        accumulator, high, total, high_total, count, row_max, usable, factor, shift, half, o_ptrs,
-        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, FLOOR_OUTPUT, MASK, GUARD,
+        accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD,
     )  # fmt: skip

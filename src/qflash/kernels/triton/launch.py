@@ -7,6 +7,7 @@ import dataclasses
 import torch
 import triton
 
+from ... import fixed_point as fp
 from ..common.quantize_ops import chunk_tokens
 from ..heuristics import split_resident
 from ..launch_arguments import MOST_BLOCKS, KernelRequest, call_arguments, launch_options, parts, row_arguments
@@ -58,9 +59,11 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         request = dataclasses.replace(request, call=dataclasses.replace(call, value=value))
     constants = call_arguments(request, tiles) | {
         "keys": call.keys,
+        "inverse_count": fp.inverse_count(call.keys),
         "ONLINE": not two_pass,
         "VALUE_SUMS": sums is not None and not call.is_causal,
     }
+    del constants["INVERSE_COUNT"]
     blocks = triton.cdiv(call.queries, tiles.block_m)
     scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
     for part in parts(request):

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...quantization import scale_from_amplitude, scale_shape
+from ...quantization import least_scale, scale_from_amplitude, scale_from_least, scale_shape
 from ..common.quantize_ops import (
     BIAS_EVEN,
     BIAS_MASKED,
@@ -23,9 +23,14 @@ from ..common.quantize_ops import (
     amplitude_to_scale,
     bias_base,
     bias_to_fixed,
+    centered_scale,
     chunk_tokens,
+    inverse_scale,
+    least_to_scale,
     magnitude,
+    round_centered,
     to_int8,
+    zero_point,
 )
 from ..launch_recorder import launch_kernel
 
@@ -164,6 +169,50 @@ def quantize_head_kernel(
 
 
 @triton.jit
+def quantize_centered_kernel(
+    x_ptr, values_ptr, scale_ptr, offset_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, low_ptr,
+    high_ptr, chunk, GRANULARITY: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk of a head's tokens as int8 less a zero point per channel; scales and offsets by the first chunk's program.
+
+    :func:`range_kernel` has found the ranges of every chunk. The scale of a tensor is there already.
+    """
+    h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head = z * tl.num_programs(0) + h
+    d = tl.arange(0, BLOCK_D)
+    parts = tl.arange(0, CHUNKS)[:, None]
+    there = (parts < tl.num_programs(2)) & (d[None, :] < channels)
+    at = (head * tl.num_programs(2) + parts) * channels + d[None, :]
+    low = tl.min(tl.load(low_ptr + at, mask=there, other=float("inf")), 0)
+    high = tl.max(tl.load(high_ptr + at, mask=there, other=float("-inf")), 0)
+    low, high = tl.where(d < channels, low, 0.0), tl.where(d < channels, high, 0.0)
+    middle, least = centered_scale(low, high)
+    first = (part + tl.zeros((1, 1), tl.int32) == 0) & (d[None, :] < channels)
+    if GRANULARITY == "tensor":
+        scale = tl.zeros((1, BLOCK_D), tl.float32) + tl.load(scale_ptr)
+    elif GRANULARITY == "head":
+        # NaN counts as infinity, which a maximum keeps
+        least = tl.where(least == least, least, float("inf"))
+        scale = least_to_scale(tl.zeros((1, BLOCK_D), tl.float32) + tl.max(least, 0))
+        tl.store(scale_ptr + head + d[None, :] * 0, scale, mask=first)
+    else:
+        scale = least_to_scale(least)[None, :]
+        tl.store(scale_ptr + head * channels + d[None, :], scale, mask=first)
+    usable = scale == scale
+    inverse = inverse_scale(scale, GUARD)
+    zero = zero_point(middle[None, :], inverse, GUARD)
+    tl.store(offset_ptr + head * channels + d[None, :], zero * scale, mask=first)
+    x_base = x_ptr + z * x_stride_z + h * x_stride_h
+    for start in range(part * chunk, tl.minimum(tokens, part * chunk + chunk), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < tokens) & (d[None, :] < channels)
+        x = tl.load(x_base + n[:, None] * x_stride_n + d[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(usable, round_centered(x, inverse, zero, GUARD), 0)
+        tl.store(values_ptr + (head * tokens + n[:, None]) * channels + d[None, :], x, mask=inside)
+
+
+@triton.jit
 def range_kernel(
     x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, chunk_tokens,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -285,3 +334,35 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         low, high = low - middle, high - middle
     scale = scale_from_amplitude(torch.maximum(low.abs().amax(), high.abs().amax()).reshape(shape))
     return launch_quantize_values(x, scale, middle), scale
+
+
+def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run :func:`qflash.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
+    batch, heads, tokens, channels = x.shape
+    device = x.device
+    values = torch.empty(x.shape, dtype=torch.int8, device=device)
+    scale = torch.empty(scale_shape(x.shape, granularity), dtype=torch.float32, device=device)
+    offset = torch.empty((batch, heads, 1, channels), dtype=torch.float32, device=device)
+    if x.numel() == 0:
+        return values, scale.fill_(1.0), offset.zero_()
+    block, width = _tokens_per_block(channels), triton.next_power_of_2(channels)
+    chunk = chunk_tokens(tokens, max(1, min(triton.next_power_of_2(tokens), 16384 // width)))
+    chunks = triton.cdiv(tokens, chunk)
+    low, high = torch.empty((2, batch, heads, chunks, channels), dtype=torch.float32, device=device).unbind()
+    slices = [slice(start, min(batch, start + 65535)) for start in range(0, batch, 65535)]
+    for part in slices:
+        launch_kernel(
+            range_kernel, (chunks, heads, part.stop - part.start), x[part], low[part], high[part], *x.stride(), tokens,
+            channels, chunk, BLOCK_N=block, BLOCK_D=width,
+        )  # fmt: skip
+    if granularity == "tensor":
+        least = least_scale(low.amin(dim=2), high.amax(dim=2))[1]
+        scale.copy_(scale_from_least(least.amax()).reshape(scale.shape))
+    for part in slices:
+        launch_kernel(
+            quantize_centered_kernel, (heads, part.stop - part.start, chunks), x[part], values[part],
+            scale if granularity == "tensor" else scale[part], offset[part], *x.stride(), tokens, channels, low[part],
+            high[part], chunk, GRANULARITY=granularity, CHUNKS=triton.next_power_of_2(chunks), BLOCK_N=block, BLOCK_D=width,
+            GUARD=device.type == "cpu", enable_fp_fusion=False,
+        )  # fmt: skip
+    return values, scale, offset

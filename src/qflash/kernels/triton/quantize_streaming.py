@@ -24,14 +24,18 @@ import triton.language as tl
 from ...recipe import Recipe
 from ..common.quantize_ops import (
     amplitude_to_scale,
+    centered_scale,
     chunk_tokens,
     higher,
     highest,
     inverse_scale,
+    least_to_scale,
     lower,
     lowest,
     magnitude,
+    round_centered,
     round_to_int8,
+    zero_point,
 )
 from ..common.tile_ops import interleave, inverse_key_order, row_of_channel
 from ..launch_recorder import launch_kernel
@@ -170,19 +174,32 @@ def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.const
 
 
 @triton.jit
-def _value_scale(low, high, d, channels):
-    """The scales (1, BLOCK_D) of a head's value channels, from their ranges."""
-    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
-    return amplitude_to_scale(amplitude)[None, :]
+def _value_scale(low, high, d, channels, CENTER: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(midranges, scales), each (1, BLOCK_D), of a head's value channels, from their ranges; without CENTER midranges are 0."""
+    if CENTER:
+        middle, least = centered_scale(tl.where(d < channels, low, 0.0), tl.where(d < channels, high, 0.0))
+        scale = least_to_scale(least)
+    else:
+        scale = amplitude_to_scale(tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0))
+        middle = tl.zeros((BLOCK_D,), tl.float32)
+    return middle[None, :], scale[None, :]
 
 
 @triton.jit
-def _four_int8(tiles, inverse, GUARD: tl.constexpr):
-    """Four tiles of values as int8."""
-    i0 = round_to_int8(tiles[0].to(tl.float32), inverse, GUARD)
-    i1 = round_to_int8(tiles[1].to(tl.float32), inverse, GUARD)
-    i2 = round_to_int8(tiles[2].to(tl.float32), inverse, GUARD)
-    i3 = round_to_int8(tiles[3].to(tl.float32), inverse, GUARD)
+def _int8_values(x, n, tokens, inverse, zero, CENTER: tl.constexpr, GUARD: tl.constexpr):
+    """Rows ``n`` of values as int8, 0 past the last token."""
+    if CENTER:
+        return tl.where((n < tokens)[:, None], round_centered(x.to(tl.float32), inverse, zero, GUARD), 0)
+    return round_to_int8(x.to(tl.float32), inverse, GUARD)
+
+
+@triton.jit
+def _four_int8(tiles, n, tokens, inverse, zero, FAR: tl.constexpr, CENTER: tl.constexpr, GUARD: tl.constexpr):
+    """Four tiles of values of :func:`_load_values` as int8; with CENTER less their zero points."""
+    i0 = _int8_values(tiles[0], n, tokens, inverse, zero, CENTER, GUARD)
+    i1 = _int8_values(tiles[1], n + 1, tokens, inverse, zero, CENTER, GUARD)
+    i2 = _int8_values(tiles[2], n + FAR, tokens, inverse, zero, CENTER, GUARD)
+    i3 = _int8_values(tiles[3], n + FAR + 1, tokens, inverse, zero, CENTER, GUARD)
     return i0, i1, i2, i3
 
 
@@ -198,8 +215,9 @@ def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.const
 
 @triton.jit
 def _values(
-    base, stride_n, stride_d, packed, scale_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, padded, channels,
-    width, RANGES: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    base, stride_n, stride_d, packed, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens,
+    padded, channels, width, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
@@ -210,13 +228,18 @@ def _values(
         n = inverse_key_order(n)
     v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
     low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
-    scale = _value_scale(low, high, d, channels)
-    tl.store(scale_ptr + d[None, :], scale, mask=(d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0))
+    middle, scale = _value_scale(low, high, d, channels, CENTER, BLOCK_D)
+    first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
+    tl.store(scale_ptr + d[None, :], scale, mask=first)
     inverse = inverse_scale(scale, GUARD)
+    zero = 0.0
+    if CENTER:
+        zero = zero_point(middle, inverse, GUARD)
+        tl.store(offset_ptr + d[None, :], zero * scale, mask=first)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
     rows = row_of_channel(d, BLOCK_D) if PERMUTED else d
     for start in range(begin, end, BLOCK_N):
-        four = _four_int8((v0, v1, v2, v3), inverse, GUARD)
+        four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, CENTER, GUARD)
         n += BLOCK_N
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
         sums += _store_values(packed, four, rows, start, padded, d, width, BLOCK_N, BLOCK_D)
@@ -226,10 +249,11 @@ def _values(
 @triton.jit
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
-    sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    value_offset_ptr, sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
-    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
+    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
@@ -264,8 +288,9 @@ def long_quantize_kernel(
             base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
             _values(
                 base, stride_n, v_stride_d, packed_ptr + head * width * padded,
-                value_scale_ptr + head * value_channels, sums_ptr + (head * parts + part) * width, low_ptr, high_ptr,
-                row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, PERMUTED,
+                value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels,
+                sums_ptr + (head * parts + part) * width, low_ptr, high_ptr, row, ranges, begin,
+                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, CENTER_VALUE, PERMUTED,
                 BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
 
@@ -285,7 +310,8 @@ def quantizes_long(recipe: Recipe, batch: int) -> bool:
 class LongQuantized(NamedTuple):
     """What :func:`launch_quantize_long` returns: int8 tensors (value contiguous along tokens), scales, channel sums.
 
-    The sums are per chunk of tokens, (batch, heads, chunks, channels). Query is None if none was given.
+    The sums are per chunk of tokens, (batch, heads, chunks, channels). Query is None if none was given, the offset if the
+    values are not centred.
     """
 
     query: torch.Tensor | None
@@ -294,6 +320,7 @@ class LongQuantized(NamedTuple):
     key_scale: torch.Tensor
     value: torch.Tensor
     value_scale: torch.Tensor
+    value_offset: torch.Tensor | None
     value_sums: torch.Tensor
 
 
@@ -306,8 +333,9 @@ def _range_chunk(tokens: int, heads: int) -> int:
 
 
 def launch_quantize_long(
-    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool, fragment_order: bool = False
-) -> LongQuantized:
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool,
+    fragment_order: bool = False, center_value: bool = False,
+) -> LongQuantized:  # fmt: skip
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
     There is a scale per token for query, per head for key and per channel for value.
@@ -316,6 +344,7 @@ def launch_quantize_long(
         query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
         center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
+        center_value: give every value channel a zero point (:func:`qflash.quantization.quantize_centered`).
         fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
             :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
     """
@@ -348,6 +377,7 @@ def launch_quantize_long(
         new(batch, key_heads, 1, 1),
         packed[:, :, :value_channels, :tokens].mT,
         new(batch, key_heads, 1, value_channels),
+        new(batch, key_heads, 1, value_channels) if center_value else None,
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
     range_chunk = _range_chunk(tokens, batch * key_heads)
@@ -365,9 +395,12 @@ def launch_quantize_long(
     # two it does so for a single range of 32 channels, hence RANGES is at least 2, with an empty second one.
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
-        found.key_scale, packed, found.value_scale, found.value_sums, *like.stride(), *key.stride(), *value.stride(), queries,
+        found.key_scale, packed, found.value_scale,
+        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *like.stride(),
+        *key.stride(), *value.stride(), queries,
         tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
-        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, PERMUTED=fragment_order, UNIT=unit,
+        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value, PERMUTED=fragment_order,
+        UNIT=unit,
         BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

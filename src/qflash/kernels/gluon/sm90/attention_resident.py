@@ -1,6 +1,6 @@
 """Attention on Hopper for rows from 65 keys to what shared memory holds, from int8 or from float (Gluon, wgmma).
 
-Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
+Computes steps 1 to 9 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
 default recipe without a mask, with the bits of :mod:`.triton.attention_resident` and :mod:`.triton.attention_streaming`.
 
 *Work.* A program takes one head, or every n-th block of 64 or 128 of its queries; where keys pass twice it may take
@@ -44,7 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
-from ...common.fixed_point import split_scale, usable_scale
+from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, nan_max
 from ...common.tile_ops import MASKED
 from ..ptx_ops import (
@@ -57,7 +57,7 @@ from ..ptx_ops import (
     row_factors,
     wait_for_copies,
 )
-from ..row_ops import both_rows, own_twice, row_largest, row_sum
+from ..row_ops import beside_rows, both_rows, own_twice, row_largest, row_sum
 from .layouts import (
     channel_spans,
     depth,
@@ -91,11 +91,16 @@ from .query_block import (
     start_scores,
     store_span,
     stored,
+    stored_columns,
+    sums_of_four,
     to_fragment_order,
     unpack_queries,
 )
 from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
 from .tail_queries import last_queries, last_rows, load_last
+
+# of -127, modulo 2**32: a product with it divides multiples of -127 exactly
+INVERSE_OF_127 = gl.constexpr(pow(-127, -1, 1 << 32))
 
 
 @gluon.jit
@@ -154,38 +159,64 @@ def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARP
 
 
 @gluon.jit
-def _tile_probabilities(q, k, row, WIDTH: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr):
-    """Stored probabilities of a tile of keys, as a left operand; the scores are computed again.
+def _tile_probabilities(
+    q, k, row, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr,
+    OPERAND: gl.constexpr,
+):  # fmt: skip
+    """:func:`.sm90.query_block.stored` of a tile of keys from START on; the scores are computed again.
 
     ``row`` is (least score, slope, begin, constant) of each row: :func:`.gluon.ptx_ops.row_exponents`.
     """
     least, slope, begin, constant = row
     s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
     s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
-    return stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+    return stored(s, slope, begin, constant, OPERAND, START, KEYS, EXACT, WARPS, 1)
 
 
 @gluon.jit
 def _second_walk(
     q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
-    WARPS: gl.constexpr, OPERAND: gl.constexpr,
+    EXACT: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row)."""
+    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row; with EXACT
+    those of P before rounding)."""
     WIDTHS: gl.constexpr = row_widths(KEYS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TURNS: gl.constexpr = KEYS // (128 * TURN)
     total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
+    fine = total
     for turn in range(TURNS):
         for i in gl.static_range(TURN):
-            p = _tile_probabilities(q, _tile_at(k_whole, turn * TURN + i), row, 128, WARPS, OPERAND)
+            p, finer = _tile_probabilities(
+                q, _tile_at(k_whole, turn * TURN + i), row, 0, 128, KEYS, EXACT, WARPS, OPERAND
+            )  # fmt: skip
             v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
             accumulator = add_values(accumulator, p, v, WARPS, 1)
-            total += quarter_sums(p, 0, 128, KEYS, WARPS)
+            total += quarter_sums(sums_of_four(p), WARPS)
+            if EXACT:
+                fine += quarter_sums(finer, WARPS)
     for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        p_t = _tile_probabilities(q, k_smem[t], row, WIDTHS[t], WARPS, OPERAND)
+        p_t, finer_t = _tile_probabilities(q, k_smem[t], row, STARTS[t], WIDTHS[t], KEYS, EXACT, WARPS, OPERAND)
         accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
-        total += quarter_sums(p_t, STARTS[t], WIDTHS[t], KEYS, WARPS)
-    return accumulator, row_sum(total)
+        total += quarter_sums(sums_of_four(p_t), WARPS)
+        if EXACT:
+            fine += quarter_sums(finer_t, WARPS)
+    total = row_sum(total)
+    if EXACT:
+        fine = row_sum(fine)
+    else:
+        fine = total
+    return accumulator, total, fine
+
+
+@gluon.jit
+def _parts_of_row(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """A tile's sums by four, added up as far as no lanes have to exchange."""
+    if ACROSS == 1:
+        parts = quarter_sums(parts, WARPS)
+    else:
+        parts = part_sums(parts, ACROSS)
+    return parts
 
 
 @gluon.jit
@@ -208,10 +239,40 @@ def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexp
 
 
 @gluon.jit
+def _beside_outputs(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """One number per channel from shared memory, in the layout of outputs."""
+    return smem.load(gl.SliceLayout(0, output_layout(smem.shape[0], WARPS, ACROSS)))
+
+
+@gluon.jit
+def _means_of(x, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Twice the means of V's channels, int32 (rows, channels) like ``x``, -127 times V's sums in every row."""
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    L: gl.constexpr = x.type.layout
+    # a lane has rows r and r + 8, which are equal
+    upper, _ = gl.split(gl.permute(gl.reshape(x, (M // 16, 2, 8, D)), (0, 2, 3, 1)))
+    mean = twice_mean(upper * INVERSE_OF_127, INVERSE_COUNT, False)
+    mean = gl.reshape(gl.permute(gl.join(mean, mean), (0, 3, 1, 2)), (M, D))
+    return gl.convert_layout(mean, L, assert_trivial=True)
+
+
+@gluon.jit
+def _less_missing(numerator, missing, mean, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Negative numerators less what the missing mass of their rows adds to them: accumulators."""
+    L: gl.constexpr = numerator.type.layout
+    S: gl.constexpr = score_layout(numerator.shape[1], WARPS, ACROSS)
+    x = gl.convert_layout(numerator, S, assert_trivial=True)
+    x -= beside_rows(both_rows(missing, numerator.shape[0]), S) * gl.convert_layout(mean, S, assert_trivial=True)
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
 def _block(
     q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
-    TURN: gl.constexpr, QUANTIZE: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    TURN: gl.constexpr, QUANTIZE: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr,
+    VALUE_OFFSET: gl.constexpr, WALK: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, from scores to stored outputs.
 
@@ -221,12 +282,12 @@ def _block(
             ``units``.
         memory: shared memory, span by span: keys and values per tile, whole tiles also in one piece, and what warps of
             a row exchange (probabilities, maxima, row sums).
-        output: sums, factors and pointer. The sums are -127 times V's channel sums, from
-            :func:`.sm90.stage_kv.sums_aside`; if they are added at the end and registers allow, from
+        output: sums, means, factors and pointer. The sums are -127 times V's channel sums, and the means those of its
+            channels, from :func:`.sm90.stage_kv.sums_aside`; if sums are added at the end and registers allow, from
             :func:`.sm90.stage_kv.sums_beside`. The factors are per span.
     """
-    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem = memory
-    sums, factors, o_base = output
+    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
+    sums, means, factors, o_base = output
     TWICE: gl.constexpr = TURN > 0
     M: gl.constexpr = 16 * WARPS
     SPANS: gl.constexpr = len(q)
@@ -258,6 +319,14 @@ def _block(
         for t in gl.static_range(1, TILES):
             ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
             largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
+    if PRODUCTS and EXACT:
+        means = ()
+        finished_sums = ()
+        for c in gl.static_range(SPANS):
+            x = warpgroup_mma_wait(0, [accumulator[c]])
+            means = means + (_means_of(x, INVERSE_COUNT, WARPS, ACROSS),)
+            finished_sums = finished_sums + (warpgroup_mma_init(x),)
+        accumulator = finished_sums
     # With one scale for all queries little is computed per row, and one row per thread gains nothing.
     ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
     if ONE:
@@ -278,9 +347,9 @@ def _block(
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
     if TWICE:
         accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
-        accumulator, total = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, WARPS,
-            OPERAND,
+        accumulator, total, fine = _second_walk(
+            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, EXACT,
+            WARPS, OPERAND,
         )  # fmt: skip
     elif not APART:
         ready = raised_if_needed(ready, least, EIGHT, ACROSS)
@@ -289,25 +358,33 @@ def _block(
         if APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
-        p = stored(s, slope, begin, constant, OPERAND, WARPS, ACROSS)
+        p, finer = stored(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
                 accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
-        if ACROSS == 1:
-            more = quarter_sums(p, STARTS[t], WIDTHS[t], KEYS, WARPS)
-        else:
-            more = part_sums(p, STARTS[t], WIDTHS[t], KEYS, ACROSS)
+        more = _parts_of_row(sums_of_four(p), WARPS, ACROSS)
         if t == 0:
             parts = more
         else:
             parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
+        if EXACT:
+            more = _parts_of_row(finer, WARPS, ACROSS)
+            if t == 0:
+                fine_parts = more
+            else:
+                fine_parts += gl.convert_layout(more, fine_parts.type.layout, assert_trivial=True)
     if ACROSS == 1 and not TWICE:
         total = row_sum(parts)
+        fine = total
+        if EXACT:
+            fine = row_sum(fine_parts)
     elif not TWICE:
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
+        if EXACT:
+            fine_smem.store(gl.sum(gl.reshape(fine_parts, (M, ACROSS, 32 // ACROSS)), 2))
         fence_async_shared()
         barrier()
         if not PRODUCTS:
@@ -315,6 +392,9 @@ def _block(
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
+        fine = total
+        if EXACT:
+            fine = gl.convert_layout(gl.sum(fine_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
     numerators = ()
     for c in gl.static_range(SPANS):
         numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
@@ -323,13 +403,25 @@ def _block(
         elif SUMS == "end":
             numerator += sums[c]
         numerators = numerators + (numerator,)
-    bits, inverse = row_inverses(total, KEYS)
+    row_numbers = row_inverses(total, fine, stored_columns(WIDTHS), EXACT)
+    ASIDE: gl.constexpr = EXACT and not PRODUCTS
     SPAN: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
     for c in gl.static_range(SPANS):
+        mean = 0
+        numerator = numerators[c]
+        if ASIDE:
+            mean = means[c]
+        elif EXACT:
+            numerator = _less_missing(numerator, row_numbers[2], means[c], WARPS, ACROSS)
+        factor, shift, half = factors[c]
+        if QUANTIZE and WALK:
+            factor = _beside_outputs(factor, WARPS, ACROSS)
+            if VALUE_OFFSET:
+                shift = _beside_outputs(shift, WARPS, ACROSS)
         store_span(
-            numerators[c], bits, inverse, usable, factors[c], o_base + FROM[c], o_stride_n, first, queries, SPAN[c], WARPS,
-            ACROSS,
+            numerator, row_numbers, usable, (factor, shift, half), mean, o_base + FROM[c], o_stride_n, first,
+            queries, SPAN[c], ASIDE, WARPS, ACROSS,
         )  # fmt: skip
 
 
@@ -369,20 +461,23 @@ def _allocate(
             p_smem = p_smem + (allocate(BLOCK_M, WIDTHS[i]),)
     most_smem = 0
     total_smem = 0
+    fine_smem = 0
     if ACROSS > 1:
         EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         most_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
-    return k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem
+        fine_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
+    return k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem
 
 
 @gluon.jit
 def _head(
     tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
-    qs_stride_n: gl.constexpr, vs_stride_d: gl.constexpr, os_stride_d: gl.constexpr,
-    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
+    qs_stride_n: gl.constexpr, vs_stride_d: gl.constexpr, os_stride_d: gl.constexpr, vo_stride_d: gl.constexpr,
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr,
+    VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
@@ -395,8 +490,8 @@ def _head(
         last_too: whether this program also computes the tail queries, TAIL at most, after the last block.
     """
     q_base, k_base, v_base, o_base = tensors
-    qs_base, ks_base, vs_base, os_base = scales
-    k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem = memory
+    qs_base, ks_base, vs_base, os_base, vo_base = scales
+    k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
     DTYPE: gl.constexpr = q_base.dtype.element_ty
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
@@ -424,10 +519,10 @@ def _head(
     EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
     if QUANTIZE:
         # all loads are issued before the first use, as far as registers allow
-        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY)
+        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY, True)
         v = ()
         if TOGETHER:
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, VALUE_OFFSET)
         if EARLY:
             # queries arrive first, and until keys and values do there is nothing else to compute
             q, query_bits = read_queries(
@@ -436,7 +531,7 @@ def _head(
         key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
         if not TOGETHER:
             # registers suffice for keys or for values, not for both
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY)
+            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, VALUE_OFFSET)
         if not QUERY_TOKEN:
             # one scale for the head's queries: a pass to find it; they are loaded again for the blocks
             words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
@@ -460,8 +555,9 @@ def _head(
             values = ()
             for c in gl.static_range(COUNT):
                 x = load_quads(
-                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY
-                )
+                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY,
+                    False,
+                )  # fmt: skip
                 values = values + (x,)
             v = v + (values,)
         key_bits = gl.load(ks_base)
@@ -469,8 +565,9 @@ def _head(
             head_bits = gl.load(qs_base)
         for c in gl.static_range(COUNT):
             factor = output_factors(
-                o_base, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d, SPANS[c],
-                DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, ALL, gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
+                o_base, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d,
+                vo_base + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, ALL,
+                gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
             )  # fmt: skip
             factors = factors + (factor,)
         for i in gl.static_range(TILES):
@@ -499,28 +596,36 @@ def _head(
         scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
     if QUANTIZE:
         # their scales are read after the next barrier, in the layout of outputs
-        scale_smem = quantize_values(v, v_smem, constant_mantissa, VALUE_CHANNEL, ALL, ACROSS)
+        scale_smem, offset_smem = quantize_values(
+            v, v_smem, constant_mantissa, KEYS, WIDTHS, VALUE_OFFSET, VALUE_CHANNEL, ALL, ACROSS
+        )
     fence_async_shared()
     barrier()
     if QUANTIZE:
+        # Where a program has several blocks, each loads them when it stores its outputs: registers are short before.
         for c in gl.static_range(COUNT):
-            factor = scale_smem[c].load(gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)))
-            factors = factors + ((factor, 0, 0),)
+            factor = scale_smem[c] if WALK else _beside_outputs(scale_smem[c], WARPS, ACROSS)
+            offset = 0
+            if VALUE_OFFSET:
+                offset = offset_smem[c] if WALK else _beside_outputs(offset_smem[c], WARPS, ACROSS)
+            factors = factors + ((factor, offset, 0),)
     left = ()
+    means = ()
     if SUMS != "products":
-        left = sums_aside(v_smem, SUMS, ALL)
+        left, means = sums_aside(v_smem, SUMS, EXACT, INVERSE_COUNT, ALL, ACROSS)
     sums = left
     if SUMS == "end" and not (TWICE or QUANTIZE):
         sums = ()
         for c in gl.static_range(COUNT):
             sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
 
-    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem
-    output = sums, factors, o_base
+    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem
+    output = sums, means, factors, o_base
     if EARLY:
         _block(
             q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
-            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK, OFFSET,
+            MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start; these still read the keys afterwards
@@ -541,21 +646,23 @@ def _head(
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
             _block(
                 q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
-                WARPS, ACROSS, SUMS, TURN, QUANTIZE, OFFSET, MOST, MOST_BITS,
+                WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK,
+                OFFSET, MOST, MOST_BITS,
             )  # fmt: skip
 
     if TAIL:
         if last_too:
             last_rows(
-                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, factors, o_base, o_stride_n,
-                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS,
+                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, means, factors, o_base, o_stride_n,
+                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS, EXACT, QUANTIZE and WALK,
+                VALUE_OFFSET,
             )  # fmt: skip
 
 
 # Compiled once for all batches: Triton would otherwise specialise these on 1 and on multiples of 16.
 @gluon.jit(do_not_specialize=("share", "total"))
 def hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr,
     q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
     k_stride_z: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
     v_stride_z: gl.constexpr, v_stride_h: gl.constexpr, v_stride_n: gl.constexpr,
@@ -564,8 +671,10 @@ def hopper_kernel(
     ks_stride_z: gl.constexpr, ks_stride_h: gl.constexpr,
     vs_stride_z: gl.constexpr, vs_stride_h: gl.constexpr, vs_stride_d: gl.constexpr,
     os_stride_z: gl.constexpr, os_stride_h: gl.constexpr, os_stride_d: gl.constexpr,
+    vo_stride_z: gl.constexpr, vo_stride_h: gl.constexpr, vo_stride_d: gl.constexpr,
     queries, constant_mantissa, constant_exponent, share, total,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, EXACT: gl.constexpr,
+    INVERSE_COUNT: gl.constexpr, VALUE_OFFSET: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
@@ -580,6 +689,8 @@ def hopper_kernel(
     Constants of the kernel:
 
     * QUANTIZE: query, key and value are float, their scales are found here and the output is float.
+    * EXACT, INVERSE_COUNT: the row sum is that of probabilities before rounding; 2**31 / KEYS.
+    * VALUE_OFFSET: float outputs get an offset per channel; with QUANTIZE the values are centred.
     * WALK: a program takes more than one block of queries.
     * TAIL: places for tail queries past whole blocks, 8 or 16; 0 if there are none or they are a block.
     * ACROSS: warps that share sixteen queries; each has a part of the keys of the scores and of the channels of the
@@ -623,11 +734,13 @@ def hopper_kernel(
             ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h,
             vs_ptr + z * vs_stride_z + kv_head * vs_stride_h,
             os_ptr + z * os_stride_z + h * os_stride_h,
+            vo_ptr + z * vo_stride_z + kv_head * vo_stride_h,
         )
         _head(
             tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
-            q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d,
-            HEAD_DIM, KEYS, BLOCK_M, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+            q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d, vo_stride_d,
+            HEAD_DIM, KEYS, BLOCK_M, EXACT, INVERSE_COUNT, VALUE_OFFSET, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER,
+            QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
             WALK, TAIL, ACROSS, SUMS, TURN, POLICY,
         )  # fmt: skip
         if BLOCKS:

@@ -1,6 +1,6 @@
 """Attention over rows of any length on Hopper, for heads of 33 to 128 channels (Gluon; wgmma, TMA).
 
-Computes steps 2 to 8 of ``docs/algorithm.md`` (Equations 3 to 11, Algorithm 1 with the row maximum known first), and
+Computes steps 2 to 9 of ``docs/algorithm.md`` (Equations 3 to 11, Algorithm 1 with the row maximum known first), and
 step 1 for the queries, for the default recipe without a mask, with the bits of :mod:`.triton.attention_streaming`.
 
 *Work.* A program takes one block of queries of one head, sixteen rows per warp; a quad of lanes shares rows r and r + 8
@@ -44,12 +44,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import tiles
-from ...common.fixed_point import split_scale, usable_scale
+from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
 from ...common.tile_ops import MASKED, channel_of_row
 from ..ptx_ops import (
     aside,
     barrier,
+    fine_probabilities,
     least_score,
     magnitudes,
     may_wrap,
@@ -57,7 +58,6 @@ from ..ptx_ops import (
     raised,
     row_exponents,
     row_factors,
-    twice_probabilities,
 )
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import kernel_width, output_layout, product_layout, quarter_layout, score_layout
@@ -74,6 +74,7 @@ from .query_block import (
     start_scores,
     store_span,
     stored,
+    sums_of_four,
 )
 
 # the names differ between releases of Triton
@@ -126,17 +127,19 @@ def _padded_rows(s, there, filler):
 
 
 @gluon.jit
-def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of V's channels, int32 (channels,), from those of its chunks, in the rows of packed V (fragment order)."""
+def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr, FRAGMENT: gl.constexpr):
+    """Sums of V's channels, int32 (channels,), from those of its chunks; with FRAGMENT in the rows of packed V."""
     L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
     part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
-    channel = channel_of_row(gl.arange(0, D, layout=gl.SliceLayout(0, L)), D)[None, :]
+    channel = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    if FRAGMENT:
+        channel = channel_of_row(channel, D)
     return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
 
 
 @gluon.jit
 def long_hopper_kernel(
-    q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, sums_ptr,
+    q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, sums_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
     k_rows_z, k_rows_h, k_columns_h,
     o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
@@ -144,9 +147,11 @@ def long_hopper_kernel(
     ks_stride_z, ks_stride_h,
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
-    queries, keys, parts, constant_mantissa, constant_exponent,
+    vo_stride_z, vo_stride_h, vo_stride_d,
+    queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
-    LEFT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    LEFT: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
@@ -195,20 +200,27 @@ def long_hopper_kernel(
     for half in gl.static_range(HALVES):
         _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
     words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
-    sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS)
+    sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS, True)
+    mean = 0
+    if EXACT:
+        mean = aside(twice_mean(_value_sums(sums_ptr + head * parts * D, parts, D, WARPS, False), inverse_count, False))
     # measured: at 64 channels products that begin at the sums are 1 to 2 % faster, at 128 sums that are added at the end
     BEGIN: gl.constexpr = D == 64
     sums = aside(pairs_twice(sums)) if BEGIN else aside(sums)
     factor, shift, rounding = output_factors(
         o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
-        os_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+        os_stride_d, vo_ptr + z * vo_stride_z + kv_head * vo_stride_h, vo_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL,
+        VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
     )  # fmt: skip
-    INT8: gl.constexpr = o_ptr.dtype.element_ty == gl.int8
     CHANNELS: gl.constexpr = factor.type.is_block()
+    SHIFTS: gl.constexpr = shift.type.is_block()
+    ROUNDINGS: gl.constexpr = rounding.type.is_block()
     if CHANNELS:
         factor = aside(factor)
-    if CHANNELS and INT8:
-        shift, rounding = aside(shift), aside(rounding)
+    if SHIFTS:
+        shift = aside(shift)
+    if ROUNDINGS:
+        rounding = aside(rounding)
     head_bits = 0
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
@@ -264,12 +276,13 @@ def long_hopper_kernel(
     least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
-    most = (twice_probabilities(row_max, slope, begin, constant) + 1) >> 1
+    most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, BLOCK_M)
     slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
     accumulator = beside_product(sums, WARPS) if BEGIN else gl.zeros((BLOCK_M, D), gl.int32, PV)
     accumulator = warpgroup_mma_init(accumulator)
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
+    fine = total
     # steps that the first two slots had in the first pass, for the parity of their mbarriers
     passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
     mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
@@ -303,27 +316,32 @@ def long_hopper_kernel(
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)
-                    p = stored(s, slope, begin, constant, OPERAND, WARPS, 1)
+                    p, finer = stored(s, slope, begin, constant, OPERAND, 0, TILE, EXACT, WARPS, 1)
                     if half == 0:
                         # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
                     v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
                     accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
-                    total += quarter_sums(p, 0, p.shape[1], p.shape[1], WARPS)
+                    total += quarter_sums(sums_of_four(p), WARPS)
+                    if EXACT:
+                        fine += quarter_sums(finer, WARPS)
     if CHANNELS:
         factor = factor.load(CO)
-    if CHANNELS and INT8:
-        shift, rounding = shift.load(CO), rounding.load(CO)
+    if SHIFTS:
+        shift = shift.load(CO)
+    if ROUNDINGS:
+        rounding = rounding.load(CO)
     numerator = warpgroup_mma_wait(0, [accumulator])
     if not BEGIN:
         numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
     count = (steps - 1) * SPAN + LEFT
-    total = row_sum(total) + (count - keys) * most
+    total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
+    if EXACT:
+        fine = row_sum(fine) - (count - keys) * most
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
         o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
-    bits, inverse = row_inverses(total, count)
     store_span(
-        numerator, bits, inverse, usable, (factor, shift, rounding), o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first,
-        queries, HEAD_DIM, WARPS,
+        numerator, row_inverses(total, fine, count, EXACT), usable, (factor, shift, rounding), mean,
+        o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries, HEAD_DIM, EXACT, WARPS,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from .... import fixed_point as fp
 from ....attention_call import AttentionCall
 from ...heuristics import division, eviction_policy, split_sm90_resident
 from ...launch_arguments import KernelRequest, call_arguments, launch_options, parts, row_arguments, shape_of, side_by_side
@@ -178,7 +179,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         request = dataclasses.replace(request, call=call)
     # three programs a processor, or with wider heads two
     tiles = tiles._replace(block_m=64, warps=4, registers=168 if call.head_dim <= 64 else 0)
-    constants = call_arguments(request, tiles) | {"keys": call.keys, "ONLINE": False, "VALUE_SUMS": True}
+    constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
     constants["QUANTIZE"] = call.query.dtype != torch.int8
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None

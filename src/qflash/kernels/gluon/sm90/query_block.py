@@ -1,6 +1,6 @@
 """One block of queries on Hopper: load and quantise it, start its products, exponentiate, store its outputs (Gluon).
 
-Equations 1 to 3 and 5 to 11 and step 11 of Algorithm 1 for a block of 64 or 128 queries (steps 1 and 3 to 8 of
+Equations 1 to 3 and 5 to 11 and step 11 of Algorithm 1 for a block of 64 or 128 queries (steps 1 and 3 to 9 of
 ``docs/algorithm.md``), shared by :mod:`.sm90.attention_resident` and :mod:`.sm90.attention_streaming`. In the order of
 a block:
 
@@ -25,10 +25,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
-from ..ptx_ops import beside_channels, first_of_four, pack, round_to_int8, twice_probabilities, unpack
+from ..ptx_ops import beside_channels, fine_probabilities, first_of_four, pack, pack_and_sum, round_to_int8, scaled, unpack
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
 from .layouts import (
     channel_spans,
@@ -288,59 +288,77 @@ def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
-def stored(s, slope, begin, constant, OPERAND: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand, or for shared memory (ACROSS is 2)."""
+def stored(
+    s, slope, begin, constant, OPERAND: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr,
+    WARPS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand, or for shared memory (ACROSS is 2).
+
+    The tile has the keys from START on; those from KEYS on have P = 0. An operand has at least 32 columns.
+
+    Returns:
+        the operand; and with EXACT the sums by four of probabilities before rounding, in the first of every four columns,
+        else the operand again.
+    """
     M: gl.constexpr = s.shape[0]
     L: gl.constexpr = s.type.layout
+    WIDTH: gl.constexpr = s.shape[1]
     STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
-    p = twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-    if s.shape[1] == 8:
+    p = fine_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    if WIDTH == 8:
         p = _twice(p)
-    if s.shape[1] <= 16:
+    if WIDTH <= 16:
         p = _twice(p)
     N: gl.constexpr = p.shape[1]
     p = gl.permute(gl.reshape(p, (M, N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-    return pack(gl.convert_layout(gl.reshape(p, (M, N)), STORED, assert_trivial=True))
+    p = gl.convert_layout(gl.reshape(p, (M, N)), STORED, assert_trivial=True)
+    if START + N > KEYS:
+        n = gl.arange(0, N, layout=gl.SliceLayout(0, STORED))
+        if WIDTH < 32:
+            n = inverse_key_order(n)
+        p = gl.where((START + n < KEYS)[None, :], p, 0)
+    if EXACT:
+        p, fine = pack_and_sum(p)
+    else:
+        p = pack(p)
+        fine = p
+    return p, fine
 
 
 @gluon.jit
 def _twice(p):
-    """The columns, then the same again, to fill an operand of 32 keys: the copies meet values of zero."""
+    """The columns, then the same again, to fill an operand of 32 keys: the copies are keys past the last."""
     return gl.reshape(gl.permute(gl.join(p, p), (0, 2, 1)), (p.shape[0], 2 * p.shape[1]))
 
 
-@gluon.jit
-def _sums_of_four(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
-    """Sums (dp4a) of four neighbouring stored P, without keys past the last, in the first of four columns; else 0."""
-    N: gl.constexpr = p.shape[1]
-    n = gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))
-    if WIDTH < 32:
-        n = inverse_key_order(n)
-    if START + N <= KEYS:
-        weight = p * 0 + 1
-    else:
-        weight = (START + n < KEYS).to(gl.int8)[None, :] + p * 0
-    return gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, weight], gl.int32, True, 4)
+@gluon.constexpr_function
+def stored_columns(widths):
+    """Return the columns of the operands that tiles of these widths become."""
+    return sum(max(width, 32) for width in widths)
 
 
 @gluon.jit
-def quarter_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of a tile's stored probabilities, keys past the last left out: int32 (rows, 4), one per lane of a quad."""
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    parts = gl.reshape(first_of_four(_sums_of_four(p, START, WIDTH, KEYS)), (M, N // 16, 4))
+def sums_of_four(p):
+    """Sums (dp4a) of four neighbouring stored P, in the first of four columns; else 0."""
+    return gl.inline_asm_elementwise(SUM_FOUR, "=r,=r,=r,=r,r,r", [p, p * 0 + 1], gl.int32, True, 4)
+
+
+@gluon.jit
+def quarter_sums(parts, WARPS: gl.constexpr):
+    """Sums of a tile's sums by four: int32 (rows, 4), one per lane of a quad."""
+    M: gl.constexpr = parts.shape[0]
+    parts = gl.reshape(first_of_four(parts), (M, parts.shape[1] // 16, 4))
     return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
 
 
 @gluon.jit
-def part_sums(p, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACROSS: gl.constexpr):
-    """Sums of stored probabilities, keys past the last left out, over columns of a warp's part that are 32 / ACROSS apart.
+def part_sums(parts, ACROSS: gl.constexpr):
+    """Sums of a tile's sums by four, over columns of a warp's part that are 32 / ACROSS apart.
 
     int32 (rows, 32), of which each of the ACROSS warps has 32 / ACROSS columns.
     """
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    parts = _sums_of_four(p, START, WIDTH, KEYS)
+    M: gl.constexpr = parts.shape[0]
+    N: gl.constexpr = parts.shape[1]
     return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
 
 
@@ -355,25 +373,40 @@ def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexp
 
 
 @gluon.jit
-def row_inverses(total, count):
-    """(bit length, reciprocal) of the rows' sums of P, from ``total``, the sums of ``count`` stored probabilities 127 - P."""
-    return row_inverse(127 * count - total, False)
+def row_inverses(total, fine, count, EXACT: gl.constexpr):
+    """(bit length, reciprocal, missing mass) of the rows' sums of P.
+
+    ``total`` are the sums of ``count`` stored probabilities 127 - P, ``fine`` with EXACT those of probabilities before
+    rounding; else nothing is missing.
+    """
+    total = 127 * count - total
+    missing = total
+    if EXACT:
+        total, missing = missing_mass(fine, total)
+    bits, inverse = row_inverse(total, False)
+    if EXACT:
+        bits = fine_bits(bits)
+    return bits, inverse, missing
 
 
 @gluon.jit
 def store_span(
-    numerator, bits, inverse, usable, factors, o_base, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    numerator, rows, usable, factors, mean, o_base, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """Normalise a span of a block's outputs and store its rows below ``queries``: :func:`.common.tile_ops.finish`.
 
-    Numbers of rows are one per thread, or vectors where warps share rows. ``numerator`` is the negative of the sum of P V.
+    ``rows`` is what :func:`row_inverses` returns: numbers of rows are one per thread, or vectors where warps share rows.
+    ``numerator`` is the negative of the sum of P V. ``mean``, twice the mean of V's channels, is in shared memory.
     """
     factor, shift, half = factors
+    bits, inverse, missing = rows
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS, ACROSS)
     x = gl.convert_layout(_from_fragment_order(numerator, ACROSS), L, assert_trivial=True)
+    if EXACT:
+        x -= _beside_outputs(missing, L, WARPS, ACROSS) * mean.load(gl.SliceLayout(0, L))[None, :]
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
@@ -386,13 +419,12 @@ def store_span(
         # a NaN in the factor of the row costs less than a select per element
         weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))
         weight = _beside_outputs(weight, L, WARPS, ACROSS)
-        # the addition of 0 turns -0 (0 times a negative weight) into 0
-        result = gl.fma(x.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = scaled(x, weight, gl.where(good, factor, float("nan")), shift)
         result = result.to(o_base.dtype.element_ty)
-    rows = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    n = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    inside = (rows[:, None] < queries) & (channels[None, :] < CHANNELS)
-    gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside)
+    inside = (n[:, None] < queries) & (channels[None, :] < CHANNELS)
+    gl.store(o_base + n[:, None] * o_stride_n + channels[None, :], result, mask=inside)
 
 
 @gluon.jit

@@ -28,7 +28,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower, nan_max
+from ...common.fixed_point import twice_mean
+from ...common.quantize_ops import (
+    amplitude_to_scale,
+    centered_scale,
+    higher,
+    inverse_scale,
+    least_to_scale,
+    lower,
+    nan_max,
+)
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
     aside,
@@ -39,10 +48,12 @@ from ..ptx_ops import (
     keep_apart,
     largest_in_warp,
     numbers_of,
+    round_centered,
     round_to_int8,
     word_maxima,
     word_ranges,
     words_of,
+    zero_point,
 )
 from .layouts import (
     all_words_layout,
@@ -79,9 +90,9 @@ def _join_rows(a, b):
 @gluon.jit
 def load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
-    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys (past the last it is repeated) or values (zero there) as stored, (keys, channels), in quads.
+    """A tile of keys or values as stored, (keys, channels), in quads; past the last it is repeated (REPEAT), or zero.
 
     The tile has WIDTH keys, but at least 32 rows; channels from CHANNELS up to the kernel's width are zero. PIECE keys
     are loaded at a time (:func:`.sm90.layouts.quad_layout`). Of wide tiles the keys are in
@@ -90,8 +101,8 @@ def load_quads(
     D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
-        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
-        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY)
+        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT)
+        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT)
         x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
     else:
         ROWS: gl.constexpr = depth(WIDTH)
@@ -104,7 +115,7 @@ def load_quads(
             n = inverse_key_order(n)
         if START + ROWS <= KEYS:
             x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D, POLICY)
-        elif KEY:
+        elif REPEAT:
             ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
             x = load_channels(ptrs, n, d, CHANNELS, D, POLICY)
         else:
@@ -117,9 +128,9 @@ def load_quads(
 @gluon.jit
 def all_quads(
     base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
-    WARPS: gl.constexpr, POLICY: gl.constexpr,
+    WARPS: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of keys or values of a head, span by span, in registers, to be quantised."""
+    """All tiles of keys or values of a head, span by span, in registers, to be quantised; REPEAT as in :func:`load_quads`."""
     START: gl.constexpr = row_starts(KEYS)
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
@@ -129,8 +140,9 @@ def all_quads(
         tiles = ()
         for i in gl.static_range(len(WIDTHS)):
             x = load_quads(
-                base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS), POLICY
-            )
+                base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS), POLICY,
+                REPEAT,
+            )  # fmt: skip
             tiles = tiles + (x,)
         spans = spans + (tiles,)
     return spans
@@ -251,39 +263,111 @@ def _value_maxima(v, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def quantize_values(v, v_smem, mantissa, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Quantise all tiles of values into shared memory, transposed; return the scales per span, in shared memory.
+def _value_ranges(v, WARPS: gl.constexpr):
+    """(minima, maxima) of the channels of a span of all values, as words per warp, in shared memory."""
+    low, high = _own_extremes(v[0], lower, WARPS), _own_extremes(v[0], higher, WARPS)
+    for i in gl.static_range(1, len(v)):
+        low = lower(low, _own_extremes(v[i], lower, WARPS), False)
+        high = higher(high, _own_extremes(v[i], higher, WARPS), False)
+    low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, v[0].dtype)
+    return aside(low), aside(high)
+
+
+@gluon.jit
+def _value_scales(left, tile, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr):
+    """(midranges, least scales or largest magnitudes) of a thread's own channels; and the largest of those of all, as bits.
+
+    ``left`` is from :func:`_value_ranges` with CENTER, else from :func:`_value_maxima`. The midranges are 0 without CENTER,
+    the bits with VALUE_CHANNEL.
+    """
+    DTYPE: gl.constexpr = tile.dtype
+    middle = 0.0
+    largest = 0
+    if CENTER:
+        low, high = word_ranges(_own_words(left[0], tile, WARPS), _own_words(left[1], tile, WARPS), 0, DTYPE)
+        middle, most = centered_scale(_own_numbers(low, tile, WARPS), _own_numbers(high, tile, WARPS))
+        if not VALUE_CHANNEL:
+            low, high = word_ranges(_all_words(left[0], WARPS), _all_words(left[1], WARPS), 0, DTYPE)
+            _, every = centered_scale(numbers_of(low, DTYPE), numbers_of(high, DTYPE))
+            largest = largest_in_warp(every)
+    else:
+        most = _own_numbers(word_maxima(_own_words(left[0], tile, WARPS), 0, DTYPE), tile, WARPS)
+        if not VALUE_CHANNEL:
+            largest = largest_in_warp(numbers_of(word_maxima(_all_words(left[0], WARPS), 0, DTYPE), DTYPE))
+    return middle, most, largest
+
+
+@gluon.jit
+def quantize_values(
+    v, v_smem, mantissa, KEYS: gl.constexpr, WIDTHS: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr,
+    WARPS: gl.constexpr, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """Quantise all tiles of values into shared memory, transposed; with CENTER less a zero point per channel.
 
     ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
+
+    Returns:
+        the scales, and with CENTER the offsets, else the scales again, per span, in shared memory.
     """
+    STARTS: gl.constexpr = row_starts(KEYS)
     lefts = ()
+    middles = ()
     maxima = ()
     largest = 0
     for c in gl.static_range(len(v)):
-        left = _value_maxima(v[c], WARPS)
+        if CENTER:
+            left = _value_ranges(v[c], WARPS)
+        else:
+            left = (_value_maxima(v[c], WARPS),)
         lefts = lefts + (left,)
-        tile = v[c][0]
-        own = word_maxima(_own_words(left, tile, WARPS), 0, tile.dtype)
-        maxima = maxima + (_own_numbers(own, tile, WARPS),)
-        if not VALUE_CHANNEL:
-            every = word_maxima(_all_words(left, WARPS), 0, tile.dtype)
-            largest = gl.maximum(largest, largest_in_warp(numbers_of(every, tile.dtype)))
+        middle, most, more = _value_scales(left, v[c][0], CENTER, VALUE_CHANNEL, WARPS)
+        middles = middles + (middle,)
+        maxima = maxima + (most,)
+        largest = gl.maximum(largest, more)
     scales = ()
+    offsets = ()
     keep_apart(mantissa, 1)
     for c in gl.static_range(len(v)):
         most = maxima[c]
         if not VALUE_CHANNEL:
             most = most * 0.0 + largest.to(gl.float32, bitcast=True)
-        scale = amplitude_to_scale(most)
+        if CENTER:
+            scale = least_to_scale(most)
+        else:
+            scale = amplitude_to_scale(most)
         inverse = inverse_scale(scale, False)
+        if CENTER:
+            zero = zero_point(middles[c], inverse)
         for i in gl.static_range(len(v[c])):
             y = v[c][i].to(gl.float32)
-            v_smem[i][c].permute((1, 0)).store(to_fragment_order(round_to_int8(y, _beside(inverse, y)), ACROSS))
+            if CENTER:
+                x = round_centered(y, _beside(inverse, y), _beside(zero, y))
+                x = _without_padding(x, STARTS[i], WIDTHS[i], KEYS)
+            else:
+                x = round_to_int8(y, _beside(inverse, y))
+            v_smem[i][c].permute((1, 0)).store(to_fragment_order(x, ACROSS))
         scales = scales + (aside(scale),)
+        if CENTER:
+            offsets = offsets + (aside(zero * scale),)
     for c in gl.static_range(len(v)):
         # keeps the allocator from reusing this memory, which would add a barrier
-        lefts[c]._keep_alive()
-    return scales
+        for part in gl.static_range(len(lefts[c])):
+            lefts[c][part]._keep_alive()
+    if not CENTER:
+        offsets = scales
+    return scales, offsets
+
+
+@gluon.jit
+def _without_padding(x, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """A tile of int8 values of WIDTH keys, in the order of :func:`load_quads`, with zeros past the last key."""
+    N: gl.constexpr = x.shape[0]
+    if START + N > KEYS:
+        n = gl.arange(0, N, layout=gl.SliceLayout(1, x.type.layout))
+        if WIDTH < 32:
+            n = inverse_key_order(n)
+        x = gl.where((START + n < KEYS)[:, None], x, 0)
+    return x
 
 
 @gluon.jit
@@ -316,24 +400,43 @@ def _parts_of_sums(smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
-    """-127 times the sums of a span's channels of V, int32 (channels,): corrects the storage offset of P in outputs."""
+    """The sums of a span's channels of V, int32 (channels,), in fragment order."""
     parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
     for i in gl.static_range(1, len(v_smem)):
         parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
-    return -127 * gl.sum(parts, 1)
+    return gl.sum(parts, 1)
 
 
 @gluon.jit
-def sums_aside(v_smem, SUMS: gl.constexpr, WARPS: gl.constexpr):
-    """These sums in shared memory, span by span: for products that begin at them as pairs, otherwise one per channel."""
+def _natural_order(x, ACROSS: gl.constexpr):
+    """One number per channel, from fragment order (:func:`.sm90.query_block.to_fragment_order`) to the channels' own."""
+    D: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(x, (ACROSS, D // (8 * ACROSS), 8)), (0, 2, 1)), (D,))
+
+
+@gluon.jit
+def sums_aside(
+    v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
+):  # fmt: skip
+    """(-127 times the sums of V's channels, twice their means), in shared memory, span by span.
+
+    The first corrects the storage offset of P in outputs: for products that begin there as pairs, otherwise one per channel in
+    fragment order, and none where "products" find it. Without EXACT the second is the first.
+    """
     spans = ()
+    means = ()
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
+        if EXACT:
+            means = means + (aside(_natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
         if SUMS == "begin":
-            sums = pairs_twice(sums)
-        spans = spans + (aside(sums),)
+            spans = spans + (aside(pairs_twice(-127 * sums)),)
+        elif SUMS == "end":
+            spans = spans + (aside(-127 * sums),)
     barrier()
-    return spans
+    if not EXACT:
+        means = spans
+    return spans, means
 
 
 @gluon.jit

@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
 from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
-from ..ptx_ops import barrier, halves, row_factors
+from ..ptx_ops import barrier, halves, row_factors, scaled
 from .layouts import (
     channel_spans,
     depth,
@@ -150,11 +150,13 @@ def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
 
 @gluon.jit
 def _last_stored(
-    s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, OFFSET: gl.constexpr
-):
+    s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr,
+    OFFSET: gl.constexpr, EXACT: gl.constexpr,
+):  # fmt: skip
     """Store the probabilities 127 - P of a tile for the product with V; return their parts of the row sums.
 
-    The parts are int32 (64, TAIL): of a tile of 128 keys, keys 64 apart are added. Keys past the last are left out.
+    The parts are int32 (64, TAIL): of a tile of 128 keys, keys 64 apart are added. Keys past the last are left out. The second
+    is, with EXACT, that of probabilities before rounding.
     """
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
@@ -165,13 +167,24 @@ def _last_stored(
     there = n < depth(WIDTH)
     if WIDTH >= 32:
         n = key_order(n)
-    part = gl.where((there & (START + n < KEYS))[:, None], p.to(gl.int32), 0)
-    if M == 128:
-        a, b = halves(part)
-        part = gl.convert_layout(a + b, L, assert_trivial=True)
+    inside = (there & (START + n < KEYS))[:, None]
+    part = _by_64(gl.where(inside, p.to(gl.int32), 0), L)
+    fine = part
+    if EXACT:
+        # the upper half of a word is 0x7F7F less 256 P; half of it, rounded down, is this less 128 P
+        fine = _by_64(gl.where(inside, 16319 - (word >> 17), 0), L)
     p = gl.reshape(gl.permute(gl.reshape(p, (M // 16, 2, 4, 2, N)), (0, 2, 1, 3, 4)), (M, N))
     smem.permute((1, 0)).store(p)
-    return part
+    return part, fine
+
+
+@gluon.jit
+def _by_64(x, L: gl.constexpr):
+    """Numbers of 128 keys added to those 64 keys further; those of 64 keys as they are."""
+    if x.shape[0] == 128:
+        a, b = halves(x)
+        x = gl.convert_layout(a + b, L, assert_trivial=True)
+    return x
 
 
 @gluon.jit
@@ -189,9 +202,9 @@ def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WAR
 
 @gluon.jit
 def last_rows(
-    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, factors, o_base, o_stride_n: gl.constexpr, first,
-    queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, means, factors, o_base, o_stride_n: gl.constexpr,
+    first, queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr, EXACT: gl.constexpr, ASIDE: gl.constexpr, VALUE_OFFSET: gl.constexpr,
 ):  # fmt: skip
     """Attention of the tail queries, from int8 in shared memory to stored outputs, in the order of the module.
 
@@ -200,7 +213,8 @@ def last_rows(
             ``units``.
         v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not
             stored.
-        sums: from :func:`.sm90.stage_kv.sums_aside`: products begin at them.
+        sums, means: from :func:`.sm90.stage_kv.sums_aside`: products begin at sums.
+        factors: per span; with ASIDE those that are there are in shared memory.
     """
     N: gl.constexpr = q_smem[0].shape[0]
     SPANS: gl.constexpr = channel_spans(CHANNELS)
@@ -219,6 +233,10 @@ def last_rows(
     last_factors = ()
     for c in gl.static_range(COUNT):
         factor, shift, half = factors[c]
+        if ASIDE:
+            factor = factor.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+            if VALUE_OFFSET:
+                shift = shift.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
         last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
         last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
     usable = keys_usable & usable_scale(query_bits)
@@ -248,20 +266,30 @@ def last_rows(
     if multiplier.type.is_block():
         multiplier, fraction_bits = multiplier[None, :], fraction_bits[None, :]
     total = gl.zeros((64, N), gl.int32, L)
+    fine = total
     for t in gl.static_range(TILES):
-        total += _last_stored(
-            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET
+        more, finer = _last_stored(
+            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET, EXACT
         )
+        total += more
+        fine += finer
     # Reduced before the products start: the compiler may give a reduction shared memory that products under way still read.
-    total = gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
+    total = 127 * KEYS - gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
+    missing = total
+    if EXACT:
+        total, missing = missing_mass(gl.convert_layout(gl.sum(fine, 0), COLUMN, assert_trivial=True), total)
     fence_async_shared()
     barrier()
     accumulators = ()
     for c in gl.static_range(COUNT):
         accumulators = accumulators + (_last_outputs(p_smem, v_smem, last_sums[c], c, KEYS, WARPS),)
-    bits, inverse = row_inverse(127 * KEYS - total, False)
+    bits, inverse = row_inverse(total, False)
+    if EXACT:
+        bits = fine_bits(bits)
     for c in gl.static_range(COUNT):
         numerator = warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
+        if EXACT:
+            numerator -= missing[None, :] * _across(means[c].load(gl.BlockedLayout([1], [32], [WARPS], [0])), D[c], L)
         _store_last(numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c])
 
 
@@ -277,7 +305,7 @@ def _store_last(
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))[None, :]
-        result = gl.fma(numerator.to(gl.float32), weight, 0.0) * gl.where(good, factor, float("nan"))
+        result = scaled(numerator, weight, gl.where(good, factor, float("nan")), shift)
         result = result.to(o_base.dtype.element_ty)
     D: gl.constexpr = value_width(CHANNELS)
     place = gl.arange(0, numerator.shape[0], layout=gl.SliceLayout(1, L))

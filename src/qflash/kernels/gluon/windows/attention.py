@@ -1,6 +1,6 @@
 """Attention in registers for Swin's windows, 33 to 64 keys and 32 channels (Gluon; mma.sync, from sm_80 on).
 
-Computes steps 1 to 8 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first), with
+Computes steps 1 to 9 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first), with
 an additive bias or none, with the bits of :mod:`.triton.attention_resident`.
 
 *Work.* A warp works on tiles of sixteen queries of one window and has all keys and values of it. A program is one warp,
@@ -52,6 +52,8 @@ from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, 
 from ..ptx_ops import (
     barrier,
     beside_channels,
+    fine_probabilities,
+    fine_probabilities_16,
     halves,
     keep_apart,
     least_if_needed,
@@ -61,8 +63,7 @@ from ..ptx_ops import (
     round_to_int8,
     row_exponents,
     row_factors,
-    twice_probabilities,
-    twice_probabilities_16,
+    scaled,
     unpack,
 )
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
@@ -216,15 +217,19 @@ def _row_max(s, ONE: gl.constexpr):
 @gluon.jit
 def _store(
     numerator, total, usable, factor, shift, half, o_base, o_stride_n: gl.constexpr, first,
-    KEYS: gl.constexpr, QUERIES: gl.constexpr, POLICY: gl.constexpr,
+    KEYS: gl.constexpr, QUERIES: gl.constexpr, CAREFUL: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of negative numerators and store its rows below QUERIES: :func:`.common.tile_ops.finish`."""
+    """Normalise a tile of negative numerators and store its rows below QUERIES: :func:`.common.tile_ops.finish`.
+
+    With CAREFUL rows may have no key; these are 0.
+    """
     ROWS: gl.constexpr = numerator.shape[0]
     OL: gl.constexpr = own_rows_layout(ROWS)
     x = gl.reshape(gl.permute(gl.reshape(numerator, (ROWS, 4, 8)), (0, 2, 1)), (ROWS, 32))
     x = gl.convert_layout(x, OL, assert_trivial=True)
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
-    bits, inverse = row_inverse(127 * KEYS - one_row(total), False)
+    total = 127 * KEYS - one_row(total)
+    bits, inverse = row_inverse(total, False)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
             row_factor = multiply_high(_beside_outputs(inverse, ROWS, OL), factor, False)
@@ -234,9 +239,9 @@ def _store(
     else:
         # a NaN in the factor of the row costs less than a select per element
         weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
-        # the addition of 0 turns -0 (0 times a negative weight) into 0
-        result = gl.fma(x.to(gl.float32), weight, 0.0) * factor
-        result = result.to(o_base.dtype.element_ty)
+        if CAREFUL and shift.type.is_block():
+            shift = gl.where(_beside_outputs(total, ROWS, OL) > 0, shift, 0.0)
+        result = scaled(x, weight, factor, shift).to(o_base.dtype.element_ty)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
     channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
     inside = (rows[:, None] < QUERIES) & (channels[None, :] >= 0)
@@ -272,22 +277,22 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _all_twice(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """Floors of 2 P of all tiles of a row without a bias: :func:`.gluon.ptx_ops.twice_probabilities`."""
+def _all_fine(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """:func:`.gluon.ptx_ops.fine_probabilities` of all tiles of a row without a bias."""
     ROWS: gl.constexpr = s[0].shape[0]
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
     slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
     p = ()
     for i in gl.static_range(len(s)):
-        p = p + (_twice(s[i], slope, begin, constant),)
+        p = p + (_fine(s[i], slope, begin, constant),)
     return p
 
 
 @gluon.jit
-def _twice(s, slope, begin, constant):
-    """Floors of 2 P of one tile."""
+def _fine(s, slope, begin, constant):
+    """Fine probabilities of one tile."""
     L: gl.constexpr = s.type.layout
-    return twice_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    return fine_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
 
 
 @gluon.jit
@@ -300,19 +305,19 @@ def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _all_twice_16(z, row_max, OFFSET: gl.constexpr):
-    """What :func:`_all_twice` returns, for scores with a bias: octaves with 16 fraction bits, none of them masked."""
+def _all_fine_16(z, row_max, OFFSET: gl.constexpr):
+    """What :func:`_all_fine` returns, for scores with a bias: octaves with 16 fraction bits, none of them masked."""
     p = ()
     for i in gl.static_range(len(z)):
-        p = p + (_twice_16(z[i], row_max, OFFSET),)
+        p = p + (_fine_16(z[i], row_max, OFFSET),)
     return p
 
 
 @gluon.jit
-def _twice_16(z, row_max, OFFSET: gl.constexpr):
-    """Floors of 2 P of one tile of scores with a bias."""
+def _fine_16(z, row_max, OFFSET: gl.constexpr):
+    """Fine probabilities of one tile of scores with a bias."""
     L: gl.constexpr = z.type.layout
-    return twice_probabilities_16(z, beside_rows(row_max, L), OFFSET)
+    return fine_probabilities_16(z, beside_rows(row_max, L), OFFSET)
 
 
 @gluon.jit
@@ -590,26 +595,26 @@ def _attend(
                 z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
             row_max = _row_max(z, ONE)
             flags = _flags(b, row_max, drop, ROWS, STAGED)
-            p = _all_twice_16(z, both_rows(row_max, ROWS), OFFSET)
+            p = _all_fine_16(z, both_rows(row_max, ROWS), OFFSET)
         usable = usable & (row_max < POISON)
     else:
         row_max = _row_max(s, ONE)
         least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
-        p = _all_twice(s, row_max, multiplier, fraction_bits, OFFSET)
+        p = _all_fine(s, row_max, multiplier, fraction_bits, OFFSET)
     numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     if APART:
         keep_apart(units[2], 2)
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES, POLICY)
+    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES, CAREFUL, POLICY)
     return flags
 
 
 @gluon.jit
 def _given_scales(
-    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
-    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
-    MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr,
-    OUTPUT_CHANNEL: gl.constexpr,
+    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
+    constant_mantissa, constant_exponent, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, VALUE_OFFSET: gl.constexpr,
 ):  # fmt: skip
     """(query bits, key bits, row factors, output multiplier, shift and rounding) of int8 tensors."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -625,8 +630,10 @@ def _given_scales(
     vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
     os_base = os_ptr + z * os_stride_z + h * os_stride_h
     factor, shift, half = output_factors(
-        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, 32, 32, VALUE_CHANNEL, OUTPUT_CHANNEL, WARPS, CHANNEL
-    )
+        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, vo_ptr + z * vo_stride_z + kv_head * vo_stride_h, vo_stride_d, 32,
+        32,
+        VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, WARPS, CHANNEL,
+    )  # fmt: skip
     if o_ptr.dtype.element_ty != gl.int8:
         # NaN for an unusable scale, as quantisation sets it
         factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
@@ -652,15 +659,16 @@ def _quotient(n, inverse):
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
     k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
-    mask_ptr, mask_stride_z, mask_stride_h, ks_ptr, qs_ptr, vs_ptr, os_ptr, constant_mantissa, constant_exponent,
+    mask_ptr, mask_stride_z, mask_stride_h, ks_ptr, qs_ptr, vs_ptr, os_ptr, vo_ptr, constant_mantissa, constant_exponent,
     o_ptr, o_stride_z, o_stride_h,
     qs_stride_z, qs_stride_h, qs_stride_n, ks_stride_z, ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d,
-    os_stride_z, os_stride_h, os_stride_d,
+    os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
     windows, periods, groups, heads, groups_inverse, heads_inverse, share, longer,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, DIVIDED: gl.constexpr,
+    VALUE_OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr,
+    DIVIDED: gl.constexpr,
     ALIGNED: gl.constexpr, POLICY: gl.constexpr,
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
     mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
@@ -717,9 +725,10 @@ def windows_kernel(
     if ONE_SCALE:
         # the first scale of each tensor is the only one
         scales = _given_scales(
-            0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
-            vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa, constant_exponent,
-            MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+            0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
+            vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
+            constant_mantissa, constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+            VALUE_OFFSET,
         )  # fmt: skip
     # the weights of the row sums: 1 for every key, 0 past the last
     ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
@@ -771,9 +780,9 @@ def windows_kernel(
         else:
             k = load_keys(k_base, k_stride_n, KEYS, KEY_ORDER, POLICY)
         if DIVIDED:
-            v = load_value_parts(v_base, v_stride_n, KEYS, KEY_ORDER)
+            v = load_value_parts(v_base, v_stride_n, KEYS, KEY_ORDER, QUANTIZE and VALUE_OFFSET)
         else:
-            v = load_values(v_base, v_stride_n, KEYS, KEY_ORDER, POLICY)
+            v = load_values(v_base, v_stride_n, KEYS, KEY_ORDER, POLICY, QUANTIZE and VALUE_OFFSET)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
@@ -782,14 +791,18 @@ def windows_kernel(
             loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
         if QUANTIZE:
             if DIVIDED:
-                sides, key_scale, factor = quantize_parts(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, KEYS)
+                sides, key_scale, factor, shift = quantize_parts(
+                    k, v, constant_mantissa, CENTER, VALUE_OFFSET, VALUE_CHANNEL, KEYS, KEY_ORDER
+                )
             else:
-                sides, key_scale, factor = quantize_window(k, v, constant_mantissa, CENTER, VALUE_CHANNEL, STAGED)
+                sides, key_scale, factor, shift = quantize_window(
+                    k, v, constant_mantissa, CENTER, VALUE_OFFSET, VALUE_CHANNEL, STAGED, KEYS, KEY_ORDER
+                )
             key_bits = key_scale.to(gl.int32, bitcast=True)
             head_bits = key_bits
             if not QUERY_TOKEN:
                 head_bits = _query_scale(q_base, q_stride_n, QUERIES).to(gl.int32, bitcast=True)
-            shift, half = 0, 0
+            half = 0
             row = 0, 0, 0
         else:
             if DIVIDED:
@@ -800,9 +813,10 @@ def windows_kernel(
                 head_bits, key_bits, row, factor, shift, half = scales
             else:
                 head_bits, key_bits, row, factor, shift, half = _given_scales(
-                    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
-                    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, constant_mantissa,
-                    constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
+                    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z,
+                    ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z,
+                    vo_stride_h, vo_stride_d, constant_mantissa, constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN,
+                    VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET,
                 )  # fmt: skip
         keys_usable = usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)

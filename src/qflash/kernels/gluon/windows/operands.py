@@ -20,9 +20,29 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower, nan_max
+from ...common.quantize_ops import (
+    amplitude_to_scale,
+    centered_scale,
+    higher,
+    inverse_scale,
+    least_to_scale,
+    lower,
+    nan_max,
+)
 from ...common.tile_ops import key_order
-from ..ptx_ops import aside, barrier, halves, higher_words, keep_apart, lower_words, round_to_int8, word_maxima, word_ranges
+from ..ptx_ops import (
+    aside,
+    barrier,
+    halves,
+    higher_words,
+    keep_apart,
+    lower_words,
+    round_centered,
+    round_to_int8,
+    word_maxima,
+    word_ranges,
+    zero_point,
+)
 from .lane_ops import (
     first_and_second,
     from_lanes,
@@ -90,15 +110,19 @@ def _load_key(
 
 @gluon.jit
 def _load_value(
-    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr
+    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr,
+    REPEAT: gl.constexpr,
 ):  # fmt: skip
-    """The values of 32 columns of scores from START on, (32, 32) as stored, zero past the last key."""
+    """The values of 32 columns of scores from START on, (32, 32) as stored; past the last it is repeated (REPEAT), or zero."""
     L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     if START + 32 <= KEYS:
         ptrs = base + (key_of(n, 32, KEY_ORDER)[:, None] * stride_n + d[None, :]) + START * stride_n
         x = gl.load(ptrs, eviction_policy=POLICY)
+    elif REPEAT:
+        n = gl.minimum(key_of(START + n, KEYS, KEY_ORDER), KEYS - 1)[:, None]
+        x = gl.load(base + (n * stride_n + d[None, :]), eviction_policy=POLICY)
     else:
         n = key_of(START + n, KEYS, KEY_ORDER)[:, None]
         inside = (n < KEYS) & (d[None, :] >= 0)
@@ -118,9 +142,12 @@ def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.co
 
 
 @gluon.jit
-def load_values(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr):
+def load_values(
+    base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr
+):
     """All values of a window, two tensors of 32 keys."""
-    return _load_value(base, stride_n, 0, KEYS, KEY_ORDER, POLICY), _load_value(base, stride_n, 32, KEYS, KEY_ORDER, POLICY)
+    first = _load_value(base, stride_n, 0, KEYS, KEY_ORDER, POLICY, REPEAT)
+    return first, _load_value(base, stride_n, 32, KEYS, KEY_ORDER, POLICY, REPEAT)
 
 
 @gluon.jit
@@ -133,11 +160,13 @@ def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: 
 
 
 @gluon.jit
-def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
-    """The values of 64 columns of scores, (64, 32) as stored, sixteen per warp, zero past the last key."""
+def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, REPEAT: gl.constexpr):
+    """The values of 64 columns of scores, (64, 32) as stored, sixteen per warp; REPEAT as in :func:`_load_value`."""
     L: gl.constexpr = part_value_layout()
     n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER)[:, None]
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    if REPEAT:
+        return gl.load(base + (gl.minimum(n, KEYS - 1) * stride_n + d[None, :]))
     return gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
 
 
@@ -243,24 +272,28 @@ def shared_operands(k, v):
 
 
 @gluon.jit
-def _exchanged(k, v, scale, KEYS: gl.constexpr):
-    """Parts of int8 keys and values -> (right operands of all of them in every warp; value scales as for outputs).
+def _exchanged(k, v, scale, offset, KEYS: gl.constexpr):
+    """Parts of int8 keys and values -> (right operands of all of them in every warp; scales and offsets as for outputs).
 
-    The scale is one number, or one per channel.
+    The scale and the offset are one number each, or one per channel.
     """
     WIDTHS: gl.constexpr = widths(KEYS)
     k_smem, v_smem = aside(k), _values_aside(v)
     if scale.type.is_block():
         scale_smem = aside(scale)
+    if offset.type.is_block():
+        offset_smem = aside(offset)
     barrier()
     if scale.type.is_block():
         scale = scale_smem.load(gl.SliceLayout(0, own_rows_layout(64)))
+    if offset.type.is_block():
+        offset = offset_smem.load(gl.SliceLayout(0, own_rows_layout(64)))
     k = k_smem.load(rows_layout(64, 4))
     keys = ()
     for i in gl.static_range(len(WIDTHS)):
         a, k = _first_rows(k, WIDTHS[i])
         keys = keys + (_key_operand(a),)
-    return (keys, _aside_operands(v_smem)), scale
+    return (keys, _aside_operands(v_smem)), scale, offset
 
 
 @gluon.jit
@@ -282,45 +315,112 @@ def _key_words(low, high, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _value_words(most, DTYPE: gl.constexpr):
-    """Largest magnitudes of a lane's four channels -> over all lanes of the warp, one word of channels per lane."""
-    return with_partner(with_partner(lane_words(most), 1, higher_words, DTYPE), 0, higher_words, DTYPE)
+def _value_words(x, COMBINE: gl.constexpr, DTYPE: gl.constexpr):
+    """Extremes of a lane's four channels -> over all lanes of the warp, one word of channels per lane."""
+    return with_partner(with_partner(lane_words(x), 1, COMBINE, DTYPE), 0, COMBINE, DTYPE)
 
 
 @gluon.jit
-def _scales(low, high, most, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr):
-    """Scales from the ranges of keys and the largest magnitudes of values, one word of channels per lane.
+def _own_value_extremes(x, EXTREME: gl.constexpr):
+    """Extremes of a lane's values of each of its four channels, from (lanes, numbers)."""
+    if x.shape[1] > 4:
+        a, b = first_and_second(x)
+        x = _own_value_extremes(EXTREME(a, b, False), EXTREME)
+    return x
 
-    Returns:
-        (midranges of a lane's eight key channels, the keys' scale, 1 / scale of its four value channels, the scales of
-            all value
-        channels); without a scale per channel one number for each of the last two.
-    """
+
+@gluon.jit
+def _value_extremes(x, CENTER: gl.constexpr, DTYPE: gl.constexpr):
+    """Ranges of the channels of values (CENTER), else largest magnitudes, over a warp: words of channels per lane, a tuple."""
+    if CENTER:
+        low, high = _own_value_extremes(x, lower), _own_value_extremes(x, higher)
+        words = (_value_words(low, lower_words, DTYPE), _value_words(high, higher_words, DTYPE))
+    else:
+        words = (_value_words(_own_value_extremes(gl.abs(x), higher), higher_words, DTYPE),)
+    return words
+
+
+@gluon.jit
+def _one_of_two(x):
+    """Of the two channels in a word each of two lanes takes one."""
+    if x.shape[1] > 1:
+        a, b = first_and_second(x)
+        x = gl.where(lane_bit(a, 0), b, a)
+    return x
+
+
+@gluon.jit
+def _key_scale(low, high, DTYPE: gl.constexpr, CENTER: gl.constexpr):
+    """(midranges of a lane's eight key channels, the keys' scale) from ranges, one word of channels per lane."""
     low, high = lane_numbers(low, DTYPE), lane_numbers(high, DTYPE)
     middle = 0.0
     if CENTER:
         middle = low * 0.5 + high * 0.5
         low, high = low - middle, high - middle
         middle = from_lanes(middle, 8 // middle.shape[1], 4 * middle.shape[1], 3)
-    key_scale = amplitude_to_scale(largest_of_lanes(nan_max(gl.abs(low), gl.abs(high))))
-    most = lane_numbers(most, DTYPE)
-    if VALUE_CHANNEL:
-        if most.shape[1] > 1:
-            # of the two channels in a word each of two lanes computes one
-            a, b = first_and_second(most)
-            most = gl.where(lane_bit(a, 0), b, a)
-        value_scale = amplitude_to_scale(most)
-        inverse = from_lanes(inverse_scale(value_scale, False), 4, 1, 28)
-        value_scale = gl.reshape(value_scale, (32,))
-    else:
-        value_scale = amplitude_to_scale(largest_of_lanes(most))
-        inverse = inverse_scale(value_scale, False)
-    return middle, key_scale, inverse, value_scale
+    return middle, amplitude_to_scale(largest_of_lanes(nan_max(gl.abs(low), gl.abs(high))))
 
 
 @gluon.jit
-def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr):
-    """Quantise K and V that every warp has all of: (right operands, the keys' scale, the values' scale or scales).
+def _value_scales(words, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr):
+    """(1 / scale, zero point) of a lane's four value channels, (scale, offset) of all, from :func:`_value_extremes`.
+
+    Without a scale per channel the scale and its inverse are one number, without CENTER zero point and offset are 0.
+    """
+    if CENTER:
+        middle, most = centered_scale(lane_numbers(words[0], DTYPE), lane_numbers(words[1], DTYPE))
+        middle = _one_of_two(middle)
+    else:
+        most = lane_numbers(words[0], DTYPE)
+    if VALUE_CHANNEL:
+        most = _one_of_two(most)
+    else:
+        most = largest_of_lanes(most)
+    if CENTER:
+        scale = least_to_scale(most)
+    else:
+        scale = amplitude_to_scale(most)
+    inverse = inverse_scale(scale, False)
+    zero = 0.0
+    offset = 0
+    if CENTER:
+        zero = zero_point(middle, inverse)
+        offset = gl.reshape(zero * scale, (32,))
+        zero = from_lanes(zero, 4, 1, 28)
+    if VALUE_CHANNEL:
+        inverse = from_lanes(inverse, 4, 1, 28)
+        scale = gl.reshape(scale, (32,))
+    return inverse, zero, scale, offset
+
+
+@gluon.jit
+def _int8_values(x, inverse, zero, CENTER: gl.constexpr):
+    """Values as int8, with CENTER less their zero points."""
+    if CENTER:
+        x = round_centered(x.to(gl.float32), inverse, zero)
+    else:
+        x = round_to_int8(x.to(gl.float32), inverse)
+    return x
+
+
+@gluon.jit
+def _without_padding(x, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
+    """int8 values of columns of scores from START on, with zeros past the last key."""
+    N: gl.constexpr = x.shape[0]
+    if START + N > KEYS:
+        n = key_of(START + gl.arange(0, N, layout=gl.SliceLayout(1, x.type.layout)), KEYS, KEY_ORDER)
+        x = gl.where((n < KEYS)[:, None], x, 0)
+    return x
+
+
+@gluon.jit
+def quantize_window(
+    k, v, mantissa, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr,
+    KEYS: gl.constexpr, KEY_ORDER: gl.constexpr,
+):  # fmt: skip
+    """Quantise K and V that every warp has all of: (right operands, the keys' scale, the values' scale or scales, offsets).
+
+    Without CENTER_VALUE the offset is 0.
 
     ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
@@ -334,11 +434,14 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
         # measured: where the bias is staged in shared memory this would be 1 to 3 % slower
         keep_apart(mantissa, 0)
     first, second = _value_lanes(v[0], 1), _value_lanes(v[1], 1)
-    most = higher(gl.abs(first), gl.abs(second), False)
-    for _ in gl.static_range(3):
-        a, b = first_and_second(most)
-        most = higher(a, b, False)
-    middle, key_scale, inverse, value_scale = _scales(low, high, _value_words(most, DTYPE), DTYPE, CENTER, VALUE_CHANNEL)
+    if CENTER_VALUE:
+        least, most = lower(first, second, False), higher(first, second, False)
+        least, most = _own_value_extremes(least, lower), _own_value_extremes(most, higher)
+        words = (_value_words(least, lower_words, DTYPE), _value_words(most, higher_words, DTYPE))
+    else:
+        words = _value_extremes(higher(gl.abs(first), gl.abs(second), False), False, DTYPE)
+    middle, key_scale = _key_scale(low, high, DTYPE, CENTER)
+    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, CENTER_VALUE, VALUE_CHANNEL)
     key_inverse = inverse_scale(key_scale, False)
     keys = ()
     for i in gl.static_range(len(k)):
@@ -350,11 +453,14 @@ def quantize_window(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.cons
     if VALUE_CHANNEL:
         inverse = repeated(inverse, first.shape[1])
         value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
-    values = (
-        _value_rows(round_to_int8(first.to(gl.float32), inverse)),
-        _value_rows(round_to_int8(second.to(gl.float32), inverse)),
-    )
-    return right_operands(keys, values), key_scale, value_scale
+    if CENTER_VALUE:
+        zero = repeated(zero, first.shape[1])
+        offset = gl.convert_layout(offset, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
+    first = _value_rows(_int8_values(first, inverse, zero, CENTER_VALUE))
+    second = _value_rows(_int8_values(second, inverse, zero, CENTER_VALUE))
+    if CENTER_VALUE:
+        second = _without_padding(second, 32, KEYS, KEY_ORDER)
+    return right_operands(keys, (first, second)), key_scale, value_scale, offset
 
 
 @gluon.jit
@@ -364,34 +470,51 @@ def _of_all_warps(x):
 
 
 @gluon.jit
-def quantize_parts(k, v, mantissa, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr):
+def quantize_parts(
+    k, v, mantissa, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
+):  # fmt: skip
     """:func:`quantize_window` of K and V of which each of four warps has a part, which it quantises.
 
     Two exchanges through shared memory: ranges, then int8 values (:func:`_exchanged`).
     """
     DTYPE: gl.constexpr = k.dtype
+    L: gl.constexpr = v.type.layout
+    # which values are past the last key, as numbers of a lane
+    n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER)
+    there = _value_lanes((n < KEYS).to(gl.int8)[:, None] + gl.zeros((64, 32), gl.int8, L), 4)
     k, v = _key_lanes(k, 4), _value_lanes(v, 4)
     a, b = first_and_second(k)
     low, high = _key_words(lower(a, b, False), higher(a, b, False), DTYPE)
-    most = gl.abs(v)
-    for _ in gl.static_range(2):
-        a, b = first_and_second(most)
-        most = higher(a, b, False)
-    lows, highs, mosts = _of_all_warps(low), _of_all_warps(high), _of_all_warps(_value_words(most, DTYPE))
+    words = _value_extremes(v, CENTER_VALUE, DTYPE)
+    lows, highs, firsts = _of_all_warps(low), _of_all_warps(high), _of_all_warps(words[0])
+    seconds = firsts
+    if CENTER_VALUE:
+        seconds = _of_all_warps(words[1])
     keep_apart(mantissa, 0)
-    L: gl.constexpr = lanes_layout(32, 4, 4)
-    low, high = word_ranges(lows.load(L), highs.load(L), 1, DTYPE)
-    most = word_maxima(mosts.load(L), 1, DTYPE)
-    middle, key_scale, inverse, value_scale = _scales(low, high, most, DTYPE, CENTER, VALUE_CHANNEL)
+    LANES: gl.constexpr = lanes_layout(32, 4, 4)
+    low, high = word_ranges(lows.load(LANES), highs.load(LANES), 1, DTYPE)
+    if CENTER_VALUE:
+        words = word_ranges(firsts.load(LANES), seconds.load(LANES), 1, DTYPE)
+    else:
+        words = (word_maxima(firsts.load(LANES), 1, DTYPE),)
+    middle, key_scale = _key_scale(low, high, DTYPE, CENTER)
+    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, CENTER_VALUE, VALUE_CHANNEL)
     y = k.to(gl.float32)
     if CENTER:
         y = y - in_all_warps(repeated(middle, 16))
     k = _key_rows(round_to_int8(y, inverse_scale(key_scale, False)), 4)
     if VALUE_CHANNEL:
         inverse = in_all_warps(repeated(inverse, 16))
-    sides, value_scale = _exchanged(k, round_to_int8(v.to(gl.float32), inverse), value_scale, KEYS)
+    if CENTER_VALUE:
+        zero = in_all_warps(repeated(zero, 16))
+    v = _int8_values(v, inverse, zero, CENTER_VALUE)
+    if CENTER_VALUE:
+        v = gl.where(there != 0, v, 0)
+    sides, value_scale, offset = _exchanged(k, v, value_scale, offset, KEYS)
     # keeps the allocator from reusing this memory, which would add a barrier
     lows._keep_alive()
     highs._keep_alive()
-    mosts._keep_alive()
-    return sides, key_scale, value_scale
+    firsts._keep_alive()
+    seconds._keep_alive()
+    return sides, key_scale, value_scale, offset

@@ -13,6 +13,7 @@ from .attention_call import AttentionCall, Scales, float_call, int8_call
 from .backends import resolve_backend
 from .memory_format import as_four
 from .recipe import Recipe
+from .unseen_tokens import may_hide, without_unseen
 
 
 def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +121,8 @@ def _repeatable(
         out = go(*tensors)
 
         def prepare() -> Callable[..., torch.Tensor] | None:
-            if resolved != "cpu":
+            # hidden tokens are replaced in every call anew
+            if resolved != "cpu" or may_hide(call(*tensors)):
                 return None
             from .kernels.cpu.launch import prepare_attention
 
@@ -187,6 +189,7 @@ def attention(
 
 def attend(call: AttentionCall, backend: str) -> torch.Tensor:
     """Go the whole way: quantise float tensors by the recipe, turn a float bias into fixed point, run the back end."""
+    call = without_unseen(call, lambda bias: quantize_bias(bias, backend))
     return _attend_floats(call, backend) if call.scales is None else _attend_int8(call, backend)
 
 

@@ -122,10 +122,10 @@ def test_a_compiled_call_goes_the_whole_way_once(
     plans.clear()
     with torch.no_grad():
         assert all(same_bits(compiled(*one), wanted) for one, wanted in zip(inputs, expected, strict=True))
+    # keys behind the last query are hidden, and hidden tokens are replaced in every call
+    times = len(inputs) if name == "causal" else 1
     # attention on a CPU is made of the other
-    assert calls == (
-        {"_attend_floats": 0, "_attend_int8": 1} if name == "float output" else {"_attend_floats": 1, "_attend_int8": 1}
-    )
+    assert calls == {"_attend_floats": 0 if name == "float output" else times, "_attend_int8": times}
 
 
 @pytest.mark.slow

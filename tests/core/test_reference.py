@@ -105,8 +105,9 @@ def test_grouped_queries_are_repeated_heads(recipe: Recipe, key_heads: int) -> N
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (17, 70), (70, 17), (1, 9)])
 def test_causal_is_a_lower_triangle_of_true(recipe: str, queries: int, keys: int) -> None:
     inputs = make_inputs(2, 2, queries, keys)
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril()
-    assert same_bits(qflash.attention(*inputs, is_causal=True, recipe=recipe), qflash.attention(*inputs, mask, recipe=recipe))
+    seen = inputs[0], inputs[1][:, :, :queries], inputs[2][:, :, :queries]
+    mask = torch.ones(queries, min(queries, keys), dtype=torch.bool).tril()
+    assert same_bits(qflash.attention(*inputs, is_causal=True, recipe=recipe), qflash.attention(*seen, mask, recipe=recipe))
 
 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])
@@ -251,8 +252,9 @@ def test_equal_scores_give_the_mean_of_the_values() -> None:
     for recipe in TWO_PASS:
         tensors = quantize_all((torch.zeros_like(query), key, value))
         mean = dequantize_all(tensors)[2].mean(dim=2, keepdim=True).expand(2, 2, 10, 32)
-        # P is one number for every key: only the normalisation rounds
-        assert float((attend(tensors, recipe=recipe) - mean).abs().max()) <= float(tensors[2].scale) * 2.0**-18
+        # P is one number for every key: only the normalisation rounds, and with an exact sum the mean of V
+        within = 2.0**-10 if recipe.takes_exact_sum(77) else 2.0**-18
+        assert float((attend(tensors, recipe=recipe) - mean).abs().max()) <= float(tensors[2].scale) * within
 
 
 def test_one_key_gives_its_value() -> None:

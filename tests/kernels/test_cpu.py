@@ -257,8 +257,8 @@ def test_a_repeated_call_has_the_reference_bits(layout: str, recipe: str, plans:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         kept = len(plans)
         for seed in range(3):
-            inputs = make_inputs(2, 4, 33, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout, seed=seed)
-            mask = torch.rand((2, 1, 33, 70), generator=torch.Generator().manual_seed(seed)) > 0.3
+            inputs = make_inputs(2, 4, 70, 70, head_dim=20, value_dim=40, key_heads=2, dtype=dtype, layout=layout, seed=seed)
+            mask = torch.rand((2, 1, 70, 70), generator=torch.Generator().manual_seed(seed)) > 0.3
             for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask[:1] * 1.0}):
                 got = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe)
                 expected = qflash.attention(*inputs, **options, enable_gqa=True, recipe=recipe, backend="reference")

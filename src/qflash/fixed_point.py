@@ -314,6 +314,11 @@ def exp2_mantissa(fraction: torch.Tensor, exponential: str, bits: int) -> torch.
     return mantissa * mantissa + (1 << 17)
 
 
+def _fraction_of_octave(t: torch.Tensor, fraction_bits: torch.Tensor) -> torch.Tensor:
+    """Return the top 8 of the ``fraction_bits`` fraction bits of ``t``; zeros stand for those it does not have."""
+    return ((t << (8 - fraction_bits).clamp(min=0)) >> (fraction_bits - 8).clamp(min=0)) & 255
+
+
 def probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, bits: int, nearest: bool) -> torch.Tensor:
     """Turn fixed-point exponents into unnormalised probabilities, ``P ~ (2**bits - 1) * 2**(-t / 2**F)``.
 
@@ -329,7 +334,7 @@ def probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, 
     _, up, down = probability_constants(exponential, bits)
     fraction_bits = fraction_bits.to(t.dtype)
     octaves = (t >> fraction_bits).clamp(max=31)
-    fraction = ((t << (8 - fraction_bits).clamp(min=0)) >> (fraction_bits - 8).clamp(min=0)) & 255
+    fraction = _fraction_of_octave(t, fraction_bits)
     mantissa = exp2_mantissa(fraction, exponential, bits)
     if bits == 15:
         # the mantissa needs 32 unsigned bits once shifted up; its tail below the last bit of P is kept
@@ -353,7 +358,7 @@ def fine_probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: 
     _, up, down = probability_constants(exponential, bits)
     fraction_bits = fraction_bits.to(t.dtype)
     octaves = (t >> fraction_bits).clamp(max=24)
-    fraction = ((t << (8 - fraction_bits).clamp(min=0)) >> (fraction_bits - 8).clamp(min=0)) & 255
+    fraction = _fraction_of_octave(t, fraction_bits)
     return exp2_mantissa(fraction, exponential, bits) >> (octaves + (down - FINE_BITS - up))
 
 
@@ -390,5 +395,5 @@ def release_factor(step: torch.Tensor, fraction_bits: torch.Tensor) -> torch.Ten
     """
     fraction_bits = fraction_bits.to(step.dtype)
     octaves = (step >> fraction_bits).clamp(max=31)
-    fraction = ((step << (8 - fraction_bits).clamp(min=0)) >> (fraction_bits - 8).clamp(min=0)) & 255
+    fraction = _fraction_of_octave(step, fraction_bits)
     return ((512 - fraction) << 15) >> octaves

@@ -138,7 +138,6 @@ def kernel_constants(request: KernelRequest) -> dict[str, Any]:
         "MOST": most,
         "MOST_BITS": most.bit_length(),
         "EXACT": call.exact_sum,
-        "INVERSE_COUNT": fp.inverse_count(call.keys),
         "VALUE_OFFSET": request.has_offset,
         "CHECK": call.is_masked,
         "GUARD": request.guard,
@@ -179,6 +178,7 @@ def row_arguments(request: KernelRequest, tiles: Tiles) -> dict[str, Any]:
     return call_arguments(request, tiles) | {
         "TILES": triton.cdiv(request.call.keys, tiles.block_n),
         "KEYS": request.call.keys,
+        "INVERSE_COUNT": fp.inverse_count(request.call.keys),
         "QUANTIZE": request.fused,
         "CENTER": request.fused and request.call.recipe.smooth_key,
     }

@@ -63,7 +63,6 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         "ONLINE": not two_pass,
         "VALUE_SUMS": sums is not None and not call.is_causal,
     }
-    del constants["INVERSE_COUNT"]
     blocks = triton.cdiv(call.queries, tiles.block_m)
     scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
     for part in parts(request):

@@ -15,10 +15,13 @@ __all__ = [
     "attention",
     "float_attention",
     "int8_attention",
+    "load_model",
     "patch",
     "quantize",
     "quantize_bias",
+    "quantize_model",
     "register_attention",
+    "save_model",
     "unpatch",
 ]
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.inspection import float_attention
     from .integrations.timm import patch, unpatch
     from .integrations.transformers import register_attention
+    from .network.quantize import quantize_model
+    from .network.storage import load_model, save_model
     from .quantization import QuantizedTensor
     from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
 else:
@@ -49,8 +54,11 @@ else:
         from .integrations import inspection
         from .integrations import timm as patching
         from .integrations import transformers as hugging_face
+        from .network import quantize as network
+        from .network import storage
 
-        names = vars(recipe) | vars(quantization) | vars(patching) | vars(inspection) | vars(hugging_face) | vars(api)
+        homes = (recipe, quantization, patching, inspection, hugging_face, network, storage, api)
+        names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]
 

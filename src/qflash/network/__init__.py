@@ -1,0 +1,1 @@
+"""Integer-only networks: from uint8 pixels to int32 logits."""

@@ -1,0 +1,460 @@
+"""From a float network and calibration images to integers: scales, zero points, and what is folded into the weights.
+
+Everything here is float arithmetic that happens once. What a channel's range needs is folded away exactly: a linear layer's
+input is ``step * q + middle`` for each channel, the steps go into its weights and what produces its input, the middles into
+its bias. Layer scale goes into the weights before it; a key's middle is dropped, since softmax does not see it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import operators as op
+from .modules import Block, LayerNorm, Linear, LinearGelu, Mean
+
+_WIDE_BIAS = 1 << 28
+"""A bias beyond this many units of a row's sums makes the row's unit coarser."""
+_FRACTION = 8
+"""Fraction bits below an output's unit that the first rounding of a change of unit keeps, where there is room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Where int8 activations lie: ``x ~ step * q + middle`` for each channel.
+
+    Attributes:
+        step, middle: float64 (channels,).
+    """
+
+    step: torch.Tensor
+    middle: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What calibration saw of a tensor's channels: float64 (channels,)."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    mean: torch.Tensor
+
+    @property
+    def half(self) -> torch.Tensor:
+        """Half the width, positive."""
+        return ((self.high - self.low) / 2).clamp(min=1e-12)
+
+    @property
+    def middle(self) -> torch.Tensor:
+        """The middle."""
+        return (self.high + self.low) / 2
+
+    def widened(self, factor: float) -> Range:
+        """Return a range of the same middle, as many times as wide."""
+        return Range(self.middle - self.half * factor, self.middle + self.half * factor, self.mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How the steps of a linear layer's int8 inputs are chosen.
+
+    Attributes:
+        exponent: a channel's step is in proportion to ``half**exponent / (max |w|)**(1 - exponent)``, with half the width of
+            its range: what would make its input coarse goes partly into the weights (SmoothQuant, Equation 4). 0 leaves the
+            inputs' ranges as they are, 1 evens them out.
+        floor: no channel's range counts as narrower than that of this share of the channels. A few images do not show how far
+            a quiet channel can go.
+    """
+
+    exponent: float
+    floor: float
+
+    def steps(self, half: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the steps, float64 (inputs,).
+
+        Args:
+            half: (inputs,) half the range of each.
+            weight: (outputs, inputs).
+        """
+        most = weight.abs().amax(dim=0)
+        most = most.clamp(min=float(most.max()) * 1e-5 + 1e-30)
+        half = half.clamp(min=max(float(half.quantile(self.floor)), float(half.max()) * 1e-5 + 1e-30))
+        factor = half**self.exponent / most ** (1 - self.exponent)
+        return factor * ((half / factor).max() / 127)
+
+
+SPREADS = {
+    "qkv": Spread(0.7, 0.75),
+    "proj": Spread(0.5, 0.0),
+    "fc1": Spread(0.5, 0.0),
+    "fc2": Spread(1.0, 0.98),
+    "head": Spread(0.5, 0.9),
+}
+"""By the layer; measured on DINOv2-S (docs/integer_network.md). The head sees one token an image: a range of few samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A linear layer in integers before its outputs have a unit: ``x W + b ~ unit * (q weight + bias)``."""
+
+    weight: torch.Tensor
+    unit: torch.Tensor
+    bias: torch.Tensor
+
+
+def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid, mean: torch.Tensor) -> Sums:
+    """Quantise a linear layer whose inputs lie on a grid.
+
+    Args:
+        weight: float64 (outputs, inputs).
+        bias: float64 (outputs,) or None.
+        grid: of the inputs.
+        mean: of the inputs: what rounding the weights does to it is taken out of the bias.
+    """
+    scaled = weight * grid.step
+    most = scaled.abs().amax(dim=1)
+    whole = weight @ grid.middle + (0 if bias is None else bias)
+    unit = torch.maximum(most / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30)
+    values = (scaled / unit[:, None]).round().clamp(-127, 127)
+    centred = (mean - grid.middle) / grid.step
+    whole = whole + (scaled - values * unit[:, None]) @ centred
+    return Sums(values.to(torch.int8), unit, whole)
+
+
+def fit_ratio(ratio: torch.Tensor, bound: int) -> tuple[torch.Tensor, int, int]:
+    """Return ``(R, left, shift)`` of :func:`.operators.rescale` for ratios of units.
+
+    Args:
+        ratio: float64, positive.
+        bound: of the sums' magnitude.
+
+    Raises:
+        ValueError: the ratio does not fit; the network's scales are degenerate.
+    """
+    room = 31 - bound.bit_length()
+    _, exponent = math.frexp(float(ratio.max()))
+    wanted = -1 - exponent
+    left = min(room, max(0, _FRACTION - wanted))
+    shift = min(wanted + left, 31)
+    if room < 0 or shift < 1:
+        raise ValueError(f"sums up to {bound} cannot be brought to a unit {float(ratio.max()):.3g} times as fine")
+    multiplier = (ratio * 2.0 ** (32 + shift - left)).round().clamp(max=(1 << 31) - 1)
+    return multiplier.to(torch.int32), left, shift
+
+
+def finish_linear(module: Linear, sums: Sums, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
+    """Fill a linear module in, with outputs ``step * q + middle``."""
+    bias = ((sums.bias - middle) / sums.unit).round()
+    if float(bias.abs().max()) >= 1 << 30:
+        raise ValueError("a bias is too large for its unit; the network's scales are degenerate")
+    module.weight.copy_(sums.weight)
+    module.bias.copy_(bias.to(torch.int32))
+    bound = int((sums.weight.to(torch.int64).abs().sum(dim=1) * 128 + bias.to(torch.int64).abs()).max())
+    multiplier, module.left, module.shift = fit_ratio(sums.unit / step, bound)
+    module.multiplier.copy_(multiplier)
+
+
+def gelu_steps(module: LinearGelu, output: Range, largest: float, weight: torch.Tensor) -> Grid:
+    """Choose GELU's unit and the steps of its outputs, and fill them in.
+
+    The steps are those that whole multipliers can give, so nothing is lost by rounding the multipliers.
+
+    Args:
+        module: the layer before GELU.
+        output: of GELU.
+        largest: input of GELU.
+        weight: (outputs, inputs) of the layer behind.
+    """
+    bits = op.GELU_BITS
+    while bits > 0 and largest * 2.0**bits > op.INT16[1]:
+        bits -= 1
+    steps = SPREADS["fc2"].steps(output.half, weight)
+    shift = 30
+    while shift > 0 and float((2.0 ** (shift - bits) / steps).max()) >= (1 << 14) - 1:
+        shift -= 1
+    multiplier = (2.0 ** (shift - bits) / steps).round().clamp(1, (1 << 14) - 1)
+    steps = 2.0 ** (shift - bits) / multiplier
+    # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
+    middle = output.low + 128 * steps
+    offset = ((0.5 - middle / steps) * 2.0**shift).round()
+    if float(offset.abs().max()) >= 1 << 30:
+        raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
+    module.gelu_bits, module.gelu_shift = bits, shift
+    module.gelu_multiplier.copy_(multiplier.to(torch.int32))
+    module.gelu_offset.copy_(offset.to(torch.int32))
+    return Grid(steps, (0.5 - offset / 2.0**shift) * steps)
+
+
+def finish_norm(
+    module: LayerNorm,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    epsilon: float,
+    unit: float,
+    step: torch.Tensor,
+    middle: torch.Tensor | float = 0.0,
+) -> None:
+    """Fill a layer normalisation in, with outputs ``step * q + middle``.
+
+    Args:
+        module: to fill in.
+        weight, bias: float64 (channels,).
+        epsilon: added to the variance.
+        unit: of the residual stream.
+        step, middle: of the outputs.
+    """
+    channels = weight.numel()
+    gain = weight / step
+    offset = (bias - middle) / step
+    shift = 31
+    while shift > 1 and (
+        float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
+    ):
+        shift -= 1
+    if float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1:
+        raise ValueError("a normalisation's gain is too large for its unit; the network's scales are degenerate")
+    module.shift = shift
+    module.epsilon = min(round(channels**2 * epsilon / unit**2), 1 << 53)
+    module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
+    module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
+
+
+def finish_mean(module: Mean, tokens: int, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
+    """Fill a mean over tokens in: inputs ``unit * q``, outputs ``step * q + middle``."""
+    offset = (-middle * tokens / unit * torch.ones_like(step)).round()
+    bound = tokens * 32768 + int(offset.abs().max())
+    multiplier, module.left, module.shift = fit_ratio(unit / tokens / step, bound)
+    module.multiplier.copy_(multiplier)
+    module.offset.copy_(offset.to(torch.int32))
+
+
+def scale_bits(scale: torch.Tensor) -> torch.Tensor:
+    """Return the bits of scales as float32, as int32."""
+    return scale.to(torch.float32).contiguous().view(torch.int32)
+
+
+Ranges = Mapping[str, Range]
+"""Ranges of a network's activations, by the name of a submodule and the side of it: ``"name:in"``, ``"name:out"``."""
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return a parameter as float64 on the CPU."""
+    return x.detach().to("cpu", torch.float64)
+
+
+def parameters_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight (a convolution's as a matrix) and bias of a layer, float64."""
+    return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)
+
+
+def scale_of(layer: Any) -> torch.Tensor | float:
+    """Return the factor of timm's layer scale, 1 for none."""
+    return double(layer.gamma) if hasattr(layer, "gamma") else 1.0
+
+
+def scaled_parameters(layer: Any, factor: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a layer's weight and bias with its outputs scaled."""
+    weight, bias = parameters_of(layer)
+    column = factor[:, None] if isinstance(factor, torch.Tensor) else factor
+    return weight * column, None if bias is None else bias * factor
+
+
+def convert_norm_linear(
+    norm: LayerNorm, float_norm: Any, unit: float, weight: torch.Tensor, inputs: Range, spread: Spread
+) -> Grid:
+    """Fill in a normalisation whose int8 outputs go into a linear layer; return where these lie."""
+    grid = Grid(spread.steps(inputs.half, weight), inputs.middle)
+    finish_norm(norm, double(float_norm.weight), double(float_norm.bias), float_norm.eps, unit, grid.step, grid.middle)
+    return grid
+
+
+def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: float, factor: torch.Tensor | float) -> None:
+    """Fill in a block's attention and the normalisation before it.
+
+    Args:
+        ours: to fill in.
+        block: timm's, with ``norm1`` and ``attn``.
+        name: of the block, in the ranges.
+        ranges: of ``attn.qkv``'s inputs and outputs and ``attn.proj``'s inputs.
+        unit: of the residual stream.
+        factor: layer scale.
+    """
+    module, norm = ours.attn, ours.norm1
+    weight, bias = parameters_of(block.attn.qkv)
+    inputs = ranges[f"{name}.attn.qkv:in"]
+    grid = convert_norm_linear(norm, block.norm1, unit, weight, inputs, SPREADS["qkv"])
+    sums = quantize_linear(weight, bias, grid, inputs.mean)
+
+    heads, width = module.heads, module.head_dim
+    made = ranges[f"{name}.attn.qkv:out"]
+    low, high = (x.view(3, heads, width) for x in (made.low, made.high))
+    query, key = torch.maximum(low[0].abs(), high[0].abs()).clamp(min=1e-12), ((high[1] - low[1]) / 2).clamp(min=1e-12)
+    # a channel's loud queries meet quiet keys: one factor evens both out, and no score changes
+    even = (query / key).sqrt().clamp(1 / 64, 64)
+    query_scale = (query / even).amax(dim=1, keepdim=True) / 127
+    key_scale = (key * even).amax(dim=1, keepdim=True) / 127
+    value_step, value_middle = ((high[2] - low[2]) / 2).clamp(min=1e-12) / 127, (high[2] + low[2]) / 2
+    steps = torch.stack((query_scale * even, key_scale / even, value_step))
+    # softmax does not see a key's middle; the value's goes behind the projection, since weights sum to one
+    middles = torch.stack((torch.zeros_like(query), (high[1] + low[1]) / 2, value_middle))
+    finish_linear(module.qkv, sums, steps.flatten(), middles.flatten())
+
+    weight, bias = scaled_parameters(block.attn.proj, factor)
+    out = ranges[f"{name}.attn.proj:in"]
+    middle = value_middle.flatten()
+    half = torch.maximum(out.high - middle, middle - out.low).clamp(min=1e-12)
+    grid = Grid(SPREADS["proj"].steps(half, weight), middle)
+    finish_linear(
+        module.proj,
+        quantize_linear(weight, bias, grid, out.mean),
+        torch.full((weight.shape[0],), unit, dtype=torch.float64, device="cpu"),
+    )
+
+    module.query_scale.copy_(scale_bits(query_scale)[None, :, None])
+    module.key_scale.copy_(scale_bits(key_scale)[None, :, None])
+    module.value_scale.copy_(scale_bits(value_step)[None, :, None])
+    module.output_scale.copy_(scale_bits(grid.step.view(heads, width))[None, :, None])
+
+
+def convert_mlp(ours: Block, block: Any, name: str, ranges: Ranges, unit: float, factor: torch.Tensor | float) -> None:
+    """Fill in a block's MLP and the normalisation before it; arguments as in :func:`convert_attention`."""
+    fc1, fc2, norm = ours.fc1, ours.fc2, ours.norm2
+    weight, bias = parameters_of(block.mlp.fc1)
+    inputs = ranges[f"{name}.mlp.fc1:in"]
+    grid = convert_norm_linear(norm, block.norm2, unit, weight, inputs, SPREADS["fc1"])
+    sums = quantize_linear(weight, bias, grid, inputs.mean)
+    behind, behind_bias = scaled_parameters(block.mlp.fc2, factor)
+    outputs, before = ranges[f"{name}.mlp.fc2:in"], ranges[f"{name}.mlp.fc1:out"]
+    grid = gelu_steps(fc1, outputs, float(before.high.max()), behind)
+    finish_linear(fc1, sums, torch.full((weight.shape[0],), 2.0**-fc1.gelu_bits, dtype=torch.float64, device="cpu"))
+    sums = quantize_linear(behind, behind_bias, grid, outputs.mean)
+    finish_linear(fc2, sums, torch.full((behind.shape[0],), unit, dtype=torch.float64, device="cpu"))
+
+
+def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation: Sequence[float], unit: float) -> None:
+    """Fill in a patch embedding that takes pixels less 128, with the images' mean and deviation folded in."""
+    weight, bias = double(layer.weight), None if layer.bias is None else double(layer.bias)
+    channels = weight.shape[1]
+    centre, spread = (
+        torch.tensor(x, dtype=torch.float64, device="cpu").view(1, channels, 1, 1).expand_as(weight[:1])
+        for x in (mean, deviation)
+    )
+    grid = Grid((1 / (255 * spread)).flatten(), ((128 / 255 - centre) / spread).flatten())
+    sums = quantize_linear(weight.flatten(1), bias, grid, grid.middle)
+    finish_linear(module, sums, torch.full((weight.shape[0],), unit, dtype=torch.float64, device="cpu"))
+
+
+# --- what both families share -------------------------------------------------------------------------------
+
+
+def has_weights(module: Any) -> bool:
+    """Tell whether a submodule computes something, and is no placeholder."""
+    return getattr(module, "weight", None) is not None
+
+
+def unsupported_block(block: Any, name: str) -> Iterator[str]:
+    """Say what of a transformer block has no integer form here; its parts are named."""
+    attention: Any = getattr(block, "attn", None)
+    mlp: Any = getattr(block, "mlp", None)
+    norms = (getattr(block, "norm1", None), getattr(block, "norm2", None))
+    for part, norm in zip(("norm1", "norm2"), norms, strict=True):
+        if not isinstance(norm, nn.LayerNorm) or not has_weights(norm) or norm.bias is None:
+            yield f"{name}.{part} of {type(norm).__name__} (only LayerNorm with weight and bias)"
+    if not isinstance(getattr(attention, "qkv", None), nn.Linear) or not isinstance(
+        getattr(attention, "proj", None), nn.Linear
+    ):
+        yield f"{name}.attn of {type(attention).__name__}"
+    else:
+        for part in ("q_norm", "k_norm", "norm", "gate"):
+            if has_weights(getattr(attention, part, None)):
+                yield f"{name}.attn.{part}"
+    act = getattr(mlp, "act", None)
+    if not all(isinstance(getattr(mlp, part, None), nn.Linear) for part in ("fc1", "fc2")):
+        yield f"{name}.mlp of {type(mlp).__name__}"
+    elif type(mlp).__name__ != "Mlp" or mlp.fc1.out_features != mlp.fc2.in_features:
+        yield f"{name}.mlp of {type(mlp).__name__} (only fc1, GELU, fc2)"
+    elif "gelu" not in type(act).__name__.lower() or "quick" in type(act).__name__.lower():
+        yield f"{name}.mlp.act of {type(act).__name__} (only GELU)"
+    elif has_weights(getattr(mlp, "norm", None)):
+        yield f"{name}.mlp.norm"
+
+
+def observed_block(name: str) -> tuple[list[str], list[str]]:
+    """Name the submodules of a block whose inputs, and whose outputs, calibration looks at."""
+    inputs = [f"{name}.{part}" for part in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    return inputs, [f"{name}.attn.qkv", f"{name}.mlp.fc1", name]
+
+
+HEADROOM = 2.0
+"""How far a residual stream may go beyond what calibration saw: images differ most in a few massive activations."""
+
+
+HEAD_ROOM = 1.25
+"""The same for the head's inputs, of which there is one an image."""
+
+
+def unit_of(*ranges: Range) -> float:
+    """Return an int16 unit that holds tensors, with room to spare."""
+    most = max(float(torch.maximum(-x.low, x.high).max()) for x in ranges)
+    return max(most, 1e-12) * HEADROOM / 32767
+
+
+def stream_unit(ranges: Ranges, blocks: Sequence[str]) -> float:
+    """Return the unit of the residual stream through these blocks."""
+    return unit_of(*(ranges[name + side] for name in blocks for side in (".norm1:in", ".norm2:in", ":out")))
+
+
+def to_int16(x: torch.Tensor, unit: float) -> torch.Tensor:
+    """Return constants in an int16 unit, saturated."""
+    return (x / unit).round().clamp(*op.INT16).to(torch.int16)
+
+
+def _convert_head(network: Any, sums: Sums) -> None:
+    """Fill the last layer in: logits share a unit, a 256th of the coarsest sum's."""
+    network.output_scale = float(sums.unit.max()) / 256
+    finish_linear(network.head, sums, torch.full_like(sums.unit, network.output_scale))
+
+
+def _feature_unit(made: Range) -> float:
+    return float(torch.maximum(-made.low, made.high).max().clamp(min=1e-12)) / (1 << 18)
+
+
+def convert_norm_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, layer: Any) -> None:
+    """Fill in the last normalisation, and the head behind it or the unit of features.
+
+    Args:
+        network: with ``norm`` and ``head``.
+        norm: the float one.
+        made: what it returns.
+        inputs: of the head.
+        unit: of the residual stream.
+        layer: the float head, or a placeholder.
+    """
+    weight, bias = double(norm.weight), double(norm.bias)
+    if network.head is None:
+        network.output_scale = _feature_unit(made)
+        finish_norm(network.norm, weight, bias, norm.eps, unit, torch.full_like(weight, network.output_scale))
+        return
+    head, head_bias = parameters_of(layer)
+    grid = convert_norm_linear(network.norm, norm, unit, head, inputs.widened(HEAD_ROOM), SPREADS["head"])
+    _convert_head(network, quantize_linear(head, head_bias, grid, inputs.mean))
+
+
+def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, tokens: int, layer: Any) -> None:
+    """Fill in the last normalisation, a mean over tokens behind it, and the head; arguments as in :func:`convert_norm_head`."""
+    fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
+    fine = fine.clamp(min=float(fine.max()) / 1024)
+    finish_norm(network.norm, double(norm.weight), double(norm.bias), norm.eps, unit, fine)
+    if network.head is None:
+        network.output_scale = _feature_unit(made)
+        finish_mean(network.mean, tokens, fine, torch.full_like(fine, network.output_scale))
+        return
+    head, head_bias = parameters_of(layer)
+    grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, head), inputs.middle)
+    finish_mean(network.mean, tokens, fine, grid.step, grid.middle)
+    _convert_head(network, quantize_linear(head, head_bias, grid, inputs.mean))

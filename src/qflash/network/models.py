@@ -1,0 +1,272 @@
+"""Whole integer networks: :class:`VisionTransformer` and :class:`SwinTransformer`, from uint8 images to int32 logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe
+from . import execution  # noqa: F401 - registers the operators
+from . import operators as op
+from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, WindowBlock
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionTransformerShape:
+    """What an integer vision transformer is made of.
+
+    Attributes:
+        image_size: (height, width) in pixels.
+        patch_size: (height, width) in pixels.
+        image_channels: 3 for colour.
+        channels: of the residual stream.
+        depth: blocks.
+        heads, head_dim: of attention.
+        hidden: channels inside the MLP.
+        prefix_tokens: class token and registers.
+        pool: ``"token"`` takes the first token; ``"mean"`` averages the normalised others; ``"mean_then_norm"`` averages
+            first.
+        outputs: logits; 0 for features, the normalised pooled token itself.
+        first_norm: whether tokens are normalised before the first block.
+        softmax_scale: factor of the scores.
+        recipe: of attention (:attr:`qflash.Recipe.key`).
+    """
+
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    image_channels: int
+    channels: int
+    depth: int
+    heads: int
+    head_dim: int
+    hidden: int
+    prefix_tokens: int
+    pool: str
+    outputs: int
+    first_norm: bool
+    softmax_scale: float
+    recipe: str
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across."""
+        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+
+def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> None:
+    """Require uint8 images (batch, channels, height, width) of a size.
+
+    Raises:
+        TypeError, ValueError: they are something else; the message names it.
+    """
+    if not isinstance(images, torch.Tensor):
+        raise TypeError(f"images must be a uint8 tensor, got {type(images).__name__}")
+    if images.dtype != torch.uint8:
+        raise TypeError(
+            f"images must be uint8 pixels, 0 to 255 and not normalised (the network does that itself), got {images.dtype}"
+        )
+    want = (channels, *size)
+    if images.dim() != 4 or tuple(images.shape[1:]) != want:
+        raise ValueError(f"images must have shape (batch, {', '.join(map(str, want))}), got {tuple(images.shape)}")
+
+
+def patches(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Cut uint8 images (batch, channels, height, width) into int8 patches (batch, rows, columns, channels * height * width)."""
+    batch, channels, height, width = images.shape
+    rows, columns = height // size[0], width // size[1]
+    x = op.pixels_to_int8(images).view(batch, channels, rows, size[0], columns, size[1])
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+
+
+class IntegerNetwork(IntegerModule):
+    """A quantised network: uint8 images in, int32 out, integers between.
+
+    Attributes:
+        output_scale: what a unit of the output stands for, a float: ``logits.float() * output_scale``. A network computes
+            nothing with it.
+        units: what a unit of the residual stream stands for, stage by stage; nothing is computed with them either.
+        backend: of every operator, see :func:`qflash.attention`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape: Any
+        self.output_scale = 1.0
+        self.units: tuple[float, ...] = ()
+        self.backend = "auto"
+
+    def float_parts(self) -> list[str]:
+        """Name the parts that are kept in floating point; none in a network that is ready."""
+        kinds = ("attention", "mlp")
+        return [
+            f"{name}.{kind}"
+            for name, module in self.named_modules()
+            if isinstance(module, Block)
+            for kind in kinds
+            if getattr(module, f"float_{kind}") is not None
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the network to a file; see :func:`qflash.load_model`."""
+        from .storage import save_model
+
+        save_model(self, path)
+
+    def dequantize(self, output: torch.Tensor) -> torch.Tensor:
+        """Return int32 logits or features as float32."""
+        return output.to(torch.float32) * self.output_scale
+
+
+class VisionTransformer(IntegerNetwork):
+    """A ViT, DeiT or DINOv2 whose every operation is one of integers.
+
+    Attributes:
+        shape: its sizes.
+        position: int16 (1, patches, channels): position embeddings in the unit of the residual stream.
+        prefix: int16 (1, prefix tokens, channels): class token and registers with theirs.
+    """
+
+    position: torch.Tensor
+    prefix: torch.Tensor
+
+    def __init__(self, shape: VisionTransformerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.blocks: Any
+        rows, columns = shape.grid
+        self.embed = Linear(shape.image_channels * shape.patch_size[0] * shape.patch_size[1], shape.channels, torch.int16)
+        self._buffer("position", (1, rows * columns, shape.channels), torch.int16)
+        self._buffer("prefix", (1, shape.prefix_tokens, shape.channels), torch.int16)
+        self.norm_pre = LayerNorm(shape.channels, torch.int16) if shape.first_norm else None
+        self.blocks = nn.ModuleList(
+            Block(shape.channels, shape.heads, shape.head_dim, shape.hidden, shape.softmax_scale, Recipe.from_key(shape.recipe))
+            for _ in range(shape.depth)
+        )
+        last = torch.int8 if shape.outputs else torch.int32
+        self.norm = LayerNorm(shape.channels, torch.int16 if shape.pool == "mean" else last)
+        pooled = {"token": None, "mean_then_norm": torch.int16, "mean": last}[shape.pool]
+        self.mean = None if pooled is None else Mean(shape.channels, pooled)
+        self.head = Linear(shape.channels, shape.outputs, torch.int32) if shape.outputs else None
+
+    def embed_patches(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream before the first block, int16 (batch, tokens, channels)."""
+        check_images(images, self.shape.image_channels, self.shape.image_size)
+        x = patches(images, self.shape.patch_size).flatten(1, 2)
+        h = self.embed(x, self.position.expand(x.shape[0], -1, -1), self.backend)
+        if self.shape.prefix_tokens:
+            h = torch.cat((self.prefix.expand(x.shape[0], -1, -1), h), dim=1)
+        return h if self.norm_pre is None else self.norm_pre(h, self.backend)
+
+    def pool(self, h: torch.Tensor) -> torch.Tensor:
+        """Return what the head takes: int8 (or int32 features) (batch, channels) of the last residual stream."""
+        if self.mean is None:
+            return self.norm(h[:, 0], self.backend)
+        h = h[:, self.shape.prefix_tokens :]
+        if self.shape.pool == "mean_then_norm":
+            return self.norm(self.mean(h), self.backend)
+        return self.mean(self.norm(h, self.backend))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Classify images.
+
+        Args:
+            images: uint8 (batch, image channels, height, width), RGB, not normalised.
+
+        Returns:
+            int32 (batch, outputs), or features (batch, channels) of a network without a head; times
+            :attr:`output_scale` in the float network's unit.
+
+        Raises:
+            TypeError, ValueError: images are of another type or size.
+        """
+        h = self.embed_patches(images)
+        for block in self.blocks:
+            h = block(h, self.backend)
+        x = self.pool(h)
+        return x if self.head is None else self.head(x, None, self.backend)
+
+    def forward_features(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the normalised features of all tokens, int32 (batch, tokens, channels), of a network without a head."""
+        if self.head is not None or self.mean is not None:
+            raise ValueError("forward_features is for a network of num_classes=0 whose feature is the class token")
+        h = self.embed_patches(images)
+        for block in self.blocks:
+            h = block(h, self.backend)
+        return self.norm(h, self.backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwinStage:
+    """One stage of :class:`SwinTransformerShape`; grids and windows are (rows, columns) of tokens."""
+
+    grid: tuple[int, int]
+    window: tuple[int, int]
+    shifts: tuple[tuple[int, int], ...]
+    channels: int
+    heads: int
+    head_dim: int
+    hidden: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SwinTransformerShape:
+    """What an integer Swin is made of; ``outputs``, ``recipe`` and sizes as in :class:`VisionTransformerShape`."""
+
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    image_channels: int
+    stages: tuple[SwinStage, ...]
+    outputs: int
+    recipe: str
+
+
+class SwinTransformer(IntegerNetwork):
+    """A Swin (version 1) whose every operation is one of integers.
+
+    Attributes:
+        shape: its sizes.
+    """
+
+    def __init__(self, shape: SwinTransformerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.merges: Any
+        self.stages: Any
+        recipe = Recipe.from_key(shape.recipe)
+        first, last = shape.stages[0], shape.stages[-1]
+        self.embed = Linear(shape.image_channels * shape.patch_size[0] * shape.patch_size[1], first.channels, torch.int16)
+        self.embed_norm = LayerNorm(first.channels, torch.int16)
+        self.merges = nn.ModuleList(
+            Merge(before.grid, before.channels, stage.channels)
+            for before, stage in zip(shape.stages, shape.stages[1:], strict=False)
+        )
+        self.stages = nn.ModuleList(
+            nn.ModuleList(
+                WindowBlock(
+                    stage.grid, stage.window, shift, stage.channels, stage.heads, stage.head_dim, stage.hidden,
+                    stage.head_dim**-0.5, recipe,
+                )
+                for shift in stage.shifts
+            )
+            for stage in shape.stages
+        )  # fmt: skip
+        self.norm = LayerNorm(last.channels, torch.int16)
+        self.mean = Mean(last.channels, torch.int8 if shape.outputs else torch.int32)
+        self.head = Linear(last.channels, shape.outputs, torch.int32) if shape.outputs else None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Classify images; see :meth:`VisionTransformer.forward`."""
+        check_images(images, self.shape.image_channels, self.shape.image_size)
+        h = self.embed(patches(images, self.shape.patch_size).flatten(1, 2), None, self.backend)
+        h = self.embed_norm(h, self.backend)
+        for index, stage in enumerate(self.stages):
+            if index:
+                h = self.merges[index - 1](h, self.backend)
+            for block in stage:
+                h = block(h, self.backend)
+        x = self.mean(self.norm(h, self.backend))
+        return x if self.head is None else self.head(x, None, self.backend)

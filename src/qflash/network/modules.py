@@ -1,0 +1,290 @@
+"""Modules of an integer network: integer buffers, static shifts, and one operator each.
+
+``forward`` holds no arithmetic of its own beyond shapes: what it computes is :mod:`qflash.network.operators` and
+:func:`qflash.int8_attention`. A module is made empty, of its shapes; conversion or a file fills it in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe
+from . import operators as op
+
+
+class IntegerModule(nn.Module):
+    """A module whose state is integer buffers and the Python integers named in ``constants``."""
+
+    constants: tuple[str, ...] = ()
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device="cpu"))
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)}" for name in self.constants)
+
+
+class Linear(IntegerModule):
+    """An int8 matrix product with its sums brought to another unit.
+
+    Attributes:
+        weight: int8 (outputs, inputs), a scale for each output.
+        bias: int32 (outputs,), in the unit of the sums; holds the zero points of inputs and outputs as well.
+        multiplier: int32 (outputs,), R of :func:`.operators.rescale`.
+        left, shift: its shifts.
+    """
+
+    constants: tuple[str, ...] = ("left", "shift")
+    weight: torch.Tensor
+    bias: torch.Tensor
+    multiplier: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.left, self.shift = dtype, 0, 1
+        self._buffer("weight", (outputs, inputs), torch.int8)
+        self._buffer("bias", (outputs,), torch.int32)
+        self._buffer("multiplier", (outputs,), torch.int32)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+        """Return (..., outputs) of the module's dtype.
+
+        Args:
+            x: int8 (..., inputs).
+            residual: int16 (..., outputs), added after the change of unit and before saturation; only for int16 outputs.
+            backend: see :func:`qflash.attention`.
+        """
+        out: torch.Tensor = torch.ops.qflash.int8_linear(
+            x, self.weight, self.bias, self.multiplier, self.left, self.shift, residual, self.dtype, backend
+        )
+        return out
+
+
+class LinearGelu(Linear):
+    """A linear layer and GELU, from int8 to int8.
+
+    Attributes:
+        gelu_bits: fraction bits of the sums before GELU.
+        gelu_multiplier, gelu_offset: int32 (outputs,), M and B of :func:`.operators.gelu_int8`.
+        gelu_shift: its shift.
+    """
+
+    constants = ("left", "shift", "gelu_bits", "gelu_shift")
+    gelu_multiplier: torch.Tensor
+    gelu_offset: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, torch.int8)
+        self.gelu_bits, self.gelu_shift = op.GELU_BITS, 0
+        self._buffer("gelu_multiplier", (outputs,), torch.int32)
+        self._buffer("gelu_offset", (outputs,), torch.int32)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+        """Return int8 (..., outputs) of int8 (..., inputs)."""
+        out: torch.Tensor = torch.ops.qflash.int8_linear_gelu(
+            x, self.weight, self.bias, self.multiplier, self.left, self.shift, self.gelu_bits, self.gelu_multiplier,
+            self.gelu_offset, self.gelu_shift, backend,
+        )  # fmt: skip
+        return out
+
+
+class LayerNorm(IntegerModule):
+    """Layer normalisation of int16 rows.
+
+    Attributes:
+        gain, offset: int32 (channels,), G and B of :func:`.operators.layer_norm`.
+        epsilon: E of :func:`.operators.normalise`.
+        shift: see :func:`.operators.layer_norm`.
+    """
+
+    constants = ("epsilon", "shift")
+    gain: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, channels: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.epsilon, self.shift = dtype, 0, 1
+        self._buffer("gain", (channels,), torch.int32)
+        self._buffer("offset", (channels,), torch.int32)
+
+    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return (..., channels) of the module's dtype from int16 (..., channels)."""
+        out: torch.Tensor = torch.ops.qflash.integer_layer_norm(
+            h, self.epsilon, self.gain, self.offset, self.shift, self.dtype, backend
+        )
+        return out
+
+
+class Mean(IntegerModule):
+    """The mean over tokens, in another unit.
+
+    Attributes:
+        multiplier: int32 (channels,), R of :func:`.operators.rescale` for sums over all tokens.
+        left, shift: its shifts.
+        offset: int32 (channels,), added to the sums.
+    """
+
+    constants: tuple[str, ...] = ("left", "shift")
+    multiplier: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, channels: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.left, self.shift = dtype, 0, 1
+        self._buffer("multiplier", (channels,), torch.int32)
+        self._buffer("offset", (channels,), torch.int32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, channels) of the module's dtype from int16 (batch, tokens, channels)."""
+        sums = x.sum(dim=1, dtype=torch.int64) + self.offset
+        return op.saturate(op.rescale(sums, self.multiplier, self.left, self.shift), self.dtype)
+
+
+class Attention(IntegerModule):
+    """Self-attention: query, key and value by one product, integer attention, projection.
+
+    Attributes:
+        qkv: to int8, (query, key, value) x heads x channels.
+        proj: to the residual stream.
+        query_scale, key_scale: (1, heads, 1, 1); value_scale, output_scale: (1, heads, 1, channels): the bits of float32
+            scales as int32. The integer arithmetic takes mantissa and exponent of them and computes nothing in floating point.
+        bias: int32 (1 or windows, heads, tokens, tokens) in fixed point (:func:`qflash.quantize_bias`), or None.
+        softmax_scale: the factor of the scores, a constant of the network.
+    """
+
+    constants = ()
+    query_scale: torch.Tensor
+    key_scale: torch.Tensor
+    value_scale: torch.Tensor
+    output_scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, channels: int, heads: int, head_dim: int, softmax_scale: float, recipe: Recipe, bias_shape: tuple[int, ...] | None
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.softmax_scale, self.recipe = heads, head_dim, softmax_scale, recipe
+        self.qkv = Linear(channels, 3 * heads * head_dim, torch.int8)
+        self.proj = Linear(heads * head_dim, channels, torch.int16)
+        for name, width in (("query", 1), ("key", 1), ("value", head_dim), ("output", head_dim)):
+            self._buffer(f"{name}_scale", (1, heads, 1, width), torch.int32)
+        if bias_shape is None:
+            self.register_buffer("bias", None)
+        else:
+            self._buffer("bias", bias_shape, torch.int32)
+
+    def attend(self, x: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return int8 (batch, tokens, heads * head_dim) of int8 (batch, tokens, channels)."""
+        packed = self.qkv(x, None, backend).unflatten(-1, (3, self.heads, self.head_dim))
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        scales = (each.view(torch.float32) for each in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
+        query_scale, key_scale, value_scale, output_scale = scales
+        out = torch.ops.qflash.int8_attention(
+            query, query_scale, key, key_scale, value, value_scale, self.bias, False, self.softmax_scale, output_scale,
+            torch.int8, self.recipe.key, backend,
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(2)
+
+
+class Block(IntegerModule):
+    """A transformer block with normalisation first, on the int16 residual stream.
+
+    Attributes:
+        float_attention, float_mlp: stand in for a part that is kept in floating point, int16 to int16; None as a rule.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        head_dim: int,
+        hidden: int,
+        softmax_scale: float,
+        recipe: Recipe,
+        bias_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(channels, torch.int8)
+        self.attn = Attention(channels, heads, head_dim, softmax_scale, recipe, bias_shape)
+        self.norm2 = LayerNorm(channels, torch.int8)
+        self.fc1 = LinearGelu(channels, hidden)
+        self.fc2 = Linear(hidden, channels, torch.int16)
+        self.float_attention: nn.Module | None = None
+        self.float_mlp: nn.Module | None = None
+
+    def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return the residual stream after attention."""
+        if self.float_attention is not None:
+            return self.float_attention(h)
+        return self.attn.proj(self.attn.attend(self.norm1(h, backend), backend), h, backend)
+
+    def mlp_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return the residual stream after the MLP."""
+        if self.float_mlp is not None:
+            return self.float_mlp(h)
+        return self.fc2(self.fc1(self.norm2(h, backend), None, backend), h, backend)
+
+    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return int16 (batch, tokens, channels)."""
+        return self.mlp_part(self.attention_part(h, backend), backend)
+
+
+class WindowBlock(Block):
+    """A Swin block: attention inside windows of the grid of tokens, which may be shifted.
+
+    Attributes:
+        grid, window, shift: (rows, columns) of tokens; the grid is a multiple of the window.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], channels: int, heads: int, head_dim: int,
+        hidden: int, softmax_scale: float, recipe: Recipe,
+    ) -> None:  # fmt: skip
+        self.grid, self.window, self.shift = grid, window, shift
+        tokens, windows = window[0] * window[1], grid[0] * grid[1] // (window[0] * window[1])
+        bias_shape = (windows if any(shift) else 1, heads, tokens, tokens)
+        super().__init__(channels, heads, head_dim, hidden, softmax_scale, recipe, bias_shape)
+
+    def partition(self, x: torch.Tensor) -> torch.Tensor:
+        """Bring (batch, rows * columns, channels) to (batch * windows, tokens of one, channels)."""
+        (rows, columns), (high, wide) = self.grid, self.window
+        x = x.unflatten(1, self.grid)
+        if any(self.shift):
+            x = torch.roll(x, (-self.shift[0], -self.shift[1]), dims=(1, 2))
+        x = x.view(-1, rows // high, high, columns // wide, wide, x.shape[-1])
+        return x.permute(0, 1, 3, 2, 4, 5).reshape(-1, high * wide, x.shape[-1])
+
+    def reverse(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`partition`."""
+        (rows, columns), (high, wide) = self.grid, self.window
+        x = x.reshape(-1, rows // high, columns // wide, high, wide, x.shape[-1]).permute(0, 1, 3, 2, 4, 5)
+        x = x.reshape(-1, rows, columns, x.shape[-1])
+        if any(self.shift):
+            x = torch.roll(x, self.shift, dims=(1, 2))
+        return x.flatten(1, 2)
+
+    def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return the residual stream after attention."""
+        if self.float_attention is not None:
+            return self.float_attention(h)
+        x = self.attn.attend(self.partition(self.norm1(h, backend)), backend)
+        return self.attn.proj(self.reverse(x), h, backend)
+
+
+class Merge(IntegerModule):
+    """Swin's patch merging: two by two tokens become one, on the int16 residual stream, which takes another unit."""
+
+    def __init__(self, grid: tuple[int, int], channels: int, outputs: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.norm = LayerNorm(4 * channels, torch.int8)
+        self.reduction = Linear(4 * channels, outputs, torch.int16)
+
+    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return int16 (batch, a quarter of the tokens, outputs) of (batch, rows * columns, channels)."""
+        rows, columns = self.grid
+        x = h.view(-1, rows // 2, 2, columns // 2, 2, h.shape[-1]).permute(0, 1, 3, 4, 2, 5)
+        x = x.reshape(h.shape[0], -1, 4 * h.shape[-1])
+        out: torch.Tensor = self.reduction(self.norm(x, backend), None, backend)
+        return out

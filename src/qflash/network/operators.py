@@ -1,0 +1,214 @@
+"""The specification of an integer network's operators, in plain PyTorch integers on any device.
+
+These functions define the bits; ``docs/integer_network.md`` has the same as equations. Attention is
+:func:`qflash.reference.int8_attention`. Static choices (multipliers, shifts, constants) are worked out from floats when a
+network is quantised (:mod:`qflash.network.conversion`); from then on there is no float operation.
+
+Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
+
+==========================  =========================  =====================================================
+quantity                    bound                      why
+==========================  =========================  =====================================================
+acc = x W + b               ``< 2**(31 - left)``       128 sum |W| + |b| of every row, looked at when it is made
+acc << left                 ``< 2**31``                the same
+mulhi(acc << left, R)       ``< 2**30``                R < 2**31
+GELU: u                     ``[-2**15, 2**15)``        clamped
+GELU: a                     ``[0, 20480]``             clamped to 5 in 1/4096
+GELU: every product         ``< 2**29``                20480**2; 20480 * 7504; 37525 * 12207
+GELU: g M + B               ``< 2**31``                2**15 * 2**14 + 2**30
+sum of h                    ``< 2**27``                C <= 4096, h is int16
+C sum h^2 - S^2 + E         ``< 2**55``                2**54 by Cauchy and Schwarz; E <= 2**53
+d = C h - S                 ``< 2**28``                C (|h| + |mean|)
+x, the inverse root         ``[2**29 - 64, 2**30)``    2**44 / sqrt(v) with v in [2**28, 2**30)
+N = normalised h            ``|N| <= 2**26``           sqrt(C) in 1/2**20
+mulhi(N << 4, G) + B        ``< 2**31``                2**29 + 2**30
+==========================  =========================  =====================================================
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..fixed_point import Checker, bit_length, multiply_high, round_shift
+
+INT8 = (-128, 127)
+INT16 = (-32768, 32767)
+INT32 = (-(1 << 31), (1 << 31) - 1)
+LIMITS = {torch.int8: INT8, torch.int16: INT16, torch.int32: INT32}
+"""The ends that a result saturates at, by its type."""
+
+MAX_CHANNELS = 4096
+"""Most channels of a normalisation: its sums of squares stay below 2**55."""
+NORM_FRACTION_BITS = 20
+"""Fraction bits of a normalised activation, before its channel's gain."""
+
+_UNCHECKED = Checker(False)
+
+
+def integer_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply int8 activations (..., inputs) by int8 weights (outputs, inputs): int32 (..., outputs), exact.
+
+    On a CPU in int32. PyTorch has no integer product on every other device; there float64 holds all sums exactly.
+    """
+    if x.device.type == "cpu":
+        return torch.matmul(x.to(torch.int32), weight.to(torch.int32).mT)
+    return torch.matmul(x.to(torch.float64), weight.to(torch.float64).mT).to(torch.int32)
+
+
+def accumulate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, left: int = 0, check: Checker = _UNCHECKED
+) -> torch.Tensor:
+    """Return a linear layer's sums, int64 (..., outputs).
+
+    Args:
+        x: int8 (..., inputs).
+        weight: int8 (outputs, inputs).
+        bias: int32 (outputs,), in the unit of the sums.
+        left: how far they will be shifted.
+        check: for the bound.
+    """
+    sums = integer_matmul(x, weight).to(torch.int64) + bias
+    return check("acc", sums, -(1 << (31 - left)), (1 << (31 - left)) - 1)
+
+
+def rescale(sums: torch.Tensor, multiplier: torch.Tensor, left: int, shift: int) -> torch.Tensor:
+    """Bring sums to another unit: ``(mulhi(sums << left, R) + half) >> shift``, int64, rounded half up.
+
+    Args:
+        sums: ``|sums| < 2**(31 - left)``.
+        multiplier: R, int32 ``[0, 2**31)``, broadcastable: the ratio of the units is ``R * 2**(left - 32 - shift)``.
+        left: 0 to 30.
+        shift: 1 to 31.
+    """
+    return round_shift(multiply_high(sums << left, multiplier), shift)
+
+
+def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Clamp to a type's range and take the type."""
+    return x.clamp(*LIMITS[dtype]).to(dtype)
+
+
+GELU_BITS = 12
+"""Fraction bits inside of :func:`gelu`."""
+GELU_END = 5 << GELU_BITS
+"""From 5 on the tail of GELU counts as 0."""
+GELU_CONSTANT, GELU_SLOPE = 1361, 4915
+"""``c + b a`` of the tail, in the unit that the shifts of :func:`gelu` leave for it."""
+
+
+def gelu(x: torch.Tensor, fraction_bits: int, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Return GELU by a polynomial: ``max(x, 0) - tail(|x|)``, int64, within 0.0012 and half a unit.
+
+    ``tail(a) = a (1 - Phi(a))`` is ``a (c + b a) (1 - a / 5)**8`` on [0, 5], with three squarings, and 0 beyond.
+
+    Args:
+        x: int16 range, with ``fraction_bits`` fraction bits.
+        fraction_bits: 0 to 12.
+        check: for the bounds.
+
+    Returns:
+        the same unit, int16 range.
+    """
+    x = x.to(torch.int64)
+    extra = GELU_BITS - fraction_bits
+    a = check("GELU: a", (x.abs() << extra).clamp(max=GELU_END), 0, GELU_END)
+    rest = GELU_END - a
+    power = (rest * rest) >> 15
+    power = (power * power) >> 14
+    power = check("GELU: power", (power * power) >> 13, 0, 12207)
+    factor = check("GELU: factor", (a * (GELU_CONSTANT + ((GELU_SLOPE * a) >> 14))) >> 12, 0, 37525)
+    tail = (factor * power) >> 13
+    return x.clamp(min=0) - ((tail + (1 << extra >> 1)) >> extra)
+
+
+def gelu_int8(
+    x: torch.Tensor,
+    fraction_bits: int,
+    multiplier: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    check: Checker = _UNCHECKED,
+) -> torch.Tensor:
+    """Return GELU in int8, with a step and a zero point for every channel: ``(gelu(x) M + B) >> shift``.
+
+    Args:
+        x: int64 (..., channels), any range; saturated to int16 first.
+        fraction_bits: of x.
+        multiplier: M, int32 (channels,), ``[0, 2**14)``.
+        offset: B, int32 (channels,), ``|B| < 2**30``, half a unit for rounding included.
+        shift: 0 to 30.
+        check: for the bounds.
+    """
+    wide = gelu(x.clamp(*INT16), fraction_bits, check) * multiplier + offset
+    return saturate(check("GELU: g M + B", wide, *INT32) >> shift, torch.int8)
+
+
+ROOT_START, ROOT_SLOPE = 1145106637, 654339257
+"""The line ``1.0664 - 0.6094 v`` on [1/4, 1), in 1/2**30: 0.5 / sqrt(v) within 8.6 %."""
+
+
+def inverse_root(v: torch.Tensor) -> torch.Tensor:
+    """Return about ``2**44 / sqrt(v)`` for ``2**28 <= v < 2**30``: no division, no root, three Newton steps.
+
+    ``x <- x + x (1/4 - x**2 v) * 2`` for x and v as fractions of 2**30; each step takes an error e to ``1.5 e**2``. The
+    result lies within ``2**-23`` relatively.
+    """
+    x = ROOT_START - multiply_high(v << 1, torch.full_like(v, ROOT_SLOPE << 1))
+    for _ in range(3):
+        square = multiply_high(x << 1, x << 1)
+        error = (1 << 28) - multiply_high(square << 1, v << 1)
+        x = x + multiply_high(x, error << 3)
+    return x
+
+
+def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Take mean and deviation out of rows: int64 (..., channels) with 20 fraction bits.
+
+    Args:
+        h: int16 (..., channels), at most 4096 channels.
+        epsilon: E, ``[0, 2**53]``: what the network adds to the variance, times ``(channels / unit of h)**2``.
+        check: for the bounds.
+    """
+    channels = h.shape[-1]
+    h = h.to(torch.int64)
+    total = check("sum of h", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
+    variance = channels * (h * h).sum(dim=-1, keepdim=True) - total * total + epsilon
+    check("C sum h^2 - S^2 + E", variance, 0, (1 << 55) - 1)
+    bits = torch.where(variance >> 31 > 0, 31 + bit_length(variance >> 31), bit_length(variance & ((1 << 31) - 1)))
+    # an even shift that leaves 29 or 30 bits
+    half = (bits - 29) >> 1
+    v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))
+    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, (1 << 30) - 1)
+    difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
+    scaled = check("d << (8 - k)", difference << (8 - half).clamp(min=0), *INT32)
+    result = multiply_high(scaled, root) >> (half - 8).clamp(min=0)
+    return check("N", result, -(1 << 26), 1 << 26)
+
+
+def layer_norm(
+    h: torch.Tensor,
+    epsilon: int,
+    gain: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    dtype: torch.dtype,
+    check: Checker = _UNCHECKED,
+) -> torch.Tensor:
+    """Normalise rows and bring every channel to its own unit: ``(mulhi(N << 4, G) + B + half) >> shift``, saturated.
+
+    Args:
+        h: int16 (..., channels).
+        epsilon: see :func:`normalise`.
+        gain: G, int32 (channels,), either sign.
+        offset: B, int32 (channels,), ``|B| < 2**30``.
+        shift: 1 to 31.
+        dtype: int8, int16 or int32.
+        check: for the bounds.
+    """
+    wide = multiply_high(normalise(h, epsilon, check) << 4, gain) + offset
+    return saturate(round_shift(check("mulhi(N << 4, G) + B", wide, *INT32), shift), dtype)
+
+
+def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:
+    """Return uint8 pixels less 128, int8: the top bit changes, nothing else."""
+    return (images ^ 128).view(torch.int8)

@@ -1,0 +1,128 @@
+"""Keep an integer network in a file: :func:`save_model` and :func:`load_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .models import (
+    IntegerNetwork,
+    SwinStage,
+    SwinTransformer,
+    SwinTransformerShape,
+    VisionTransformer,
+    VisionTransformerShape,
+)
+from .modules import IntegerModule
+
+FORMAT = "qflash integer network"
+VERSION = 1
+"""Of the file and of the arithmetic: a network of another version would give other integers."""
+_KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "VisionTransformer": (VisionTransformer, VisionTransformerShape),
+    "SwinTransformer": (SwinTransformer, SwinTransformerShape),
+}
+
+
+def _constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
+    return {
+        name: {constant: getattr(module, constant) for constant in module.constants}
+        for name, module in network.named_modules()
+        if isinstance(module, IntegerModule) and module.constants
+    }
+
+
+def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
+    """Write an integer network to a safetensors file: integers, and a header with its shape and shifts.
+
+    Raises:
+        TypeError: ``network`` is none.
+        ValueError: a part of it is kept in floating point.
+        OSError: the file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    if parts := network.float_parts():
+        raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
+    header = {
+        "kind": type(network).__name__,
+        "shape": dataclasses.asdict(network.shape),
+        "constants": _constants(network),
+        "output_scale": network.output_scale,
+        "units": network.units,
+    }
+    tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
+    save_file(tensors, Path(path), metadata={"format": FORMAT, "version": str(VERSION), "network": json.dumps(header)})
+
+
+def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> IntegerNetwork:
+    """Read an integer network that :func:`save_model` wrote. Nothing in the file is executed.
+
+    Args:
+        path: of the file.
+        device: where it is put.
+
+    Raises:
+        ValueError: it is no such file, of another version, truncated, or its tensors do not fit its header.
+        OSError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no integer network at {path}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is no integer network of QFlash (its header says format={metadata.get('format')!r})")
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"{path} is of version {metadata.get('version')}, this QFlash reads {VERSION}; quantise the model again"
+        )
+    try:
+        network = _from_header(json.loads(metadata["network"]), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no whole integer network: {error}") from error
+    return network.to(device).eval()
+
+
+def _from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> IntegerNetwork:
+    kind, shape_type = _KINDS[header["kind"]]
+    shape = {name: _tuples(value) for name, value in header["shape"].items()}
+    if "stages" in shape:
+        shape["stages"] = tuple(SwinStage(**{k: _tuples(v) for k, v in stage.items()}) for stage in header["shape"]["stages"])
+    network: IntegerNetwork = kind(shape_type(**shape))
+    own = network.state_dict()
+    if own.keys() != tensors.keys():
+        raise ValueError(f"tensors {sorted(own.keys() ^ tensors.keys())[:3]} are missing or not known")
+    for name, x in tensors.items():
+        if x.shape != own[name].shape or x.dtype != own[name].dtype:
+            raise ValueError(f"{name} must be {own[name].dtype} {tuple(own[name].shape)}, is {x.dtype} {tuple(x.shape)}")
+    network.load_state_dict(tensors)
+    modules: dict[str, Any] = dict(network.named_modules())
+    if header["constants"].keys() != _constants(network).keys():
+        raise ValueError("its constants do not fit its shape")
+    for name, constants in header["constants"].items():
+        for constant in modules[name].constants:
+            value = constants[constant]
+            if type(value) is not int:
+                raise ValueError(f"{name}.{constant} must be an integer, is {value!r}")
+            setattr(modules[name], constant, value)
+    network.output_scale = float(header["output_scale"])
+    network.units = tuple(float(x) for x in header["units"])
+    return network
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(_tuples(each) for each in x) if isinstance(x, list) else x

@@ -106,6 +106,10 @@ class Sums:
     unit: torch.Tensor
     bias: torch.Tensor
 
+    def bound(self, bias: torch.Tensor) -> int:
+        """Return what no sum of any input exceeds in magnitude, with a bias in its unit."""
+        return int((self.weight.to(torch.int64).abs().sum(dim=1) * 128 + bias.abs().to(torch.int64)).max())
+
 
 def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid, mean: torch.Tensor) -> Sums:
     """Quantise a linear layer whose inputs lie on a grid.
@@ -154,8 +158,7 @@ def finish_linear(module: Linear, sums: Sums, step: torch.Tensor, middle: torch.
         raise ValueError("a bias is too large for its unit; the network's scales are degenerate")
     module.weight.copy_(sums.weight)
     module.bias.copy_(bias.to(torch.int32))
-    bound = int((sums.weight.to(torch.int64).abs().sum(dim=1) * 128 + bias.to(torch.int64).abs()).max())
-    multiplier, module.left, module.shift = fit_ratio(sums.unit / step, bound)
+    multiplier, module.left, module.shift = fit_ratio(sums.unit / step, sums.bound(bias))
     module.multiplier.copy_(multiplier)
 
 
@@ -415,8 +418,9 @@ def to_int16(x: torch.Tensor, unit: float) -> torch.Tensor:
 
 
 def _convert_head(network: Any, sums: Sums) -> None:
-    """Fill the last layer in: logits share a unit, a 256th of the coarsest sum's."""
-    network.output_scale = float(sums.unit.max()) / 256
+    """Fill the last layer in: logits share a unit, the coarsest sum's or down to a 256th of it, as far as 32 bits go."""
+    room = 31 - sums.bound((sums.bias / sums.unit).round()).bit_length()
+    network.output_scale = float(sums.unit.max()) / 2.0 ** max(0, min(8, room - 3))
     finish_linear(network.head, sums, torch.full_like(sums.unit, network.output_scale))
 
 

@@ -79,7 +79,7 @@ def patches(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     batch, channels, height, width = images.shape
     rows, columns = height // size[0], width // size[1]
     x = op.pixels_to_int8(images).view(batch, channels, rows, size[0], columns, size[1])
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, -1)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 class IntegerNetwork(IntegerModule):

@@ -252,14 +252,15 @@ class WindowBlock(Block):
         x = x.unflatten(1, self.grid)
         if any(self.shift):
             x = torch.roll(x, (-self.shift[0], -self.shift[1]), dims=(1, 2))
-        x = x.view(-1, rows // high, high, columns // wide, wide, x.shape[-1])
-        return x.permute(0, 1, 3, 2, 4, 5).reshape(-1, high * wide, x.shape[-1])
+        x = x.unflatten(2, (columns // wide, wide)).unflatten(1, (rows // high, high))
+        return x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(0, 2)
 
     def reverse(self, x: torch.Tensor) -> torch.Tensor:
         """Undo :meth:`partition`."""
         (rows, columns), (high, wide) = self.grid, self.window
-        x = x.reshape(-1, rows // high, columns // wide, high, wide, x.shape[-1]).permute(0, 1, 3, 2, 4, 5)
-        x = x.reshape(-1, rows, columns, x.shape[-1])
+        windows = rows // high, columns // wide
+        x = x.reshape(x.shape[0] // (windows[0] * windows[1]), *windows, high, wide, x.shape[-1])
+        x = x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
         if any(self.shift):
             x = torch.roll(x, self.shift, dims=(1, 2))
         return x.flatten(1, 2)
@@ -284,7 +285,7 @@ class Merge(IntegerModule):
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, a quarter of the tokens, outputs) of (batch, rows * columns, channels)."""
         rows, columns = self.grid
-        x = h.view(-1, rows // 2, 2, columns // 2, 2, h.shape[-1]).permute(0, 1, 3, 4, 2, 5)
-        x = x.reshape(h.shape[0], -1, 4 * h.shape[-1])
+        x = h.unflatten(1, (rows // 2, 2, columns // 2, 2)).permute(0, 1, 3, 4, 2, 5)
+        x = x.flatten(3).flatten(1, 2)
         out: torch.Tensor = self.reduction(self.norm(x, backend), None, backend)
         return out

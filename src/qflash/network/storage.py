@@ -20,7 +20,8 @@ from .models import (
 )
 from .modules import IntegerModule
 
-FORMAT = "qflash integer network"
+KEY = "qflash integer network"
+"""Where the file's header has ours."""
 VERSION = 1
 """Of the file and of the arithmetic: a network of another version would give other integers."""
 _KINDS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -52,6 +53,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     if parts := network.float_parts():
         raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
     header = {
+        "version": VERSION,
         "kind": type(network).__name__,
         "shape": dataclasses.asdict(network.shape),
         "constants": _constants(network),
@@ -59,7 +61,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
         "units": network.units,
     }
     tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
-    save_file(tensors, Path(path), metadata={"format": FORMAT, "version": str(VERSION), "network": json.dumps(header)})
+    save_file(tensors, Path(path), metadata={KEY: json.dumps(header)})
 
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> IntegerNetwork:
@@ -84,14 +86,17 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is no integer network of QFlash (its header says format={metadata.get('format')!r})")
-    if metadata.get("version") != str(VERSION):
-        raise ValueError(
-            f"{path} is of version {metadata.get('version')}, this QFlash reads {VERSION}; quantise the model again"
-        )
+    if KEY not in metadata:
+        raise ValueError(f"{path} is no integer network of QFlash: its header has no {KEY!r}")
     try:
-        network = _from_header(json.loads(metadata["network"]), tensors)
+        header = json.loads(metadata[KEY])
+        version = header["version"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no whole integer network: {error}") from error
+    if version != VERSION:
+        raise ValueError(f"{path} is of version {version}, this QFlash reads {VERSION}; quantise the model again")
+    try:
+        network = _from_header(header, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} holds no whole integer network: {error}") from error
     return network.to(device).eval()

@@ -1,0 +1,276 @@
+"""Integer networks as a whole: close to the float model, integers throughout, the same in a file and in a program."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qflash
+from qflash import reference
+from qflash.bench.metrics import sqnr
+from qflash.network import execution, storage
+from qflash.network.mixed import compare_layers
+from qflash.network.storage import load_model, save_model
+from small_networks import KINDS, build, draw, normalise
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_stay_close_to_the_float_model(made: Any, kind: str) -> None:
+    model, network = made(kind)
+    images = draw(model, 12, seed=5)
+    with torch.inference_mode():
+        want = model(normalise(model, images))
+    out = network(images)
+    assert out.dtype == torch.int32
+    assert sqnr(want, network.dequantize(out)) > 24
+    assert all(not x.is_floating_point() for x in network.state_dict().values())
+    assert not list(network.parameters())
+
+
+@pytest.mark.parametrize("kind", ["class token", "long rows", "swin"])
+def test_back_ends_and_batches_give_the_same_integers(made: Any, kind: str) -> None:
+    model, network = made(kind)
+    images = draw(model, 7, seed=6)
+    network = copy.deepcopy(network)
+    network.backend = "reference"
+    want = network(images)
+    for backend in ("auto", "cpu"):
+        network.backend = backend
+        assert torch.equal(network(images), want)
+        assert torch.equal(torch.cat([network(part) for part in images.split([1, 2, 4])]), want)
+    assert network(images[:0]).shape == (0, want.shape[1])
+
+
+class OnlyIntegers(TorchDispatchMode):
+    """Refuses every operation on floats; scales may be looked at as bits and moved."""
+
+    MOVES = ("view.dtype", "view.default", "expand.default", "slice.Tensor", "select.int", "alias.default", "detach.default")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.")
+        self.seen.add(name)
+        flat = torch.utils._pytree.tree_leaves((args, kwargs, out))
+        if any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in flat):
+            assert name in self.MOVES, f"{name} on floats"
+        return out
+
+
+def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtype) -> torch.Tensor:
+    return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(out)
+
+
+@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "swin"])
+def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, network = made(kind)
+    images = draw(model, 2, seed=7)
+    network = copy.deepcopy(network)
+    network.backend = "reference"
+    want = network(images)
+    # what runs inside of an operator, without the operator, which would hide it
+    for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm"):
+        monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
+    monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
+    # the reference forms integer products with float GEMMs that cannot round; here with integers
+    monkeypatch.setattr(reference, "_exact_matmul", integer_product)
+    with OnlyIntegers() as mode:
+        out = network(images)
+    assert torch.equal(out, want)
+    assert {"mm.default", "bmm.default"} & mode.seen and len(mode.seen) > 20
+
+
+@pytest.mark.parametrize("kind", ["registers", "swin", "features"])
+def test_a_file_gives_the_same_network(made: Any, kind: str, tmp_path: Path) -> None:
+    model, network = made(kind)
+    images = draw(model, 3, seed=8)
+    path = tmp_path / "network.safetensors"
+    network.save(path)
+    loaded = qflash.load_model(path)
+    assert torch.equal(loaded(images), network(images))
+    assert (loaded.output_scale, loaded.units, loaded.shape) == (network.output_scale, network.units, network.shape)
+    other = tmp_path / "again.safetensors"
+    save_model(loaded, other)
+    assert other.read_bytes() == path.read_bytes()
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change the header of a safetensors file."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def change_ours(**changes: Any) -> Any:
+    def change(header: dict[str, Any]) -> None:
+        ours = json.loads(header["__metadata__"][storage.KEY])
+        ours.update(changes)
+        header["__metadata__"][storage.KEY] = json.dumps(ours)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header["__metadata__"].clear(), "no integer network of QFlash"),
+        (lambda header: header["__metadata__"].update({storage.KEY: "{"}), "no whole integer network"),
+        (lambda header: header["__metadata__"].update({storage.KEY: "[1]"}), "no whole integer network"),
+        (change_ours(version=99), "version 99, this QFlash reads 1"),
+        (change_ours(kind="Other"), "no whole integer network"),
+        (change_ours(shape={}), "no whole integer network"),
+        (change_ours(constants={}), "constants do not fit"),
+        (lambda header: header.pop("head.bias"), "no readable safetensors|missing or not known"),
+    ],
+)
+def test_a_damaged_header_is_refused(made: Any, tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "network.safetensors"
+    made("class token")[1].save(path)
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+
+
+def test_a_damaged_file_is_refused(made: Any, tmp_path: Path) -> None:
+    path = tmp_path / "network.safetensors"
+    made("class token")[1].save(path)
+    content = path.read_bytes()
+    for part in (b"", content[:4], content[:200], content[:-1], b"\0" * 100):
+        path.write_bytes(part)
+        with pytest.raises(ValueError, match="no readable safetensors file"):
+            load_model(path)
+    with pytest.raises(FileNotFoundError, match="no integer network at"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(TypeError, match="network must be what quantize_model returns"):
+        save_model(torch.nn.Linear(2, 2), path)  # type: ignore[arg-type]
+
+
+def test_a_network_is_small(made: Any, tmp_path: Path) -> None:
+    model = build("vit", img_size=64, embed_dim=192, depth=2, num_heads=3, num_classes=10)
+    network = qflash.quantize_model(model, [draw(model, 2)], progress=False)
+    path = tmp_path / "network.safetensors"
+    network.save(path)
+    assert path.stat().st_size < 1.1 * sum(x.numel() for x in model.parameters())
+
+
+def test_parts_can_stay_float(made: Any, tmp_path: Path) -> None:
+    for kind, parts in (
+        ("class token", ["blocks.0.attention", "blocks.1.mlp"]),
+        ("swin", ["stages.0.1.attention", "stages.1.0.mlp"]),
+    ):
+        model, network = made(kind)
+        images = draw(model, 6, seed=9)
+        mixed = qflash.quantize_model(model, [draw(model, 24)], keep_float=parts, progress=False)
+        assert mixed.float_parts() == parts
+        with torch.inference_mode():
+            want = model(normalise(model, images))
+            assert not torch.equal(mixed(images), network(images))
+            assert sqnr(want, mixed.dequantize(mixed(images))) > 24
+        with pytest.raises(ValueError, match=re.escape(parts[0])):
+            mixed.save(tmp_path / "mixed.safetensors")
+    with pytest.raises(ValueError, match=r"keep_float must name parts such as 'blocks.0.attention'.*'blocks.7.mlp'"):
+        qflash.quantize_model(build("vit"), [draw(model, 2)], keep_float=["blocks.7.mlp"], progress=False)
+
+
+@pytest.mark.parametrize("kind", ["class token", "swin"])
+def test_layers_are_compared(made: Any, kind: str) -> None:
+    model, network = made(kind)
+    images = draw(model, 6, seed=10)
+    rows = compare_layers(network, model, images, normalise(model, images))
+    assert len(rows) == 2 * len([name for name, _ in network.named_modules() if name.endswith(".attn")])
+    assert all(row.sqnr_db > 30 and row.saturated == 0 for row in rows)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in (*model.modules(), *network.modules()))
+
+
+@pytest.mark.parametrize("method", ["percentile", "mse"])
+def test_other_calibrations_clip(method: str) -> None:
+    model = build("vit", num_classes=10)
+    images = draw(model, 6, seed=11)
+    network = qflash.quantize_model(model, [draw(model, 16)], method=method, percentile=99.9, progress=False)
+    with torch.inference_mode():
+        assert sqnr(model(normalise(model, images)), network.dequantize(network(images))) > 15
+
+
+def test_a_network_is_exported_and_compiled(made: Any) -> None:
+    model, network = made("class token")
+    images = draw(model, 3, seed=12)
+    program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    assert torch.equal(program.module()(images), network(images))
+    assert torch.equal(program.module()(images[:2]), network(images[:2]))
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(images), network(images))
+
+
+def refused(error: type[Exception], message: str, model: Any, batches: Any, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        qflash.quantize_model(model, batches, progress=False, **options)
+
+
+def test_bad_arguments_are_named(made: Any) -> None:
+    model = build("vit", num_classes=10)
+    images = draw(model, 2)
+    refused(TypeError, "timm's VisionTransformer.*got torch.nn.modules.linear.Linear", torch.nn.Linear(2, 2), [images])
+    refused(TypeError, "must be uint8 pixels.*got torch.float32", model, [images.float()])
+    refused(TypeError, "images must be a uint8 tensor, got ndarray", model, [images.numpy()])
+    refused(ValueError, r"shape \(batch, 3, 32, 32\), got \(2, 3, 16, 32\)", model, [images[:, :, :16]])
+    refused(ValueError, "at least one image, got none", model, [])
+    refused(ValueError, "eval mode", build("vit").train(), [images])
+    refused(ValueError, "method must be one of", model, [images], method="best")
+    refused(ValueError, "percentile must be above 50", model, [images], percentile=10)
+    refused(ValueError, r"std must be 3 numbers above 0, got \[1.0, 0.0, 1.0\]", model, [images], std=(1, 0, 1))
+    refused(ValueError, "recipe must be a Recipe or one of", model, [images], recipe="best")
+    del model.pretrained_cfg
+    refused(ValueError, "mean must be given", model, [images])
+    qflash.quantize_model(model, [(images, torch.zeros(2))], mean=(0.5,) * 3, std=(0.5,) * 3, progress=False)
+    broken = build("vit", num_classes=10)
+    with torch.no_grad():
+        broken.blocks[1].mlp.fc1.weight[0, 0] = float("nan")
+    refused(ValueError, "NaN or infinity in an activation", broken, [images])
+
+    network = made("class token")[1]
+    with pytest.raises(TypeError, match=r"must be uint8 pixels.*not normalised"):
+        network(images.float())
+    with pytest.raises(ValueError, match=r"shape \(batch, 3, 32, 32\)"):
+        network(images[0])
+    with pytest.raises(ValueError, match="num_classes=0"):
+        network.forward_features(images)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_norm": True}, r"blocks.0.attn.q_norm; blocks.0.attn.k_norm"),
+        ({"act_layer": torch.nn.ReLU}, r"blocks.0.mlp.act of ReLU \(only GELU\)"),
+        ({"global_pool": "map"}, "global_pool='map'"),
+        ({"dynamic_img_size": True}, "dynamic_img_size=True"),
+        ({"pos_embed": "none"}, "no learnt position embedding"),
+        ({"scale_mlp_norm": True}, "blocks.0.mlp.norm"),
+    ],
+)
+def test_layers_without_an_integer_form_are_named(options: dict[str, Any], message: str) -> None:
+    model = build("vit", **options)
+    refused(ValueError, message, model, [draw(model, 1)])
+
+
+def test_features_of_all_tokens(made: Any) -> None:
+    model, network = made("features")
+    images = draw(model, 4, seed=13)
+    with torch.inference_mode():
+        want = model.forward_features(normalise(model, images))
+    got = network.forward_features(images)
+    assert sqnr(want, network.dequantize(got)) > 30
+    assert torch.equal(got[:, 0], network(images))

@@ -1,0 +1,82 @@
+"""Small networks with random weights, quantised once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+timm = pytest.importorskip("timm")
+
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+SWIN: dict[str, Any] = {
+    "img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 1), "num_heads": (1, 2), "window_size": 4,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "class token": ("vit", {"num_classes": 10}),
+    "features": ("vit", {"num_classes": 0}),
+    "registers": ("vit", {"num_classes": 5, "reg_tokens": 3, "no_embed_class": True, "init_values": 0.2}),
+    "registers embedded": ("vit", {"num_classes": 5, "reg_tokens": 1}),
+    "mean then norm": ("vit", {"num_classes": 10, "global_pool": "avg"}),
+    "norm then mean": ("vit", {"num_classes": 10, "global_pool": "avg", "fc_norm": False}),
+    "norm first": ("vit", {"num_classes": 4, "pre_norm": True, "class_token": False, "global_pool": "avg"}),
+    "mean features": ("vit", {"num_classes": 0, "global_pool": "avg", "fc_norm": False}),
+    "long rows": ("vit", {"num_classes": 10, "patch_size": 3, "img_size": 27, "depth": 1}),
+    "grey": ("vit", {"num_classes": 3, "in_chans": 1, "depth": 1}),
+    "no biases": ("vit", {"num_classes": 3, "qkv_bias": False, "proj_bias": False, "depth": 1}),
+    "swin": ("swin", {"num_classes": 10}),
+    "swin features": ("swin", {"num_classes": 0}),
+}
+
+
+def build(family: str, **options: Any) -> Any:
+    """Make a float model with weights that do something, in eval mode."""
+    torch.manual_seed(0)
+    if family == "vit":
+        model = timm.models.vision_transformer.VisionTransformer(**{**VIT, **options})
+    else:
+        model = timm.models.swin_transformer.SwinTransformer(**{**SWIN, **options})
+    channels = model.patch_embed.proj.in_channels
+    model.pretrained_cfg = {"mean": (0.48, 0.45, 0.4)[:channels], "std": (0.22, 0.23, 0.25)[:channels]}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def draw(model: Any, count: int, seed: int = 1) -> torch.Tensor:
+    """Return random images, uint8, with something to see: blocks and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    side, channels = model.patch_embed.img_size[0], model.patch_embed.proj.in_channels
+    coarse = torch.rand(count, channels, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(side, side))
+    noise = torch.rand(count, channels, side, side, generator=generator)
+    return ((0.7 * smooth + 0.3 * noise) * 255).to(torch.uint8)
+
+
+def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:
+    """Return images as the float model takes them."""
+    mean, std = (torch.tensor(model.pretrained_cfg[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
+    return (images.float() / 255 - mean) / std
+
+
+@pytest.fixture(scope="session")
+def made() -> Callable[[str], tuple[Any, Any]]:
+    """Return a function that gives a float model and its integer network by a name of :data:`KINDS`."""
+    import qflash
+
+    kept: dict[str, tuple[Any, Any]] = {}
+
+    def get(kind: str) -> tuple[Any, Any]:
+        if kind not in kept:
+            family, options = KINDS[kind]
+            model = build(family, **options)
+            kept[kind] = model, qflash.quantize_model(model, [draw(model, 24)], progress=False)
+        return kept[kind]
+
+    return get

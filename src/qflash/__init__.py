@@ -22,6 +22,7 @@ __all__ = [
     "quantize_model",
     "register_attention",
     "save_model",
+    "sdpa",
     "unpatch",
 ]
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING or not _is_command():
     from . import patching as patching
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias
     from .integrations.inspection import float_attention
+    from .integrations.sdpa import sdpa
     from .integrations.timm import patch, unpatch
     from .integrations.transformers import register_attention
     from .network.quantize import quantize_model
@@ -51,13 +53,13 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api, quantization, recipe
-        from .integrations import inspection
+        from .integrations import inspection, sdpa
         from .integrations import timm as patching
         from .integrations import transformers as hugging_face
         from .network import quantize as network
         from .network import storage
 
-        homes = (recipe, quantization, patching, inspection, hugging_face, network, storage, api)
+        homes = (recipe, quantization, patching, inspection, hugging_face, sdpa, network, storage, api)
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

@@ -19,9 +19,9 @@ from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import (
     FLOAT_DTYPES,
+    check_attention,
     check_attention_shapes,
     check_backend,
-    check_dropout,
     check_flags,
     check_mask,
     check_no_derivative,
@@ -124,17 +124,9 @@ def attention(
     run = plan_cache.find(tensors, options)
     if run is not None:
         return run(*tensors)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, x, FLOAT_DTYPES, 2)
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
-    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    check_dropout(dropout_p)
-    check_attention_shapes(query, key, value, enable_gqa)
-    check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
-    check_no_derivative(query, key, value, attn_mask)
+    factor = check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     check_backend(backend)
-    choices, factor = resolve_recipe(recipe), resolve_softmax_scale(scale, query.shape[-1])
+    choices = resolve_recipe(recipe)
     views = as_four(query), as_four(key), as_four(value), _four_mask(attn_mask, query)
     given = is_causal, factor, choices.key, backend
     out = torch.ops.qflash.attention(*views, *given)

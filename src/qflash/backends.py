@@ -117,6 +117,12 @@ def _warn_of_reference(kind: str, reason: str) -> None:
     )
 
 
+def why_unavailable(backend: str, device: torch.device) -> str | None:
+    """Return why a back end asked for by name cannot run on ``device``, or None when it can."""
+    reason = {"triton": triton_unavailable, "cpu": cpu_unavailable}.get(backend, lambda _: None)(device)
+    return f"backend={backend!r} cannot run on {device}: {reason}" if reason else None
+
+
 def resolve_backend(backend: str, device: torch.device) -> str:
     """Turn ``"auto"`` into a back end's name; check that a named one can run on ``device``.
 
@@ -132,7 +138,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
         if reason:
             _warn_of_reference(device.type, reason)
         return chosen
-    reason = {"triton": triton_unavailable, "cpu": cpu_unavailable}.get(backend, lambda _: None)(device)
+    reason = why_unavailable(backend, device)
     if reason:
-        raise ValueError(f"backend={backend!r} cannot run on {device}: {reason}")
+        raise ValueError(reason)
     return backend

@@ -6,7 +6,8 @@ them no call counts as ordinary, so that each goes through PyTorch's dispatcher 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -86,3 +87,12 @@ def has_transform_gradient(x: torch.Tensor) -> bool:
     An operator's own derivative then says that there is none.
     """
     return _has_transform_gradient is not None and bool(_has_transform_gradient(x)) and x.requires_grad
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def constant_in_traces(function: FunctionT) -> FunctionT:
+    """Do what ``torch.compiler.assume_constant_result`` does, which imports the compiler: Dynamo calls a function and goes on."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -12,6 +14,15 @@ from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("auto", "reference", "cpu", "triton")
+
+
+def _size(size: int) -> int:
+    """Return a size for a message; Dynamo forms no text of one that it keeps open, so that it settles this one."""
+    return operator.index(size) if torch.compiler.is_dynamo_compiling() else size
+
+
+def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple([_size(size) for size in shape])
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -32,7 +43,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_ra
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
     if x.dim() < least_rank:
-        raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {_shape(x.shape)}")
 
 
 def check_no_derivative(*tensors: torch.Tensor | None) -> None:
@@ -69,37 +80,42 @@ def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.
             raise ValueError(f"{name} is on {x.device}, query is on {query.device}; they must agree")
         if x.dim() != query.dim():
             raise ValueError(
-                f"{name} must have as many dimensions as query ({query.dim()}), got shape {tuple(x.shape)} "
-                f"for query {tuple(query.shape)}"
+                f"{name} must have as many dimensions as query ({query.dim()}), got shape {_shape(x.shape)} "
+                f"for query {_shape(query.shape)}"
             )
     if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key must have query's head dimension {query.shape[-1]}, got {key.shape[-1]}")
+        raise ValueError(f"key must have query's head dimension {_size(query.shape[-1])}, got {_size(key.shape[-1])}")
     if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"query's head dimension must be 1 to {MAX_HEAD_DIM}, got {query.shape[-1]}")
+        raise ValueError(f"query's head dimension must be 1 to {MAX_HEAD_DIM}, got {_size(query.shape[-1])}")
     if value.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"value's head dimension must be at most {MAX_HEAD_DIM}, got {value.shape[-1]}")
+        raise ValueError(f"value's head dimension must be at most {MAX_HEAD_DIM}, got {_size(value.shape[-1])}")
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value must have as many tokens as key ({key.shape[-2]}), got {value.shape[-2]}")
+        raise ValueError(f"value must have as many tokens as key ({_size(key.shape[-2])}), got {_size(value.shape[-2])}")
     if key.shape[-2] > MAX_KEYS:
         raise ValueError(
-            f"key must have at most {MAX_KEYS} tokens (more could overflow the int32 accumulators), got {key.shape[-2]}"
+            f"key must have at most {MAX_KEYS} tokens (more could overflow the int32 accumulators), got {_size(key.shape[-2])}"
         )
     if query.dim() > 2:
         heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
         if key_heads != value_heads:
-            raise ValueError(f"key and value must have the same number of heads, got {key_heads} and {value_heads}")
+            raise ValueError(
+                f"key and value must have the same number of heads, got {_size(key_heads)} and {_size(value_heads)}"
+            )
         if enable_gqa:
             if key_heads == 0 or heads % key_heads:
-                raise ValueError(f"with enable_gqa, query's heads must be a multiple of key's, got {heads} and {key_heads}")
+                raise ValueError(
+                    f"with enable_gqa, query's heads must be a multiple of key's, got {_size(heads)} and {_size(key_heads)}"
+                )
         elif key_heads != heads:
             raise ValueError(
-                f"key must have query's {heads} heads, got {key_heads}; for grouped-query attention pass enable_gqa=True"
+                f"key must have query's {_size(heads)} heads, got {_size(key_heads)}; "
+                "for grouped-query attention pass enable_gqa=True"
             )
     elif enable_gqa:
-        raise ValueError(f"enable_gqa needs a head dimension, got query of shape {tuple(query.shape)}")
+        raise ValueError(f"enable_gqa needs a head dimension, got query of shape {_shape(query.shape)}")
     for name, x in (("key", key), ("value", value)):
         if x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} must have query's batch shape {tuple(query.shape[:-3])}, got {tuple(x.shape[:-3])}")
+            raise ValueError(f"{name} must have query's batch shape {_shape(query.shape[:-3])}, got {_shape(x.shape[:-3])}")
 
 
 def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: bool, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -122,7 +138,7 @@ def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: 
         have in (1, want) for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
     )
     if not fits:
-        raise ValueError(f"attn_mask must broadcast to {target}, got shape {tuple(mask.shape)}")
+        raise ValueError(f"attn_mask must broadcast to {_shape(target)}, got shape {_shape(mask.shape)}")
 
 
 def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
@@ -166,6 +182,61 @@ def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, (bool, torch.SymBool)):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> float:
+    """Require what :func:`qflash.attention` takes; return the softmax scale.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+        NotImplementedError: forward mode or ``torch.func`` takes a derivative.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, FLOAT_DTYPES, 2)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    check_dropout(dropout_p)
+    check_attention_shapes(query, key, value, enable_gqa)
+    check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
+    check_no_derivative(query, key, value, attn_mask)
+    return resolve_softmax_scale(scale, query.shape[-1])
+
+
+def reason_for_float(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str | None:
+    """Return why a call of scaled_dot_product_attention cannot run in integers, or None where it can.
+
+    It cannot where :func:`qflash.attention` would raise, and where somebody may want a gradient.
+    """
+    try:
+        check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error)
+    if torch.is_grad_enabled():
+        for x in (query, key, value, attn_mask):
+            if x is not None and x.requires_grad:
+                return (
+                    "it needs a gradient, which integer attention has not (torch.inference_mode() and no_grad() ask for none)"
+                )
+    return None
 
 
 def resolve_device(name: str | None, index: int | None = None) -> torch.device:

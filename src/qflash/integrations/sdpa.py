@@ -1,0 +1,378 @@
+"""Integer attention for code that calls ``torch.nn.functional.scaled_dot_product_attention``: :class:`sdpa`.
+
+A torch function mode serves better than ``torch.nn.attention.register_flash_attention_impl``: that one is for the whole
+process, CUDA only, behind PyTorch's choice of a kernel, and never sees a mask. A mode is one thread's, sees whole calls under
+whatever name the caller holds the function, and is traced by ``torch.compile`` and ``torch.export``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from ..api import attention
+from ..backends import why_unavailable
+from ..recipe import Recipe, resolve_recipe
+from ..torch_internals import constant_in_traces
+from ..validation import check_backend, reason_for_float
+
+FALLBACKS = ("warn", "error", "quiet")
+WEIGHTS_WANTED = "multi_head_attention_forward returns attention weights (need_weights=True), which are never formed here"
+
+_FLOAT = F.scaled_dot_product_attention
+_MULTI_HEAD = F.multi_head_attention_forward
+_NEED_WEIGHTS = list(inspect.signature(_MULTI_HEAD).parameters).index("need_weights")
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+_NOTHING = (None,)
+"""Has a torch function only where a mode is on."""
+_lock = threading.Lock()
+
+
+def check_fallback(fallback: object) -> None:
+    """Require one of :data:`FALLBACKS`.
+
+    Raises:
+        ValueError: another value.
+    """
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback must be one of {FALLBACKS}, got {fallback!r}")
+
+
+class AttentionReport:
+    """Counts calls that ran in integers, and those that did not with the reason.
+
+    Calls that ``torch.compile`` traces are counted once, when they are compiled, and only in a context that is entered
+    outside the compiled function.
+
+    Attributes:
+        integer: calls that ran in integers.
+        fallbacks: calls that ran in floating point, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.integer = 0
+        self.fallbacks: Counter[str] = Counter()
+
+    def note(self, reason: str | None) -> bool:
+        """Count a call, in floating point for a reason or in integers; return whether this is the first for the reason."""
+        with _lock:
+            if reason is None:
+                self.integer += 1
+                return False
+            self.fallbacks[reason] += 1
+            return self.fallbacks[reason] == 1
+
+    def __str__(self) -> str:
+        lines = [f"{self.integer} attention calls in integers, {sum(self.fallbacks.values())} in floating point"]
+        return "\n".join(lines + [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()])
+
+
+class _Thread(threading.local):
+    """What a thread is doing.
+
+    Attributes:
+        contexts: those that are on, outermost first; without those entered in code that is being traced.
+        decided: a call that an inner context has sent on to PyTorch, which an outer one is not to take up again.
+    """
+
+    decided = False
+
+    def __init__(self) -> None:
+        self.contexts: list[sdpa] = []
+
+
+_thread = _Thread()
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"an attention call stays in floating point: {reason}", stacklevel=4)
+
+
+@constant_in_traces
+def _note_traced(reason: str | None, fallback: str) -> None:
+    """Count a call while Dynamo traces it, in the context that is on outside, or the process's."""
+    report = _thread.contexts[-1] if _thread.contexts else _process
+    first = report.note(reason) if report is not None else True
+    if reason is not None and fallback == "warn" and first:
+        _warn(reason)
+
+
+def _note(reason: str | None, fallback: str, report: AttentionReport | None) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        _note_traced(reason, fallback)
+    else:
+        first = report.note(reason) if report is not None else True
+        if reason is not None and fallback == "warn" and first:
+            _warn(reason)
+    if reason is not None and fallback == "error":
+        raise RuntimeError(f"an attention call cannot run in integers, and fallback='error': {reason}")
+
+
+@constant_in_traces
+def _why_unavailable(backend: str, device: torch.device) -> str | None:
+    return why_unavailable(backend, device)
+
+
+def attend_or_fall_back(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+    fallback: str = "warn",
+    report: AttentionReport | None = None,
+    fall_back: Callable[..., torch.Tensor] = _FLOAT,
+) -> torch.Tensor:
+    """Run a call of scaled_dot_product_attention in integers if it qualifies, and by another function if not.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: as PyTorch's function takes them.
+        recipe, backend: see :func:`qflash.attention`.
+        fallback: what to do for a call that does not qualify: ``"warn"`` once for each reason, ``"error"``, or be ``"quiet"``.
+        report: counts the call; None for none.
+        fall_back: called with the same eight arguments (``scale`` and ``enable_gqa`` by name) if it does not qualify.
+
+    Raises:
+        RuntimeError: the call does not qualify and ``fallback`` is ``"error"``; the message has the reason.
+    """
+    reason = reason_for_float(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if reason is None and backend != "auto":
+        reason = _why_unavailable(backend, query.device)
+    _note(reason, fallback, report)
+    if reason is None:
+        return attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe, backend=backend
+        )  # fmt: skip
+    decided, _thread.decided = _thread.decided, True
+    try:
+        return fall_back(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    finally:
+        _thread.decided = decided
+
+
+class _FastPath:
+    """PyTorch's switch for the fused layers of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``: one for all threads.
+
+    A function mode alone keeps them off, but not where Dynamo traces.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.before = True
+
+    def switch_off(self) -> None:
+        """Switch it off for one more user."""
+        with _lock:
+            if self.users == 0:
+                self.before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.users += 1
+
+    def restore(self) -> None:
+        """Put it back when the last user is gone."""
+        with _lock:
+            self.users -= 1
+            if self.users == 0:
+                torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+_fast_path = _FastPath()
+
+
+def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call of multi_head_attention_forward wants attention weights."""
+    return bool(args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True))
+
+
+def _check_key_padding_mask(mask: torch.Tensor, keys: int, batch: int) -> None:
+    """Do what PyTorch's function of this name does, which Dynamo does not trace."""
+    if mask.shape[0] != batch or mask.shape[1] != keys:
+        raise AssertionError(f"Expected key_padding_mask of shape {(batch, keys)}, but got {tuple(mask.shape)}")
+
+
+def _with_names(function: Any, **names: Any) -> Any:
+    """Return a function of Python that has other functions under some of its global names."""
+    other = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    other.__kwdefaults__ = function.__kwdefaults__
+    return other
+
+
+# it does not offer itself to the modes, which then see what it calls
+_multi_head_body = _with_names(
+    _MULTI_HEAD, has_torch_function=lambda _tensors: False, _check_key_padding_mask=_check_key_padding_mask
+)
+
+
+class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # noqa: N801
+    """Run everything inside that calls ``scaled_dot_product_attention`` in integers; a context or a decorator.
+
+    A call that :func:`qflash.attention` does not take goes to PyTorch's function and is counted with its reason. So does one
+    that needs a gradient. ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` are reached as well; attention weights
+    (``need_weights=True``) are a reason to stay in floating point. Of contexts inside one another the inner one decides alone.
+
+    A context is for the thread that enters it. :meth:`enable` is for the whole process, all threads; where a context is on, it
+    decides and not the process's choice.
+
+    The context is its own :class:`report <AttentionReport>`: ``integer``, ``fallbacks``, ``str()``. Entered again it counts on.
+
+    Args:
+        recipe, backend: see :func:`qflash.attention`.
+        fallback: ``"warn"`` once for each reason, ``"error"`` to raise a RuntimeError with the reason, or ``"quiet"``.
+
+    Raises:
+        TypeError, ValueError: an argument is none of what is allowed.
+
+    Example::
+
+        with qflash.sdpa() as report, torch.inference_mode():
+            model(images)
+        print(report)
+    """
+
+    def __init__(self, recipe: Recipe | str | None = None, *, fallback: str = "warn", backend: str = "auto") -> None:
+        super().__init__()
+        resolve_recipe(recipe)
+        check_backend(backend)
+        check_fallback(fallback)
+        self.recipe, self.fallback, self.backend = recipe, fallback, backend
+        self._traced_fast_paths: list[bool] = []
+
+    def __enter__(self) -> sdpa:
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo traces no call of set_fastpath_enabled
+            self._traced_fast_paths.append(torch.backends.mha._is_fastpath_enabled)
+            torch.backends.mha._is_fastpath_enabled = False
+        else:
+            _fast_path.switch_off()
+            _thread.contexts.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if torch.compiler.is_dynamo_compiling():
+            torch.backends.mha._is_fastpath_enabled = self._traced_fast_paths.pop()
+        else:
+            _thread.contexts.pop()
+            _fast_path.restore()
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take a call of scaled_dot_product_attention, in integers or not."""
+        return attend_or_fall_back(
+            *args, **kwargs, recipe=self.recipe, backend=self.backend, fallback=self.fallback, report=self
+        )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _thread.decided:
+            return func(*args, **kwargs)
+        if func in (_FLOAT, _process_attention):
+            return self.attend(*args, **kwargs)
+        if func in (_MULTI_HEAD, _process_multi_head):
+            if _wants_weights(args, kwargs):
+                _note(WEIGHTS_WANTED, self.fallback, self)
+            elif _ORDINARY.issuperset(types):
+                with self:
+                    return _multi_head_body(*args, **kwargs)
+            return _MULTI_HEAD(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def enable(recipe: Recipe | str | None = None, *, fallback: str = "warn", backend: str = "auto") -> sdpa:
+        """Do the same for the whole process, every thread, until :meth:`disable`; enabling again replaces the choices.
+
+        ``torch.nn.functional.scaled_dot_product_attention`` becomes another function, wherever a loaded module has it by
+        name, and the fast path of ``nn.MultiheadAttention`` is switched off. What a module loaded later imports by name is
+        that function, too, and does what PyTorch's does when disabled.
+
+        Args:
+            recipe, fallback, backend: as for a context.
+
+        Returns:
+            the report: counts of all threads.
+        """
+        global _process
+        choices = sdpa(recipe, fallback=fallback, backend=backend)
+        with _enabling:
+            if _process is None:
+                _fast_path.switch_off()
+                _put_in_place(_FLOAT, _process_attention)
+                _put_in_place(_MULTI_HEAD, _process_multi_head)
+            _process = choices
+        return choices
+
+    @staticmethod
+    def disable() -> None:
+        """Undo :meth:`enable`; without effect where it is not on."""
+        global _process
+        with _enabling:
+            if _process is None:
+                return
+            _process = None
+            _put_in_place(_process_attention, _FLOAT)
+            _put_in_place(_process_multi_head, _MULTI_HEAD)
+            _fast_path.restore()
+
+
+_process: sdpa | None = None
+"""What :meth:`sdpa.enable` chose."""
+_enabling = threading.Lock()
+
+
+def _put_in_place(old: Any, new: Any) -> None:
+    """Give every module that has a function by name another one; of PyTorch's own only ``torch.nn.functional``."""
+    for name, module in list(sys.modules.items()):
+        if name == __name__ or (name.partition(".")[0] == "torch" and module is not F):
+            continue
+        for key, held in list(getattr(module, "__dict__", {}).items()):
+            if held is old:
+                setattr(module, key, new)
+
+
+def _process_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand for PyTorch's scaled_dot_product_attention while :meth:`sdpa.enable` is on."""
+    # a mode first, as for PyTorch's function; a subclass is asked by what this one calls
+    if has_torch_function(_NOTHING):
+        return handle_torch_function(
+            _process_attention, _NOTHING, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )  # fmt: skip
+    choices = _process
+    if choices is None or _thread.decided:
+        return _FLOAT(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return choices.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _process_multi_head(*args: Any, **kwargs: Any) -> Any:
+    """Stand for PyTorch's multi_head_attention_forward, whose attention is reached anyway: count what it keeps."""
+    choices = _process
+    if choices is not None and not has_torch_function(_NOTHING) and _wants_weights(args, kwargs):
+        _note(WEIGHTS_WANTED, choices.fallback, choices)
+    return _MULTI_HEAD(*args, **kwargs)

@@ -14,11 +14,12 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import execution, ops, plan_cache  # noqa: F401 - ops registers torch.ops.qflash
-from .memory_format import as_four, empty_bias, has_aligned_rows
+from .memory_format import as_four, broadcast_heads, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import (
     FLOAT_DTYPES,
+    autocast,
     check_attention,
     check_attention_shapes,
     check_backend,
@@ -26,6 +27,7 @@ from .validation import (
     check_mask,
     check_no_derivative,
     check_tensor,
+    resolve_causal_bias,
     resolve_softmax_scale,
 )
 
@@ -91,11 +93,13 @@ def attention(
     for the device, so the call can be captured in a CUDA graph.
 
     Args:
-        query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides.
+        query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides. Batch and heads of query, key
+            and value broadcast. Under autocast all three are taken in its dtype, which is then the output's, too.
         key: ``(..., heads, keys, head_dim)``, the same dtype and device.
         value: ``(..., heads, keys, value_dim)``, the same dtype and device.
         attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
-            ``(..., heads, queries, keys)`` and never expanded in memory.
+            ``(..., heads, queries, keys)`` and never expanded in memory; or a causal bias of ``torch.nn.attention.bias``:
+            ``causal_lower_right`` lets the last query see all keys, whatever their numbers.
         dropout_p: 0, as SDPA has it at inference.
         is_causal: query i sees keys 0 to i; excludes ``attn_mask``.
         scale: factor of the scores, ``head_dim ** -0.5`` if None; positive.
@@ -114,12 +118,15 @@ def attention(
         NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative; integer
             attention has none.
     """
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
     tensors = query, key, value, attn_mask
     if has_torch_function(tensors):
         return handle_torch_function(
             attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe,
             backend=backend,
         )  # fmt: skip
+    query, key, value = autocast(query, key, value)
+    tensors = query, key, value, attn_mask
     options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
     run = plan_cache.find(tensors, options)
     if run is not None:
@@ -127,6 +134,7 @@ def attention(
     factor = check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     check_backend(backend)
     choices = resolve_recipe(recipe)
+    query, key, value = broadcast_heads(query, key, value)
     views = as_four(query), as_four(key), as_four(value), _four_mask(attn_mask, query)
     given = is_causal, factor, choices.key, backend
     out = torch.ops.qflash.attention(*views, *given)
@@ -273,7 +281,8 @@ def int8_attention(
         value: values ``(..., heads, keys, value_dim)``; one scale per tensor, head or channel. Its offset, if it has one,
             is the output's: the weights of a row sum to 1.
         attn_mask: bool (True takes part), float (added to the scaled scores, in nats; converted first) or
-            int32 (already in fixed point, :func:`qflash.quantize_bias`); broadcastable, never expanded.
+            int32 (already in fixed point, :func:`qflash.quantize_bias`); broadcastable, never expanded; or a causal bias, as
+            for :func:`attention`.
         is_causal, scale, enable_gqa, backend: see :func:`attention`.
         output_scale: scale of the int8 output, per tensor, head or channel; the value scale if None, as in
             the paper (s_O = s_V). A fitted one keeps several decibels when attention is diffuse.
@@ -291,6 +300,7 @@ def int8_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
     given_tensors = query, key, value, attn_mask, output_scale
     if has_torch_function(given_tensors):
         return handle_torch_function(
@@ -311,25 +321,26 @@ def int8_attention(
         out = run(*tensors)
         if out_dtype is not None:
             return out
-        offset = _per_query_head(value.offset, query.shape)
+        offset = _per_query_head(value.offset, out.shape)
         return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale, offset)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     _check_quantized(query, key, value, enable_gqa)
-    check_mask(attn_mask, query.values, key.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
+    check_mask(attn_mask, query.values, key.values, value.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
     check_backend(backend)
     choices = resolve_recipe(recipe)
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
         raise ValueError(f"out_dtype must be float16, bfloat16, float32 or None (int8), got {out_dtype}")
     if out_dtype is not None and output_scale is not None:
         raise ValueError("output_scale belongs to an int8 output and out_dtype asks for a float one; give one of them")
-    shape = (*query.shape[:-1], value.shape[-1])
-    value_scale = _four_scale(value.scale, value.values)
+    query_values, key_values, value_values = broadcast_heads(query.values, key.values, value.values)
+    shape = (*query_values.shape[:-1], value.shape[-1])
+    value_scale = _four_scale(value.scale, value_values)
     given = None if out_dtype is not None else _output_scale(output_scale, value, shape)
-    factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query.values)
-    q, k, v = as_four(query.values), as_four(key.values), as_four(value.values)
-    query_scale, key_scale = _four_scale(query.scale, query.values), _four_scale(key.scale, key.values)
-    out_scale = None if given is None else _four_scale(given, query.values)
-    offset = None if value.offset is None or out_dtype is None else _four_scale(value.offset, value.values)
+    factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query_values)
+    q, k, v = as_four(query_values), as_four(key_values), as_four(value_values)
+    query_scale, key_scale = _four_scale(query.scale, query_values), _four_scale(key.scale, key_values)
+    out_scale = None if given is None else _four_scale(given, query_values)
+    offset = None if value.offset is None or out_dtype is None else _four_scale(value.offset, value_values)
     stored = torch.int8 if out_dtype is None else out_dtype
     out = torch.ops.qflash.int8_attention(
         q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend, offset
@@ -359,7 +370,7 @@ def int8_attention(
     out = out.view(shape)
     if given is None:
         return out
-    out_offset = _per_query_head(value.offset, query.shape)
+    out_offset = _per_query_head(value.offset, shape)
     if number is None or torch.compiler.is_compiling():
         return QuantizedTensor.from_kernel(out, given, out_offset)
     # the tensor made of it may be kept for the next call, so that the result gets another

@@ -11,7 +11,7 @@ import torch
 from . import plan_cache, quantization, reference
 from .attention_call import AttentionCall, Scales, float_call, int8_call
 from .backends import resolve_backend
-from .memory_format import as_four
+from .memory_format import as_four, is_expanded
 from .recipe import Recipe
 from .unseen_tokens import may_hide, without_unseen
 
@@ -22,7 +22,10 @@ def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Ten
 
 
 def find_scales(x: torch.Tensor, granularity: str, center: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`quantize`, with every channel's midrange subtracted first if ``center``."""
+    """:func:`quantize`, with every channel's midrange subtracted first if ``center``; of expanded batches once for all."""
+    if is_expanded(x):
+        values, scale = find_scales(x[:1], granularity, center, backend)
+        return values.expand(x.shape), scale if granularity == "tensor" else scale.expand(x.shape[0], *scale.shape[1:])
     resolved = resolve_backend(backend, x.device)
     if resolved != "reference":
         if resolved == "cpu":
@@ -230,7 +233,9 @@ def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
     key_values, key_scale = find_scales(key, recipe.key_granularity, center, backend)
     value_offset = None
     if recipe.smooth_value:
-        value_values, value_scale, value_offset = quantize_centered(value, recipe.value_granularity, backend)
+        once = value[:1] if is_expanded(value) else value
+        value_values, value_scale, value_offset = quantize_centered(once, recipe.value_granularity, backend)
+        value_values = value_values.expand(value.shape)
     else:
         value_values, value_scale = find_scales(value, recipe.value_granularity, False, backend)
     quantised = dataclasses.replace(

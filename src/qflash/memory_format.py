@@ -16,6 +16,47 @@ def as_four(x: torch.Tensor) -> torch.Tensor:
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
+def is_expanded(x: torch.Tensor) -> bool:
+    """Tell whether a (batch, heads, tokens, channels) holds the same batch element several times, in one place of memory."""
+    return x.dim() == 4 and x.shape[0] > 1 and x.stride(0) == 0
+
+
+def broadcast_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the scores, (..., heads, queries, keys), of tensors whose batch and heads broadcast."""
+    rank = max(x.dim() for x in (query, key, value))
+    shape = list(query.shape[:-1])
+    shape[:0] = [1] * (rank - query.dim())
+    heads = rank - 3
+    for x in (key, value):
+        for place, size in enumerate(x.shape[:-2], rank - x.dim()):
+            # of fewer heads of key each serves several of query's
+            if shape[place] == 1 or (place < heads and size != 1):
+                shape[place] = size
+    return (*shape, key.shape[-2])
+
+
+def broadcast_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Expand batch and heads to those of the scores, as views; key and value may keep fewer heads, the same number each.
+
+    Args:
+        query, key, value: (..., heads, tokens, channels), checked; leading dimensions may be missing.
+    """
+    if query.dim() == key.dim() == value.dim() == 2:
+        return query, key, value
+    lead = broadcast_shape(query, key, value)[:-2]
+    heads = max(x.shape[-3] if x.dim() > 2 else 1 for x in (key, value))
+    if 0 in (*key.shape[:-2], *value.shape[:-2]):
+        heads = lead[-1]
+
+    def expanded(x: torch.Tensor, heads: int) -> torch.Tensor:
+        shape = *lead[:-1], heads, *x.shape[-2:]
+        return x if x.shape == shape else x.expand(shape)
+
+    return expanded(query, lead[-1]), expanded(key, heads), expanded(value, heads)
+
+
 def empty_output(like: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an empty (batch, heads, tokens, ``channels``) whose heads and tokens lie in memory in the order of ``like``'s.
 

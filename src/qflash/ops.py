@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import quantization
+from . import batching, quantization
 from .execution import attention, int8_attention, quantize, quantize_bias, quantize_centered, quantize_with_scale
 from .memory_format import empty_output
 
@@ -80,6 +80,7 @@ for _name, _implementation, _fake in (
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"qflash::{_name}", batching.RULES[_name], lib=_LIBRARY)
 
 for _name in ("quantize", "quantize_centered", "quantize_with_scale", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)

@@ -14,6 +14,7 @@ import torch
 
 from . import fixed_point as fp
 from .fixed_point import times_power_of_two
+from .torch_internals import in_transform
 
 GRANULARITIES = ("tensor", "head", "token", "channel")
 _REDUCED = {"head": (-2, -1), "token": (-1,), "channel": (-2,)}
@@ -139,7 +140,7 @@ def check_scale_values(scale: torch.Tensor, name: str) -> None:
     Raises:
         ValueError: naming ``name`` and the first bad scale.
     """
-    if scale.device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
+    if scale.device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor or in_transform():
         return
     bad = ~((scale > 0) & scale.isfinite())
     if bad.any():

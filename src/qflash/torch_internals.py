@@ -93,6 +93,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def constant_in_traces(function: FunctionT) -> FunctionT:
-    """Do what ``torch.compiler.assume_constant_result`` does, which imports the compiler: Dynamo calls a function and goes on."""
+    """Do what ``torch.compiler.assume_constant_result`` does, which imports the compiler: Dynamo calls the function."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

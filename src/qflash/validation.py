@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +13,11 @@ from torch.autograd import forward_ad
 
 from . import torch_internals
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
+from .memory_format import broadcast_shape
+from .quantization import QuantizedTensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
@@ -27,6 +32,13 @@ def _shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _is_number(x: object) -> bool:
+    """Tell whether something is a real number: of Python, NumPy, or one that a compiler keeps open; True and False are none."""
+    if isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+        return not isinstance(x, bool)
+    return isinstance(x, numbers.Real)
 
 
 def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_rank: int) -> None:
@@ -69,20 +81,24 @@ def check_no_derivative(*tensors: torch.Tensor | None) -> None:
             )
 
 
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return float tensors in the dtype that autocast computes attention in where it is on, and as they are where it is not."""
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else None
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in FLOAT_DTYPES else x for x in tensors)
+
+
 def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
     """Require shapes and devices that scaled_dot_product_attention would take, within QFlash's limits.
 
     Raises:
-        ValueError: ranks, devices, heads, tokens or channels do not fit together or exceed a limit.
+        ValueError: devices, batch dimensions, heads, tokens or channels do not fit together or exceed a limit.
     """
     for name, x in (("key", key), ("value", value)):
         if x.device != query.device:
             raise ValueError(f"{name} is on {x.device}, query is on {query.device}; they must agree")
-        if x.dim() != query.dim():
-            raise ValueError(
-                f"{name} must have as many dimensions as query ({query.dim()}), got shape {_shape(x.shape)} "
-                f"for query {_shape(query.shape)}"
-            )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key must have query's head dimension {_size(query.shape[-1])}, got {_size(key.shape[-1])}")
     if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
@@ -95,30 +111,69 @@ def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.
         raise ValueError(
             f"key must have at most {MAX_KEYS} tokens (more could overflow the int32 accumulators), got {_size(key.shape[-2])}"
         )
-    if query.dim() > 2:
-        heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
-        if key_heads != value_heads:
+    if enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3:
+        raise ValueError(f"enable_gqa needs a head dimension in each tensor, got query of shape {_shape(query.shape)}")
+    heads, key_heads, value_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    if key_heads != value_heads and key_heads != 1 and value_heads != 1:
+        raise ValueError(f"key and value must have the same number of heads, got {_size(key_heads)} and {_size(value_heads)}")
+    shared = key_heads if value_heads == 1 else value_heads
+    if shared not in (1, heads) and heads != 1:
+        if not enable_gqa:
             raise ValueError(
-                f"key and value must have the same number of heads, got {_size(key_heads)} and {_size(value_heads)}"
-            )
-        if enable_gqa:
-            if key_heads == 0 or heads % key_heads:
-                raise ValueError(
-                    f"with enable_gqa, query's heads must be a multiple of key's, got {_size(heads)} and {_size(key_heads)}"
-                )
-        elif key_heads != heads:
-            raise ValueError(
-                f"key must have query's {_size(heads)} heads, got {_size(key_heads)}; "
+                f"key must have query's {_size(heads)} heads or 1, got {_size(shared)}; "
                 "for grouped-query attention pass enable_gqa=True"
             )
-    elif enable_gqa:
-        raise ValueError(f"enable_gqa needs a head dimension, got query of shape {_shape(query.shape)}")
+        if shared == 0 or heads % shared:
+            counts = _shape((heads, shared))
+            raise ValueError(f"with enable_gqa, query's heads must be a multiple of key's, got {counts[0]} and {counts[1]}")
     for name, x in (("key", key), ("value", value)):
-        if x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} must have query's batch shape {_shape(query.shape[:-3])}, got {_shape(x.shape[:-3])}")
+        for have, want in zip(reversed(x.shape[:-3]), reversed(query.shape[:-3]), strict=False):
+            if have != want and 1 not in (have, want):
+                raise ValueError(
+                    f"{name}'s batch shape {_shape(x.shape[:-3])} and query's {_shape(query.shape[:-3])} do not broadcast"
+                )
+    for have, want in zip(reversed(value.shape[:-3]), reversed(key.shape[:-3]), strict=False):
+        if have != want and 1 not in (have, want):
+            raise ValueError(
+                f"value's batch shape {_shape(value.shape[:-3])} and key's {_shape(key.shape[:-3])} do not broadcast"
+            )
 
 
-def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+def resolve_causal_bias(
+    attn_mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor | QuantizedTensor, key: torch.Tensor | QuantizedTensor
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask and ``is_causal`` that a bias of ``torch.nn.attention.bias`` stands for; any other mask as it is.
+
+    Raises:
+        ValueError: the bias is for other numbers of queries and keys, or ``is_causal`` is set as well.
+    """
+    if attn_mask is None or type(attn_mask) is torch.Tensor:
+        return attn_mask, is_causal
+    # torch.nn.attention.bias takes seconds to import, and whoever has such a bias has imported it
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is None or not isinstance(attn_mask, bias.CausalBias):
+        return attn_mask, is_causal
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other; a causal bias is one already")
+    queries, keys = query.shape[-2], key.shape[-2]
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (queries, keys):
+        raise ValueError(
+            f"attn_mask must be a causal bias of {_size(queries)} queries and {_size(keys)} keys, "
+            f"got {attn_mask.seq_len_q} and {attn_mask.seq_len_kv}"
+        )
+    if queries == keys or attn_mask.variant == bias.CausalVariant.UPPER_LEFT:
+        return None, True
+    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries), False
+
+
+def check_mask(
+    mask: object,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
     """Require an attention mask that broadcasts to (..., queries, keys), on query's device.
 
     Raises:
@@ -133,7 +188,7 @@ def check_mask(mask: object, query: torch.Tensor, key: torch.Tensor, is_causal: 
     assert isinstance(mask, torch.Tensor)
     if mask.device != query.device:
         raise ValueError(f"attn_mask is on {mask.device}, query is on {query.device}; they must agree")
-    target = (*query.shape[:-1], key.shape[-2])
+    target = broadcast_shape(query, key, value)
     fits = mask.dim() <= len(target) and all(
         have in (1, want) for have, want in zip(reversed(mask.shape), reversed(target), strict=False)
     )
@@ -150,7 +205,7 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+    if not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     # comparisons only, which a number that torch.compile keeps open has as well
     if not 0 < scale < math.inf:
@@ -167,7 +222,7 @@ def check_dropout(dropout_p: object) -> None:
         TypeError: not a number.
         ValueError: another number.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
+    if not _is_number(dropout_p):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if dropout_p != 0:
         raise ValueError(f"dropout_p must be 0, because QFlash is for inference and drops nothing; got {dropout_p}")
@@ -207,7 +262,7 @@ def check_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_dropout(dropout_p)
     check_attention_shapes(query, key, value, enable_gqa)
-    check_mask(attn_mask, query, key, is_causal, (torch.bool, *FLOAT_DTYPES))
+    check_mask(attn_mask, query, key, value, is_causal, (torch.bool, *FLOAT_DTYPES))
     check_no_derivative(query, key, value, attn_mask)
     return resolve_softmax_scale(scale, query.shape[-1])
 
@@ -227,6 +282,8 @@ def reason_for_float(
     It cannot where :func:`qflash.attention` would raise, and where somebody may want a gradient.
     """
     try:
+        attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
+        query, key, value = autocast(query, key, value)
         check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)

@@ -101,6 +101,9 @@ def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, FLOAT_DTYPES, 4)
     check_attention_shapes(query, key, value, False)
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[:2] != query.shape[:2]:
+            raise ValueError(f"{name} must have query's batch and heads {tuple(query.shape[:2])}, got {tuple(x.shape[:2])}")
 
 
 def kernel_missing(query: torch.Tensor, value: torch.Tensor) -> str | None:

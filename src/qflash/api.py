@@ -326,6 +326,7 @@ def int8_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     _check_quantized(query, key, value, enable_gqa)
     check_mask(attn_mask, query.values, key.values, value.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))
+    check_no_derivative(query.scale, key.scale, value.scale, value.offset, attn_mask)
     check_backend(backend)
     choices = resolve_recipe(recipe)
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
@@ -395,10 +396,12 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: ``bias`` is not a float tensor.
+        NotImplementedError: forward mode or ``torch.func`` takes a derivative.
     """
     if has_torch_function((bias,)):
         return handle_torch_function(quantize_bias, (bias,), bias)
     check_tensor("bias", bias, FLOAT_DTYPES, 0)
+    check_no_derivative(bias)
     return torch.ops.qflash.quantize_bias(bias)
 
 

@@ -82,7 +82,7 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"qflash::{_name}", batching.RULES[_name], lib=_LIBRARY)
 
-for _name in ("quantize", "quantize_centered", "quantize_with_scale", "attention"):
+for _name in ("quantize", "quantize_centered", "quantize_with_scale", "int8_attention", "attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
 
 

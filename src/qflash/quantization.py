@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,12 @@ LARGEST_SCALE = 129 * 2.0**114
 """127 of it, and some roundings up, are still a float32; what is larger by itself rounds to 127 as well."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """An int8 tensor and the scale that gives it meaning, ``x ~ values * scale + offset`` (Equation 2).
+
+    As of tensors, ``a == b`` and ``a != b`` compare elements, of what the values stand for, and a hash tells objects apart.
+    ``torch.load`` takes one by its safe default once qflash is imported.
 
     Attributes:
         values: int8, shape (..., tokens, channels).
@@ -124,10 +128,50 @@ class QuantizedTensor:
             return "element"
         return "token" if tokens > 1 else "channel" if channels > 1 else "head"
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False, copy: bool = False) -> QuantizedTensor:
+        """Return it on another device; itself if it is there and ``copy`` is False, as ``torch.Tensor.to`` does.
+
+        Raises:
+            TypeError: asked for a dtype: values are int8 and scales float32.
+        """
+        if isinstance(device, (torch.dtype, torch.Tensor)):
+            raise TypeError(
+                f"to() takes a device, got {_describe(device)}: values stay int8 and scales float32, and "
+                "dequantize().to(dtype) gives a float tensor"
+            )
+        own = self.__dict__
+        moved = {
+            name: x.to(device, non_blocking=non_blocking, copy=copy) if isinstance(x, torch.Tensor) else x
+            for name, x in own.items()
+        }
+        if all(x is own[name] for name, x in moved.items()):
+            return self
+        made = object.__new__(type(self))
+        made.__dict__.update(moved)
+        return made
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(other, torch.eq)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(other, torch.ne)
+
+    __hash__ = object.__hash__
+
+    def _compared(self, other: object, compare: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
+        if isinstance(other, QuantizedTensor):
+            other = other.dequantize()
+        if not isinstance(other, (torch.Tensor, int, float)):
+            return NotImplemented
+        return compare(self.dequantize(), other)
+
     def dequantize(self) -> torch.Tensor:
         """Return ``values * scale + offset`` in float32."""
         x = self.values.to(torch.float32) * self.scale
         return x if self.offset is None else x + self.offset
+
+
+torch.serialization.add_safe_globals([QuantizedTensor])
 
 
 def _describe(x: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 
@@ -246,3 +247,49 @@ def test_aligned_bias_gives_the_same_attention() -> None:
     for backend in ("cpu", "reference"):
         plain, aligned = (qflash.attention(query, key, value, x, backend=backend) for x in (bias, qflash.align_bias(bias)))
         assert same_bits(plain, aligned)
+
+
+def test_equality_is_of_elements() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    one, same = qflash.quantize(x, "token"), qflash.quantize(x, "token")
+    other = qflash.QuantizedTensor(one.values, one.scale * 2)
+    assert (one == same).dtype == torch.bool and (one == same).shape == x.shape and bool((one == same).all())
+    assert not (one != same).any()
+    assert torch.equal(one == other, one.values == 0) and torch.equal(one != other, one.values != 0)
+    assert bool((one == one.dequantize()).all()) and torch.equal(one == 0.0, one.values == 0)
+    assert (one == "x") is False and (one != None) is True  # noqa: E711
+    assert len({one, one, same}) == 2 and one in [one]
+
+
+def test_to_another_device() -> None:
+    x = qflash.quantize(torch.randn(2, 3, 5, 8), "channel", center=True)
+    assert x.to("cpu") is x and x.to(device=torch.device("cpu")) is x
+    copied = x.to("cpu", copy=True)
+    assert copied is not x and copied.values.data_ptr() != x.values.data_ptr() and bool((copied == x).all())
+    moved = x.to("meta")
+    assert moved.offset is not None and moved.offset.is_meta
+    assert moved.values.is_meta and moved.scale.is_meta and moved.granularity == "channel"
+    query = qflash.quantize(torch.randn(2, 3, 5, 8))
+    out = qflash.int8_attention(query, query, x, output_scale=0.25)
+    assert isinstance(out, qflash.QuantizedTensor)
+    number = out.to("meta")
+    assert number.scale.is_meta and number.scale.shape == ()
+    for wrong in (torch.float16, torch.int8, torch.zeros(1)):
+        with pytest.raises(TypeError, match=r"to\(\) takes a device"):
+            x.to(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_saved_and_loaded_by_the_safe_default(center: bool) -> None:
+    x = qflash.quantize(torch.randn(2, 3, 5, 8), "channel", center=center)
+    query = qflash.quantize(torch.randn(2, 3, 5, 8))
+    number = qflash.int8_attention(query, query, x, output_scale=0.25)
+    written = io.BytesIO()
+    torch.save({"x": x, "number": number}, written)
+    written.seek(0)
+    loaded = torch.load(written, weights_only=True)
+    for name, want in (("x", x), ("number", number)):
+        assert isinstance(want, qflash.QuantizedTensor)
+        again = loaded[name]
+        assert torch.equal(again.values, want.values) and torch.equal(again.scale, want.scale)
+        assert (again.offset is None) == (want.offset is None) and bool((again == want).all())

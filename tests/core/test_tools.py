@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import qflash
-from helpers import make_inputs, same_bits
+from helpers import make_inputs, run_compiling, same_bits
 from qflash.integrations.swin_bias import window_bias
 
 pytest.importorskip("timm")
@@ -153,22 +153,54 @@ DERIVATIVES = {
     "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
     "jacfwd": lambda function, x: torch.func.jacfwd(function)(x),
     "jacrev": lambda function, x: torch.func.jacrev(function)(x),
+    "hessian": lambda function, x: torch.func.hessian(lambda y: function(y).sum())(x),
+    "vjp": lambda function, x: torch.func.vjp(function, x),
+    "linearize": lambda function, x: torch.func.linearize(function, x),
     "forward mode": forward_mode,
 }
 
 
 @pytest.mark.parametrize("how", DERIVATIVES)
-@pytest.mark.parametrize("what", ["attention", "mask", "quantize", "model"])
+@pytest.mark.parametrize("what", ["attention", "mask", "quantize", "int8 mask", "bias", "model"])
 def test_derivatives_are_refused(how: str, what: str) -> None:
     query, key, value = make_inputs(1, 2, 5, 7, 16)
     functions: dict[str, tuple[Any, torch.Tensor]] = {
         "attention": (lambda x: qflash.attention(query, x, value), key),
         "mask": (lambda x: qflash.attention(query, key, value, x), torch.randn(5, 7)),
         "quantize": (lambda x: qflash.quantize(x).scale, key),
+        "int8 mask": (lambda x: integer_path(query, key, value, x), torch.randn(5, 7)),
+        "bias": (lambda x: qflash.quantize_bias(x).float(), torch.randn(5, 7)),
         "model": (build("swin"), images(1)),
     }
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="integer attention has no gradient"):
         DERIVATIVES[how](*functions[what])
+
+
+def test_backward_of_an_int8_call_is_refused() -> None:
+    query, key, value = (qflash.quantize(x) for x in make_inputs(1, 2, 5, 7, 16))
+    with torch.enable_grad():
+        mask = torch.randn(5, 7, requires_grad=True)
+        out = qflash.int8_attention(query, key, value, mask, out_dtype=torch.float32)
+        assert isinstance(out, torch.Tensor)
+        with pytest.raises(NotImplementedError, match="integer attention has no gradient"):
+            out.sum().backward()
+
+
+def test_a_saved_program_without_qflash_is_said_to_need_it(tmp_path: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return qflash.attention(x, x, x)
+
+    program = torch.export.export(Model(), (make_inputs(1, 2, 5, 5, 16)[0],))
+    path = tmp_path / "program.pt2"
+    torch.export.save(program, path)
+    load = f"import torch; torch.export.load({str(path)!r})"
+    done = run_compiling("-c", load)
+    assert done.returncode != 0
+    # PyTorch's own words, which we cannot reach before we are imported
+    assert "torch.ops.qflash.attention" in done.stderr and "not registered" in done.stderr
+    done = run_compiling("-c", f"import qflash; {load}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_head_behind_the_attention_has_derivatives() -> None:

@@ -35,7 +35,8 @@ import torch
 MAX_KEYS = 65536
 """Most keys in a row: 255 * 128 * 65536 < 2**31 keeps the int32 accumulators safe."""
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+"""Most channels of a head. The multiplier of a score has 57344 / 512 = 112 steps there, half with a bias."""
 MULTIPLIER_BUDGET = 57344
 MAX_FRACTION_BITS = 24
 """Three bytes: an exponent with as many has its octaves in a byte of their own."""

@@ -47,8 +47,8 @@ BAD_ATTENTION: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "value meta": (ValueError, "value is on meta", {"value": V.to(**META)}),
     "head_dim differs": (ValueError, "key", {"key": ZEROS(2, 4, 6, 9)}),
     "head_dim 0": (ValueError, "head dimension", {"query": ZEROS(2, 4, 5, 0), "key": ZEROS(2, 4, 6, 0)}),
-    "head_dim 257": (ValueError, "head dimension", {"query": ZEROS(2, 4, 5, 257), "key": ZEROS(2, 4, 6, 257)}),
-    "value_dim 257": (ValueError, "value", {"value": ZEROS(2, 4, 6, 257)}),
+    "head_dim 513": (ValueError, "head dimension", {"query": ZEROS(2, 4, 5, 513), "key": ZEROS(2, 4, 6, 513)}),
+    "value_dim 513": (ValueError, "value", {"value": ZEROS(2, 4, 6, 513)}),
     "tokens differ": (ValueError, "value", {"value": ZEROS(2, 4, 7, 8)}),
     "heads differ": (ValueError, "key", {"key": ZEROS(2, 2, 6, 8), "value": ZEROS(2, 2, 6, 8)}),
     "key and value heads": (ValueError, "key and value", {"value": ZEROS(2, 2, 6, 8), "enable_gqa": True}),
@@ -114,10 +114,10 @@ BAD_INT8: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "value int8": (TypeError, "value", {"value": VV.values}),
     "query rank 1": (ValueError, "query", {"query": QuantizedTensor(int8(8), torch.ones(()))}),
     "head_dim": (ValueError, "key", {"key": qflash.quantize(ZEROS(2, 4, 6, 9))}),
-    "head_dim 257": (
+    "head_dim 513": (
         ValueError,
         "head dim",
-        {"query": QuantizedTensor(int8(2, 4, 5, 257), ONE), "key": QuantizedTensor(int8(2, 4, 6, 257), ONE)},
+        {"query": QuantizedTensor(int8(2, 4, 5, 513), ONE), "key": QuantizedTensor(int8(2, 4, 6, 513), ONE)},
     ),
     "too many keys": (
         ValueError,

@@ -18,7 +18,7 @@ from qflash.attention_call import int8_call
 from qflash.kernels.common import fixed_point as integer
 from qflash.recipe import Recipe
 
-HEAD_DIMS = (1, 2, 3, 16, 31, 32, 48, 64, 65, 80, 127, 128, 255, 256)
+HEAD_DIMS = (1, 2, 3, 16, 31, 32, 48, 64, 65, 80, 127, 128, 255, 256, 512)
 LOG2E = math.log2(math.e)
 EXPONENTIALS = [(exponential, bits) for exponential in ("linear", "quadratic") for bits in (7, 8, 15)]
 
@@ -298,7 +298,7 @@ SAFE_RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", SAFE_RECIPES, ids=["linear 7", "quadratic 8", "quadratic 15", "paper"])
-@pytest.mark.parametrize("head_dim", [1, 2, 31, 64, 100, 255, 256])
+@pytest.mark.parametrize("head_dim", [1, 2, 31, 64, 100, 255, 256, 512])
 def test_extreme_inputs_stay_inside_int32(head_dim: int, recipe: Recipe) -> None:
     for query, key, value in (
         ("high", "high", "high"),

@@ -342,8 +342,12 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: 
     block_m = min(64 if queries > 32 else 32 if queries > 16 else 16, most_queries(value_dim))
     hopper = capability[0] == 9
     wide = head_dim > 64 or recipe.probability_bits == 15
+    widest = max(head_dim, value_dim)
     if recipe.normalization == "online":
-        return Tiles(block_m, recipe.key_block, 4, 2)
+        return Tiles(block_m, recipe.key_block, 4, 1 if widest > 256 else 2)
+    if widest > 256:
+        # two stages of keys and values take 64 KiB of shared memory, which every architecture has
+        return Tiles(block_m, 32, 4, 2)
     if hopper and not masked and fits_sm90_resident(shape):
         if row_fits_registers(keys):
             # heads that wide are quantised by eight warps, which have the registers for it
@@ -367,7 +371,7 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: 
         return general
     if not hopper and wide:
         return Tiles(block_m, 64, 8 if block_m == 64 else 4, 2)
-    if max(head_dim, value_dim) > 128 or recipe.probability_bits == 15:
+    if widest > 128 or recipe.probability_bits == 15:
         return Tiles(block_m, 64, 4, 3)
     if masked or not hopper or recipe.key_granularity == "token":
         return Tiles(block_m, 128, 4, 3)

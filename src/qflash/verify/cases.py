@@ -68,6 +68,7 @@ CASES = (
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),
+    Case("vae-512", 4096, 512, batch=1),  # one head of all channels, as in autoencoders of diffusion models
     Case("vit-257-80", 257, 80, batch=128),  # ViT-H: channels in two spans on Hopper
     Case("vit-729-72", 729, 72, batch=256),  # SigLIP, 384 pixels: both, and rows that are read twice
     Case("vit-paper", 197, 64, recipe="paper"),

@@ -452,7 +452,7 @@ def output_factors(
     For int8 outputs (multiplier, shift, rounding) of value scale / output scale; for float outputs (value scale, offset, 0).
     """
     INTEGER: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
-    SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD
+    SPREAD: tl.constexpr = INTEGER and (VALUE_CHANNEL or OUTPUT_CHANNEL) and not GUARD and BLOCK_DV <= 256
     channel = tl.arange(0, BLOCK_DV)[None, :]
     if SPREAD:
         # With enough equal rows the compiler gives a thread one channel or two to compute, instead of many; one row is kept.

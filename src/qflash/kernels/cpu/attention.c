@@ -68,6 +68,7 @@ typedef int16_t left_operand;
 typedef int16_t right_operand;
 #define SHIFTED 0
 #endif
+#define MAX_HEAD_DIM 512
 #define GROUP ((int)(4 / sizeof(left_operand)))
 
 typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -350,7 +351,7 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     for (int64_t start = 0; start < n; start += WIDTH) {
         right_operand *panel = w->key + start * grouped(d);
         int64_t inside = at_most(WIDTH, n - start);
-        right_operand rows[WIDTH * 256];
+        right_operand rows[WIDTH * MAX_HEAD_DIM];
         for (int64_t j = 0; j < WIDTH; j++) {
             const int8_t *from = key + (start + j) * x->k[2];
             right_operand *row = rows + j * grouped(d);

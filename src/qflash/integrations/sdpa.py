@@ -230,7 +230,7 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
     (``need_weights=True``) are a reason to stay in floating point. Of contexts inside one another the inner one decides alone.
 
     A context is for the thread that enters it. :meth:`enable` is for the whole process, all threads; where a context is on, it
-    decides and not the process's choice.
+    decides and not the process's choice, except in code that ``torch.compile`` traces.
 
     The context is its own :class:`report <AttentionReport>`: ``integer``, ``fallbacks``, ``str()``. Entered again it counts on.
 

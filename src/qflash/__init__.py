@@ -13,6 +13,7 @@ __all__ = [
     "Recipe",
     "align_bias",
     "attention",
+    "coverage",
     "float_attention",
     "int8_attention",
     "load_model",
@@ -38,9 +39,9 @@ if TYPE_CHECKING or not _is_command():
     # models pickled earlier ask for their classes by this name
     from . import patching as patching
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias
-    from .integrations.inspection import float_attention
+    from .integrations.inspection import coverage, float_attention
+    from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
-    from .integrations.timm import patch, unpatch
     from .integrations.transformers import register_attention
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
@@ -53,8 +54,7 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api, quantization, recipe
-        from .integrations import inspection, sdpa
-        from .integrations import timm as patching
+        from .integrations import inspection, patching, sdpa
         from .integrations import transformers as hugging_face
         from .network import quantize as network
         from .network import storage

@@ -1,7 +1,7 @@
-"""The same module as :mod:`qflash.integrations.timm`, under the name that pickles of patched models give."""
+"""The same module as :mod:`qflash.integrations.patching`, under the name that pickles of patched models give."""
 
 import sys
 
-from .integrations import timm
+from .integrations import patching
 
-sys.modules[__name__] = timm
+sys.modules[__name__] = patching

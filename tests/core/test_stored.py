@@ -50,11 +50,12 @@ def moved(stored: bytes, now: str, before: str) -> bytes:
 
 
 @torch.no_grad()
-def test_pickles_of_patched_models_load() -> None:
+@pytest.mark.parametrize("name", ["qflash.patching", "qflash.integrations.timm"])
+def test_pickles_of_patched_models_load(name: str) -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
     images = torch.randn(2, 3, 32, 32)
     wanted = qflash.patch(model)(images)
-    stored = moved(pickle.dumps(model, protocol=0), "qflash.integrations.timm", "qflash.patching")
+    stored = moved(pickle.dumps(model, protocol=0), "qflash.integrations.patching", name)
     loaded = pickle.loads(stored)
     assert same_bits(loaded(images), wanted)
     assert qflash.unpatch(loaded) is loaded

@@ -11,7 +11,7 @@ from qflash.bench.workloads import get_workload
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 from qflash.evaluation import digits
-from qflash.integrations import timm as patching
+from qflash.integrations import patching
 
 torch.set_num_threads(2)
 FLOAT_IMAGES, IMAGES = 192, 48

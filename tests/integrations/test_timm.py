@@ -19,7 +19,8 @@ from torch import nn
 
 import qflash
 from qflash.bench.metrics import sqnr
-from qflash.integrations import timm as patching
+from qflash.integrations import adapter, patching
+from qflash.integrations import timm as timm_adapters
 
 timm = pytest.importorskip("timm")
 from timm.models.swin_transformer import SwinTransformer, WindowAttention  # noqa: E402
@@ -216,7 +217,7 @@ def test_swin_mask_is_never_expanded_over_the_batch(monkeypatch: pytest.MonkeyPa
         shapes.add(tuple(mask.shape))
         return qflash.attention(query, key, value, mask, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(patching, "attention", spy)
+    monkeypatch.setattr(adapter, "attention", spy)
     model = qflash.patch(build_swin())
     model(torch.randn(5, 3, 28, 28))
     assert shapes == {(1, 2, 49, 49), (4, 2, 49, 49), (1, 4, 49, 49)}
@@ -230,7 +231,7 @@ def test_swin_bias_has_aligned_rows(monkeypatch: pytest.MonkeyPatch, gradients: 
         steps.add(mask.stride(-2))
         return qflash.attention(query, key, value, mask, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(patching, "attention", spy)
+    monkeypatch.setattr(adapter, "attention", spy)
     model, x = qflash.patch(build_swin()), torch.randn(2, 3, 28, 28)
     with torch.set_grad_enabled(gradients):
         out = model(x)
@@ -245,13 +246,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        real = patching.window_bias
+        real = timm_adapters.window_bias
 
         def counting(*arguments: torch.Tensor | None) -> torch.Tensor:
             self.calls += 1
             return real(*arguments)
 
-        monkeypatch.setattr(patching, "window_bias", counting)
+        monkeypatch.setattr(timm_adapters, "window_bias", counting)
 
     def during(self, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
         """Return what ``call`` returns, and how many biases were worked out meanwhile."""
@@ -574,26 +575,18 @@ def test_a_class_that_was_changed_after_patching_is_not_lost() -> None:
     assert not any(isinstance(module, patching._Patched) for module in qflash.unpatch(model).modules())
 
 
-LEFT = {
-    "vit_base_patch16_siglip_224": ("AttentionPoolLatent: attn_pool$", {"depth": 2, "embed_dim": 64, "num_heads": 2}),
-    "crossvit_tiny_240": (
-        r"CrossAttention: blocks\.0\.fusion\.0\.attn, blocks\.0\.fusion\.1\.attn, blocks\.1\.fusion\.0\.attn and 3 more$",
-        {},
-    ),
-    "csatv2": (r"SpatialTransformerBlock: stages\.0\.0\.attn\.attn, .* and \d+ more$", {}),
-}
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_attention_that_stays_in_floating_point_is_named(name: str) -> None:
-    text, options = LEFT[name]
-    if not timm.is_model(name):
-        pytest.skip(f"this timm has no {name}")
-    model = timm.create_model(name, **options)
-    with pytest.warns(UserWarning, match=rf"^{type(model).__name__} keeps attention in floating point .* know, {text}") as told:
+def test_attention_that_stays_in_floating_point_is_named() -> None:
+    model = timm.create_model("xcit_nano_12_p8_224", img_size=32).eval()
+    before = [type(module) for module in model.modules()]
+    text = r"XCA \(it attends over channels, not tokens\): blocks\.0\.attn, blocks\.1\.attn, blocks\.2\.attn and 9 more"
+    with pytest.raises(ValueError, match=rf"^strict=True, and Xcit has attention that stays in floating point: {text}"):
+        qflash.patch(model, strict=True)
+    assert [type(module) for module in model.modules()] == before
+    with pytest.warns(UserWarning, match=rf"^Xcit keeps attention in floating point: {text}$") as told:
         qflash.patch(model)
     assert len(told) == 1
-    assert not any(patching.is_supported(module) for module in model.modules() if not isinstance(module, patching._Patched))
+    assert set(qflash.float_attention(model).values()) == {"XCA"}
+    assert {layer.kind for layer in qflash.coverage(model).integer} == {"ClassAttn"}
 
 
 class Gated(nn.Module):
@@ -624,8 +617,8 @@ def test_no_warning_where_all_attention_is_patched(case: tuple[nn.Module, torch.
     qflash.patch(Gated(model))
     assert qflash.float_attention(model) == {}
     both = nn.ModuleList([Pooled(model), nn.MultiheadAttention(8, 2)])
-    with pytest.raises(UserWarning, match=r"does not know, Pooled: 0; MultiheadAttention: 1$"):
-        qflash.patch(both)
+    assert {layer.kind for layer in qflash.coverage(both).floating} == {"Pooled", "MultiheadAttention"}
+    assert {layer.route for layer in qflash.coverage(qflash.patch(both)).integer} == {"adapter", "softmax", "sdpa"}
 
 
 class Overridden(Attention):
@@ -640,20 +633,20 @@ class Inherited(Attention):
 
 
 def test_subclasses_only_when_forward_is_inherited() -> None:
-    with pytest.raises(ValueError, match="timm Attention"):
+    with pytest.raises(ValueError, match="Sequential holds no attention that QFlash can replace, neither"):
         qflash.patch(nn.Sequential(Overridden(64)))
     module = qflash.patch(Inherited(64))
     assert isinstance(module, Inherited)
     assert isinstance(pickle.loads(pickle.dumps(module)), patching._Patched)
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     with pytest.raises(TypeError, match="model"):
         qflash.patch("vit")  # type: ignore[type-var]
     with pytest.raises(TypeError, match="model"):
         qflash.unpatch(None)  # type: ignore[type-var]
     plain = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"timm Attention .* WindowAttention"):
+    with pytest.raises(ValueError, match="Linear holds no attention that QFlash can replace, neither"):
         qflash.patch(plain)
     assert qflash.unpatch(plain) is plain
     model = build_vit()
@@ -668,7 +661,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"recipe": "paper"}, {"backend": "reference"}):
         with pytest.raises(ValueError, match="leave them out"):
             qflash.patch(model, attention=qflash.attention, **given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="strict must be True or False"):
+        qflash.patch(model, strict=1)  # type: ignore[arg-type]
     assert not any(isinstance(m, patching._Patched) for m in model.modules())
-    monkeypatch.setattr(patching.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"qflash\[timm\]"):
-        qflash.patch(plain)

@@ -111,9 +111,9 @@ FLOATS: dict[str, tuple[str, dict[str, Any]]] = {
     "LevitModel": ("LevitAttention: .*; LevitAttentionSubsample: ", {}),
     "MobileViTModel": ("MobileViTSelfAttention: ", {}),
     "CvtModel": ("CvtSelfAttention: ", {}),
-    "VitDetModel": (r"VitDetAttention: encoder\.layer\.0\.attention, .* and 9 more$", {}),
+    "VitDetModel": (r"VitDetAttention: encoder\.layer\.0\.attention, .* and 9 more; qflash.patch\(model\) takes it$", {}),
     "TimmWrapperModel": (
-        r"Attention: timm_model\.blocks\.0\.attn, .* and 9 more; qflash.patch\(model\) takes those of timm",
+        r"Attention: timm_model\.blocks\.0\.attn, .* and 9 more; qflash.patch\(model\) takes it$",
         {"architecture": "vit_tiny_patch16_224"},
     ),
     # a head only; a part with a config of its own
@@ -133,8 +133,7 @@ def test_attention_that_does_not_look_the_name_up_is_named(kind: str) -> None:
     if hasattr(model, "set_attn_implementation"):
         with pytest.warns(UserWarning, match=text):
             model.set_attn_implementation("integer")
-    if kind == "TimmWrapperModel":
-        assert not qflash.float_attention(qflash.patch(model))
+    assert not qflash.float_attention(qflash.patch(model, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["Data2VecVisionModel", "SamVisionModel"])

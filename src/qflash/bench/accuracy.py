@@ -102,7 +102,7 @@ def capture(model_name: str, images: torch.Tensor) -> list[Sample]:
         ImportError: timm is not installed.
     """
     from ..evaluation.digits import load_model
-    from ..integrations.timm import patch
+    from ..integrations.patching import patch
 
     found: list[Sample] = []
 

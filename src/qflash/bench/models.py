@@ -24,7 +24,7 @@ from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from ..evaluation import digits
 from ..evaluation.classifiers import DIGITS_MODELS, require_timm, resolve_model_name
-from ..integrations.timm import AttentionFunction, patch
+from ..integrations.patching import AttentionFunction, patch
 from . import console as bench_console
 from . import errors, figures, latency, nvml, records, timers
 from . import methods as bench_methods

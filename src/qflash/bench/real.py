@@ -28,7 +28,7 @@ from ..baselines import METHODS, Method, get_method
 from ..evaluation import probe, real_data, real_text_lines
 from ..evaluation.sentences import PARAGRAPHS, SENTENCES
 from ..evaluation.statistics import bootstrap_difference, mcnemar_exact, wilson_interval
-from ..integrations.timm import patch, unpatch
+from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import console as bench_console
 from . import real_tables, records

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..integrations.timm import patch
+from ..integrations.patching import patch
 from .outcome_store import Outcome
 from .statistics import CONFIDENCE, bootstrap_difference, mcnemar_exact, wilson_interval
 

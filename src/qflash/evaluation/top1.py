@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..baselines import METHODS, get_method
-from ..integrations.timm import patch, unpatch
+from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from ..validation import resolve_device
 from .classifiers import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier

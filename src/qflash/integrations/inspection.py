@@ -1,19 +1,22 @@
-"""Which attention of a model computes in floating point, told by what its code names: :func:`float_attention`.
+"""Which attention of a model runs in integers, and why the rest does not: :func:`coverage`.
 
-Nothing is run. A module counts as attention if its class calls one of PyTorch's attention functions, or a softmax between
+Nothing is run. A module counts as attention if its class calls one of PyTorch's attention functions, or a softmax and two
 matrix products, or a softmax and says in its name what it is. A softmax alone may be a gate, a loss or a classifier's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 _WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -21,6 +24,100 @@ _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _BY_NAME = "ALL_ATTENTION_FUNCTIONS"
 """Where modules of transformers look up the function that their config names."""
+
+_CHANNELS = "it attends over channels, not tokens"
+_LINEAR = "it is linear in the tokens: its softmax is not over the scores of query and key"
+_MIXED = "it mixes heads between the products and the softmax"
+_GATE = "its softmax weighs branches or positions, without query and key"
+NOT_REPLACED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "timm.models.xcit:XCA",
+            "timm.models.edgenext:CrossCovarianceAttn",
+            "timm.models.davit:ChannelAttention",
+            "timm.models.davit:ChannelAttentionV2",
+        ),
+        _CHANNELS,
+    ),
+    **dict.fromkeys(
+        (
+            "timm.layers.lambda_layer:LambdaLayer",
+            "timm.models.coat:FactorAttnConvRelPosEnc",
+            "timm.models.mobilevit:LinearSelfAttention",
+            "timm.models.efficientvim:HSMSSD",
+        ),
+        _LINEAR,
+    ),
+    **dict.fromkeys(("timm.models.volo:OutlookAttention", "timm.layers.selective_kernel:SelectiveKernelAttn"), _GATE),
+    **dict.fromkeys(("timm.models.cait:TalkingHeadAttn", "timm.models.efficientformer_v2:Attention2d"), _MIXED),
+    "timm.models.convit:GPSA": "it adds probabilities of positions to those of query and key",
+    "timm.models.csatv2:SpatialTransformerBlock": "its products run over the images of a batch, with one channel",
+}
+"""Why classes with a softmax or an attention function are not patched, as ``"module:Class"``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One module that attends.
+
+    Attributes:
+        name: dotted name in the model; "" is the model itself.
+        kind: name of its class.
+        route: how its attention comes to run in integers: ``"adapter"`` (its forward was written anew), ``"sdpa"`` (its calls
+            of scaled_dot_product_attention are answered), ``"softmax"`` (products and softmax that it spells out are put
+            together), ``"transformers"`` (:func:`qflash.register_attention`); None if it does not.
+        reason: why it stays in floating point, or some of its calls did; None if none is known.
+        integer_calls: calls in integers by a patched module that is not an adapter's, outside ``torch.compile``.
+        float_calls: calls of the same in floating point.
+    """
+
+    name: str
+    kind: str
+    route: str | None
+    reason: str | None = None
+    integer_calls: int = 0
+    float_calls: int = 0
+
+    @property
+    def is_integer(self) -> bool:
+        """Tell whether all that is known of it runs in integers."""
+        return self.route is not None and self.reason is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """The layers of a model that attend; ``str()`` is a table of them.
+
+    Attributes:
+        layers: in the order of ``named_modules``.
+    """
+
+    layers: tuple[Layer, ...]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def integer(self) -> tuple[Layer, ...]:
+        """Layers in integers."""
+        return tuple(layer for layer in self.layers if layer.is_integer)
+
+    @property
+    def floating(self) -> tuple[Layer, ...]:
+        """Layers that stay in floating point, or some of whose calls did."""
+        return tuple(layer for layer in self.layers if not layer.is_integer)
+
+    def __str__(self) -> str:
+        head = f"{len(self.integer)} of {len(self)} attention layers in integers"
+        if not self.layers:
+            return "no attention found"
+        rows = [(layer.name or "(the model)", layer.kind, layer.route or "float", layer.reason or "") for layer in self.layers]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        return "\n".join([head, *(line.rstrip() for line in lines)])
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -30,25 +127,38 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _has_products(code: types.CodeType) -> bool:
-    """Tell whether a softmax stands beside two matrix products or more."""
+def _count_products(code: types.CodeType) -> int:
     used = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
     # before Python 3.11 the operator has an instruction of its own
-    products = sum(name in _PRODUCTS or text == "@" or kind == "BINARY_MATRIX_MULTIPLY" for kind, name, text in used)
-    return products > 1 and any(name in _SOFTMAX for name in code.co_names)
+    return sum(name in _PRODUCTS or text == "@" or kind == "BINARY_MATRIX_MULTIPLY" for kind, name, text in used)
+
+
+def _goes_on(method: Any) -> bool:
+    """Tell whether a method may call the one that it overrides."""
+    code = getattr(inspect.unwrap(method) if callable(method) else method, "__code__", None)
+    return code is None or "__class__" in code.co_freevars or "forward" in code.co_names
 
 
 @functools.cache
 def _names_used(module_class: Any) -> frozenset[str]:
     """Return the names that a class's methods look up, and the functions of the same file that they call.
 
-    Among them is ``@softmax@`` if that is between matrix products.
+    Among them is ``@softmax@`` if there are two products or more, in one function with a softmax or in several methods of a
+    class whose softmax is in a method with one of the products.
     """
     used: set[str] = set()
+    overridden: set[str] = set()
     for parent in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:
         seen: set[Any] = set()
+        products, beside = 0, False
         # what static methods, class methods and properties hold, too
-        waiting = [getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(parent).values()]
+        own = {
+            name: getattr(each, "__func__", getattr(each, "fget", each))
+            for name, each in vars(parent).items()
+            if name not in overridden
+        }
+        overridden |= {name for name, each in own.items() if not _goes_on(each)}
+        waiting = list(own.values())
         while waiting:
             function = inspect.unwrap(waiting.pop())
             if not isinstance(function, types.FunctionType) or function in seen:
@@ -56,19 +166,30 @@ def _names_used(module_class: Any) -> frozenset[str]:
             seen.add(function)
             found = set(_names(function.__code__))
             used |= found
-            if _has_products(function.__code__):
-                used.add("@softmax@")
+            here = _count_products(function.__code__)
+            products += here
+            beside |= here > 0 and bool(_SOFTMAX & set(function.__code__.co_names))
             called = (function.__globals__.get(name) for name in found)
             waiting += [each for each in called if getattr(each, "__module__", None) == function.__module__]
+        if products > 1 and beside:
+            used.add("@softmax@")
     return frozenset(used)
 
 
-def _attends(module: nn.Module) -> bool:
-    kind: Any = type(module)
+def attends(module: nn.Module) -> bool:
+    """Tell whether a module counts as attention."""
+    kind: Any = getattr(type(module), "_qflash_base", type(module))
     used = _names_used(kind)
     if isinstance(module, nn.MultiheadAttention) or used & {"@softmax@", *_WHOLE}:
         return True
     return bool(used & _SOFTMAX) and any(part in kind.__name__.lower() for part in ("attention", "attn"))
+
+
+def route_of(module_class: Any) -> str:
+    """Return by which of its calls a class attends: ``"sdpa"`` or ``"softmax"``."""
+    used = _names_used(module_class)
+    by_torch = issubclass(module_class, nn.MultiheadAttention) or used & {*_WHOLE, _BY_NAME}
+    return "sdpa" if by_torch else "softmax"
 
 
 def goes_by_name(name: object) -> bool:
@@ -77,11 +198,72 @@ def goes_by_name(name: object) -> bool:
     return isinstance(name, str) and getattr(table.get(name), "__module__", None) == "qflash.integrations.transformers"
 
 
-def float_attention(model: nn.Module) -> dict[str, str]:
-    """Find the attention modules of a model that compute in floating point.
+def _name_looked_up(module: nn.Module) -> str | None:
+    """Return the name that a module of transformers looks its attention up by; None if it looks none up."""
+    kind: Any = type(module)
+    if _BY_NAME not in _names_used(kind):
+        return None
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
-    What is patched does not, nor what looks a registered function up. The rest is told by its code, which is not run: of
-    a class that attends in an unusual way nothing may be known.
+
+def why_float(module: nn.Module) -> str | None:
+    """Return why :func:`qflash.patch` leaves a module that attends as it is; None if it does not."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript module, whose calls cannot be answered"
+    for kind in type(module).__mro__:
+        reason = NOT_REPLACED.get(f"{kind.__module__}:{kind.__name__}")
+        if reason is not None:
+            return reason
+    name = _name_looked_up(module)
+    if goes_by_name(name):
+        return f"attn_implementation={name!r} attends in integers already"
+    if name not in (None, "eager", "sdpa"):
+        return f"attn_implementation={name!r} calls a kernel of its own; choose 'sdpa' or 'eager'"
+    return None
+
+
+def _layer(name: str, module: Any) -> Layer:
+    kind: Any = type(module)
+    base = getattr(kind, "_qflash_base", None)
+    if base is None:
+        if goes_by_name(_name_looked_up(module)):
+            return Layer(name, kind.__name__, "transformers")
+        return Layer(name, kind.__name__, None, why_float(module) or "qflash.patch has not been called")
+    calls: Counter[str | None] = module._qflash_calls
+    reasons = [reason for reason, _ in calls.most_common() if reason is not None]
+    floats = sum(calls[reason] for reason in reasons)
+    return Layer(name, base.__name__, kind._qflash_route, "; ".join(reasons) or None, calls[None], floats)
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """List the attention of a model: which layers run in integers and by which route, and why the others do not.
+
+    The model is not run. What a patched module met in calls made so far counts: a layer with a call that did not qualify
+    stays in floating point, with that call's reason. What is not patched is told by its code: of a class that attends in an
+    unusual way nothing may be known.
+
+    Args:
+        model: any module.
+
+    Returns:
+        the layers; ``print`` shows a table.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+
+    Example::
+
+        qflash.patch(model)
+        model(images)
+        print(qflash.coverage(model))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return Coverage(tuple(_layer(name, module) for name, module in model.named_modules() if attends(module)))
+
+
+def float_attention(model: nn.Module) -> dict[str, str]:
+    """Name the layers of :func:`coverage` that stay in floating point.
 
     Args:
         model: any module.
@@ -92,19 +274,7 @@ def float_attention(model: nn.Module) -> dict[str, str]:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found: dict[str, str] = {}
-    for name, module in model.named_modules():
-        kind: Any = type(module)
-        if hasattr(kind, "_qflash_base") or not _attends(module):
-            continue
-        if _BY_NAME in _names_used(kind) and goes_by_name(
-            getattr(getattr(module, "config", None), "_attn_implementation", None)
-        ):
-            continue
-        found[name] = kind.__name__
-    return found
+    return {layer.name: layer.kind for layer in coverage(model).floating}
 
 
 def listed(names: list[str], most: int = 4) -> str:
@@ -113,9 +283,9 @@ def listed(names: list[str], most: int = 4) -> str:
     return shown + f" and {len(names) - most} more" * (len(names) > most)
 
 
-def described(modules: dict[str, str]) -> str:
-    """Name modules with their classes, the first few of each class."""
-    kinds: dict[str, list[str]] = {}
-    for name, kind in modules.items():
-        kinds.setdefault(kind, []).append(name)
-    return "; ".join(f"{kind}: {listed(names, 3)}" for kind, names in kinds.items())
+def described(layers: Iterable[Layer]) -> str:
+    """Name layers with their classes and reasons, the first few of each class."""
+    kinds: dict[tuple[str, str | None], list[str]] = {}
+    for layer in layers:
+        kinds.setdefault((layer.kind, layer.reason), []).append(layer.name)
+    return "; ".join(f"{kind}{f' ({reason})' if reason else ''}: {listed(names, 3)}" for (kind, reason), names in kinds.items())

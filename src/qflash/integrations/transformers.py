@@ -8,6 +8,7 @@ else goes by that table only need the name.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -21,8 +22,8 @@ from torch import nn
 from ..api import attention, causal_mask
 from ..recipe import Recipe, resolve_recipe
 from ..validation import check_backend
-from . import timm as patching
-from .inspection import described, float_attention, goes_by_name
+from . import patching
+from .inspection import coverage, described, goes_by_name
 
 _OTHERS = ("eager", "sdpa", "flex_attention")
 """Names that transformers has given itself, besides those with "flash" in them."""
@@ -125,15 +126,16 @@ def _warn_of_floats(model: Any, requested: object = None) -> None:
             elif any(config is each for each in configs):
                 asked[place] = None
             # else a part with a config of its own, which was not told what the model was
-    left = {place: kind for place, kind in float_attention(model).items() if asked[place] is not None}
+    left = [layer for layer in coverage(model).floating if asked[layer.name] is not None]
     if requested is None:
-        left = {place: kind for place, kind in left.items() if modules[place] not in _warned}
-        _warned.update(modules[place] for place in left)
+        left = [layer for layer in left if modules[layer.name] not in _warned]
+        _warned.update(modules[layer.name] for layer in left)
     if left:
-        more = "; qflash.patch(model) takes those of timm" * any(patching.is_supported(modules[place]) for place in left)
+        more = "; qflash.patch(model) takes it" * all(patching.is_supported(modules[layer.name]) for layer in left)
+        shown = [dataclasses.replace(layer, reason=None) for layer in left]
         warnings.warn(
-            f"attn_implementation={asked[next(iter(left))]!r}: {type(model).__name__} keeps attention in floating point that "
-            f"does not look this name up, {described(left)}{more}",
+            f"attn_implementation={asked[left[0].name]!r}: {type(model).__name__} keeps attention in floating point that "
+            f"does not look this name up, {described(shown)}{more}",
             stacklevel=4,
         )
 
@@ -172,8 +174,8 @@ def register_attention(name: str = "integer", recipe: Recipe | str | None = None
     replaces recipe and back end, for models that have it, too.
 
     Some models do not look the name up, wholly or in part, and transformers does not say so. From now on a model that is made
-    with such a name, or told it, warns of attention that stays in floating point (:func:`qflash.float_attention`), and is
-    refused with a ValueError where it could not be made.
+    with such a name, or told it, warns of attention that stays in floating point (:func:`qflash.coverage`), which
+    :func:`qflash.patch` may take, and is refused with a ValueError where it could not be made.
 
     Args:
         name: what the implementation is to be called; several recipes need several names. Not with "flash" in it, which

@@ -27,8 +27,8 @@ from ..backends import resolve_backend
 from ..bench.metrics import mse, sqnr
 from ..bench.workloads import WORKLOADS, Workload, paper_inputs
 from ..evaluation.digits import MODELS, load_digits_split, load_model, predict_logits
-from ..integrations import timm as patching
-from ..integrations.timm import patch, unpatch
+from ..integrations import patching
+from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import html as page
 

@@ -1,0 +1,335 @@
+"""Build model families of timm, torchvision and transformers with random weights, patch them and record how each attends.
+
+``python scripts/survey_models.py [--only LIBRARY] [--fresh] [NAME ...]``; names limit the models to those that contain one of
+them. Results go to ``benchmarks/results/model_survey.json`` as they come: a run that was broken off goes on where it was.
+``python scripts/survey_models.py --table`` writes the tables of docs/models.md from that file.
+
+timm: every registered architecture is built without memory for weights (PyTorch's meta device), and its classes of attention
+are looked up. Of the architectures that have the same classes the smallest is built with random weights and run. transformers:
+every model with a small number of layers is run on the meta device, patched and by name; families of ``SMALL`` are run
+with random weights.
+
+A layer is in floating point silently if a softmax or an attention function of PyTorch runs in it, and ``qflash.coverage``
+does not say so. The exit status is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import qflash
+from qflash.integrations import adapter
+from qflash.integrations.inspection import attends
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "model_survey.json"
+
+
+class FloatAttention(TorchFunctionMode):
+    """Notes from which modules a softmax or one of PyTorch's attention functions is called."""
+
+    def __init__(self) -> None:
+        self.callers: dict[int, nn.Module] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("softmax", "scaled_dot_product_attention") and not Recorder.busy:
+            module = self._caller()
+            if module is not None:
+                self.callers[id(module)] = module
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _caller() -> nn.Module | None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_locals.get("self", frame.f_locals.get("module"))
+            if isinstance(module, nn.Module) and not isinstance(module, nn.Softmax):
+                return module
+            frame = frame.f_back
+        return None
+
+
+class Recorder:
+    """Stands for qflash.attention and notes the SQNR of each call against float64 attention."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.sqnr: list[float] = []
+
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+        Recorder.busy = True
+        try:
+            return self.measure(*args, **options)
+        finally:
+            Recorder.busy = False
+
+    def measure(self, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+        out = qflash.attention(query, key, value, attn_mask, **options)
+        if query.is_meta:
+            return out
+        wide = [x.double() for x in (query, key, value)]
+        mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.double()
+        kept = {name: options[name] for name in ("is_causal", "scale", "enable_gqa") if name in options}
+        exact = nn.functional.scaled_dot_product_attention(*wide, mask, **kept)
+        # a row with no key is zero here and NaN there
+        exact = exact.nan_to_num()
+        noise = (exact - out.double()).square().sum()
+        if noise > 0 and exact.square().sum() > 0:
+            self.sqnr.append(10 * math.log10(exact.square().sum() / noise))
+        return out
+
+
+def tensors_of(out: Any) -> Iterator[torch.Tensor]:
+    """Return the float tensors in an output."""
+    if isinstance(out, torch.Tensor):
+        if out.dtype.is_floating_point:
+            yield out
+    elif isinstance(out, dict):
+        for each in out.values():
+            yield from tensors_of(each)
+    elif isinstance(out, (tuple, list)):
+        for each in out:
+            yield from tensors_of(each)
+
+
+def output_sqnr(exact: Any, got: Any) -> float | None:
+    """Return the SQNR of a model's first output in decibels."""
+    a, b = next(tensors_of(exact), None), next(tensors_of(got), None)
+    if a is None or b is None or a.shape != b.shape:
+        return None
+    a, b = a.double(), b.double()
+    noise, signal = (a - b).square().sum().item(), a.square().sum().item()
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else None
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Draw weights anew that an initialisation leaves at zero or too small to tell whether they have an effect."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if not parameter.dtype.is_floating_point:
+            continue
+        if parameter.dim() > 1 and parameter.abs().max() == 0:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        if "bias_table" in name or "attention_biases" in name:
+            parameter.normal_(0.0, 0.5, generator=generator)
+        elif parameter.numel() == max(parameter.shape, default=1) and parameter.abs().max() < 1e-3:
+            # scales of norms and layers, and biases, of which many begin at 0 or 1e-6
+            parameter.normal_(0.5 if name.endswith(("weight", "gamma")) else 0.0, 0.1, generator=generator)
+
+
+def run_patched(model: nn.Module, call: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Run a model in floating point and patched; returns the layers, both outputs' SQNR and what was silent."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exact = call(model)
+        recorder = Recorder()
+        try:
+            qflash.patch(model)
+        except ValueError as error:
+            return {"layers": [], "error": str(error)[:300]}
+        with mock.patch.object(adapter, "attention", recorder), FloatAttention() as seen:
+            got = call(model)
+    report = qflash.coverage(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    named = {layer.name for layer in report.floating}
+    silent = sorted(
+        {type(module).__name__ for key, module in seen.callers.items() if names.get(key) not in named and is_silent(module)}
+    )
+    layers: dict[str, dict[str, Any]] = {}
+    for layer in report:
+        module = dict(model.named_modules())[layer.name]
+        base = getattr(type(module), "_qflash_base", type(module))
+        key = f"{base.__module__}:{base.__name__}"
+        entry = layers.setdefault(key, {"layers": 0, "integer": 0, "route": layer.route, "reasons": []})
+        entry["layers"] += 1
+        entry["integer"] += layer.is_integer
+        if layer.reason and layer.reason not in entry["reasons"]:
+            entry["reasons"].append(layer.reason)
+    finite = recorder.sqnr
+    return {
+        "layers": layers,
+        "calls": len(finite),
+        "attention_sqnr": round(sum(finite) / len(finite), 1) if finite else None,
+        "least_sqnr": round(min(finite), 1) if finite else None,
+        "output_sqnr": None if (value := output_sqnr(exact, got)) is None else round(value, 1),
+        "silent": silent,
+    }
+
+
+NO_ATTENTION = {
+    "EfficientLoFTRForKeypointMatching": "confidences of pairs of points",
+    "LogBinomialSoftmax": "bins of depth",
+    "MgpstrA3Module": "weights of characters, without queries",
+    "Sam2MultiScaleAttention": "weights besides those of the function it looks up, which are thrown away",
+    "SuperPointInterestPointDecoder": "scores of points",
+}
+"""Modules with a softmax that is none of an attention, as read in their source."""
+
+
+def is_silent(module: nn.Module) -> bool:
+    """Tell whether a softmax in a module is one of an attention that nobody names."""
+    base = getattr(type(module), "_qflash_base", type(module))
+    return base.__name__ not in NO_ATTENTION
+
+
+@contextmanager
+def without_initialisation() -> Iterator[None]:
+    """Leave weights as they are: on the meta device there are none."""
+    names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    with torch.device("meta"):
+        patches = [mock.patch.object(nn.init, name, lambda tensor, *_, **__: tensor) for name in names]
+        for each in patches:
+            each.start()
+        try:
+            yield
+        finally:
+            for each in patches:
+                each.stop()
+
+
+class Store:
+    """The results, written as they come."""
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {} if fresh or not path.exists() else json.loads(path.read_text())
+        self.changes = 0
+
+    def section(self, name: str) -> dict[str, Any]:
+        return self.data.setdefault(name, {})
+
+    def put(self, section: str, key: str, value: Any) -> None:
+        self.section(section)[key] = value
+        self.changes += 1
+        if self.changes % 20 == 0:
+            self.write()
+
+    def write(self) -> None:
+        for name, each in self.data.items():
+            if isinstance(each, dict):
+                self.data[name] = dict(sorted(each.items()))
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def bar(what: str, names: list[str]) -> Iterator[str]:
+    """Go through names with a progress bar on standard error."""
+    from rich.console import Console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=len(names))
+        for name in names:
+            progress.update(task, description=f"{what}: {name[:50]}")
+            yield name
+            progress.advance(task)
+
+
+# --- timm
+
+
+def timm_classes(names: list[str], store: Store) -> None:
+    """Look up the classes of attention of every architecture."""
+    import timm
+
+    known = store.section("timm_architectures")
+    for name in bar("timm, on the meta device", [name for name in names if name not in known]):
+        try:
+            with without_initialisation():
+                model = timm.create_model(name)
+        except Exception as error:
+            store.put("timm_architectures", name, {"error": f"{type(error).__name__}: {error}"[:200]})
+            continue
+        classes = sorted({f"{type(each).__module__}:{type(each).__name__}" for each in model.modules() if attends(each)})
+        size = sum(parameter.numel() for parameter in model.parameters())
+        store.put("timm_architectures", name, {"parameters": size, "classes": classes})
+
+
+SIZES = (64, 96, 112, 128, 192, 224, 256, 288, 384, 512)
+
+
+def make_timm(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """Build an architecture with random weights and an input, as small as it allows."""
+    import timm
+
+    torch.manual_seed(0)
+    first: Exception | None = None
+    usual = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    side = (usual.input_size if usual is not None else (3, 224, 224))[-1]
+    for size in [*[each for each in SIZES if each < side], None]:
+        try:
+            model = timm.create_model(name, **({} if size is None else {"img_size": size})).eval()
+            randomise(model)
+            x = torch.randn(1, 3, size or side, size or side)
+            with torch.no_grad():
+                model(x)
+            return model, x
+        except Exception as error:
+            first = first or error
+            continue
+    assert first is not None
+    raise first
+
+
+def survey_timm(names: list[str], store: Store) -> None:
+    import timm
+
+    store.data["timm"] = timm.__version__
+    timm_classes(names, store)
+    store.write()
+    smallest: dict[tuple[str, ...], tuple[int, str]] = {}
+    for name, entry in store.section("timm_architectures").items():
+        if entry.get("classes"):
+            key = tuple(entry["classes"])
+            smallest[key] = min(smallest.get(key, (1 << 62, "")), (entry["parameters"], name))
+    done = store.section("timm_runs")
+    for name in bar("timm, run", [name for _, name in sorted(smallest.values()) if name in names and name not in done]):
+        try:
+            model, x = make_timm(name)
+            result = run_patched(model, lambda model, x=x: model(x))
+            result["input"] = list(x.shape)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:300]}
+        store.put("timm_runs", name, result)
+        print(name, json.dumps(result), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of names")
+    parser.add_argument("--only", choices=("timm", "torchvision", "transformers"), action="append")
+    parser.add_argument("--fresh", action="store_true", help="forget what was recorded")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    store = Store(given.output, given.fresh)
+    chosen = given.only or ["timm", "torchvision", "transformers"]
+    if "timm" in chosen:
+        import timm
+
+        survey_timm(
+            [name for name in timm.list_models() if not given.names or any(part in name for part in given.names)], store
+        )
+    store.write()
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(sys.argv[1:]))

@@ -124,7 +124,7 @@ def randomise(model: nn.Module) -> None:
     """Draw weights anew that an initialisation leaves at zero or too small to tell whether they have an effect."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if not parameter.dtype.is_floating_point:
+        if not parameter.dtype.is_floating_point or parameter.numel() == 0:
             continue
         if parameter.dim() > 1 and parameter.abs().max() == 0:
             parameter.normal_(0.0, 0.02, generator=generator)
@@ -152,6 +152,7 @@ def run_patched(model: nn.Module, call: Callable[[nn.Module], Any]) -> dict[str,
     named = {layer.name for layer in report.floating}
     silent = sorted(
         {type(module).__name__ for key, module in seen.callers.items() if names.get(key) not in named and is_silent(module)}
+        - {f"QFlash{layer.kind}" for layer in report if layer.forms_weights}
     )
     layers: dict[str, dict[str, Any]] = {}
     for layer in report:
@@ -308,7 +309,207 @@ def survey_timm(names: list[str], store: Store) -> None:
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
         store.put("timm_runs", name, result)
-        print(name, json.dumps(result), flush=True)
+
+
+# --- torchvision
+
+TORCHVISION: dict[str, tuple[dict[str, Any], int]] = {
+    "vit_b_16": ({"image_size": 64}, 64),
+    "swin_t": ({}, 64),
+    "swin_v2_t": ({}, 64),
+    "maxvit_t": ({}, 224),
+}
+"""Builders and sides of images; other architectures of torchvision's classification have no attention."""
+
+
+def survey_torchvision(names: list[str], store: Store) -> None:
+    import torchvision
+
+    store.data["torchvision"] = torchvision.__version__
+    done = store.section("torchvision_runs")
+    for name in bar("torchvision", [name for name in TORCHVISION if name not in done and is_chosen(name, names)]):
+        options, side = TORCHVISION[name]
+        torch.manual_seed(0)
+        model = torchvision.models.get_model(name, **options).eval()
+        randomise(model)
+        x = torch.randn(1, 3, side, side)
+        store.put("torchvision_runs", name, run_patched(model, lambda model, x=x: model(x)))
+
+
+# --- transformers
+
+WIDTH = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+IMAGES = {**WIDTH, "image_size": 32, "patch_size": 8}
+WINDOWS = {"image_size": 28, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7}
+AUDIO = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SMALL: dict[str, dict[str, Any]] = {
+    "ViTModel": IMAGES,
+    "DeiTModel": IMAGES,
+    "BeitModel": {**IMAGES, "use_relative_position_bias": True},
+    "Data2VecVisionModel": {**IMAGES, "use_relative_position_bias": True},
+    "CLIPVisionModel": IMAGES,
+    "SiglipVisionModel": IMAGES,
+    "Dinov2Model": IMAGES,
+    "DINOv3ViTModel": IMAGES,
+    "IJepaModel": IMAGES,
+    "ViTMAEModel": IMAGES,
+    "YolosModel": {**IMAGES, "image_size": [32, 32], "num_detection_tokens": 4},
+    "SwinModel": WINDOWS,
+    "Swinv2Model": WINDOWS,
+    "DonutSwinModel": WINDOWS,
+    "MaskFormerSwinModel": WINDOWS,
+    "PvtModel": {"image_size": 64, "hidden_sizes": [16, 32, 40, 64], "depths": [1, 1, 1, 1]},
+    "PvtV2Model": {"image_size": 64, "hidden_sizes": [16, 32, 40, 64], "depths": [1, 1, 1, 1]},
+    "LevitModel": {"image_size": 64},
+    "MobileViTModel": {"image_size": 64},
+    "CvtModel": {},
+    "SegformerModel": {},
+    "GLPNModel": {},
+    "VitDetModel": {**IMAGES, "use_relative_position_embeddings": True, "pretrain_image_size": 32},
+    "SamVisionModel": {**IMAGES, "initializer_range": 0.02, "global_attn_indexes": [1], "window_size": 2, "output_channels": 16},
+    "HieraModel": {"image_size": [64, 64], "embed_dim": 24, "depths": [1, 1, 2, 1]},
+    "BertModel": {**WIDTH, "vocab_size": 50},
+    "RobertaModel": {**WIDTH, "vocab_size": 50},
+    "DistilBertModel": {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 96, "vocab_size": 50},
+    "ModernBertModel": {**WIDTH, "vocab_size": 50, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
+    "DebertaV2Model": {**WIDTH, "vocab_size": 50},
+    "GPT2Model": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50},
+    "LlamaModel": {**WIDTH, "num_key_value_heads": 1, "vocab_size": 50, "pad_token_id": 0},
+    "MistralModel": {**WIDTH, "num_key_value_heads": 1, "vocab_size": 50, "pad_token_id": 0},
+    "Qwen3Model": {**WIDTH, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "pad_token_id": 0},
+    "Gemma2Model": {**WIDTH, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 50, "pad_token_id": 0},
+    "T5EncoderModel": {"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2, "vocab_size": 50},
+    "Wav2Vec2Model": {**WIDTH, "conv_dim": [32] * 7, "num_conv_pos_embeddings": 16},
+    "HubertModel": {**WIDTH, "conv_dim": [32] * 7, "num_conv_pos_embeddings": 16},
+    "ASTModel": {**WIDTH, "patch_size": 8, "max_length": 64, "num_mel_bins": 32},
+    "WhisperModel": {**AUDIO, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "num_mel_bins": 16, "max_source_positions": 50},
+}
+"""Families that are run with random weights, and what makes them small."""
+
+
+def inputs_of(model: Any, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "pixel_values":
+        side = settings.get("image_size", 64)
+        side = side[0] if isinstance(side, list) else side
+        return {"pixel_values": torch.randn(2, 3, side, side, generator=generator)}
+    if model.main_input_name == "input_features":
+        tokens = torch.randint(3, 40, (2, 5), generator=generator)
+        return {"input_features": torch.randn(2, 16, 100, generator=generator), "decoder_input_ids": tokens}
+    if model.main_input_name == "input_values":
+        shape = (2, settings["max_length"], settings["num_mel_bins"]) if "max_length" in settings else (2, 8000)
+        return {"input_values": torch.randn(*shape, generator=generator)}
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, 18:] = 0
+    return {"input_ids": torch.randint(3, 50, (2, 24), generator=generator), "attention_mask": mask}
+
+
+def by_name(name: str, settings: dict[str, Any], given: dict[str, torch.Tensor]) -> str:
+    """Return what attn_implementation="integer" does with a family."""
+    import transformers
+
+    model_class = getattr(transformers, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = model_class._from_config(model_class.config_class(**settings), attn_implementation="integer").eval()
+            with torch.no_grad(), FloatAttention() as seen:
+                model(**given)
+        except ValueError:
+            return "refused"
+    report = qflash.coverage(model)
+    named = {layer.kind for layer in report.floating}
+    silent = {type(each).__name__ for each in seen.callers.values() if is_silent(each)} - named
+    if silent:
+        return f"silent: {sorted(silent)}"
+    return "yes" if not named else "warns" if len(report.floating) == len(report) else "in part, warns"
+
+
+def list_vision_models() -> list[str]:
+    """Return the names of all classes that take pixels first, as transformers' automatic classes choose them."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names: dict[str, None] = {}
+    for table, classes in vars(modeling_auto).items():
+        if table.startswith("MODEL_") and table.endswith("_MAPPING_NAMES"):
+            for each in classes.values():
+                names |= dict.fromkeys(each if isinstance(each, (tuple, list)) else (each,))
+    found = []
+    for name in names:
+        try:
+            if getattr(transformers, name).main_input_name == "pixel_values":
+                found.append(name)
+        except (AttributeError, ImportError):  # of other libraries that are not installed
+            continue
+    return sorted(found)
+
+
+def run_meta(name: str) -> dict[str, Any]:
+    """Build a model from its usual config on the meta device, patch it and run it on an image, a pair or a video."""
+    import transformers
+
+    model_class = getattr(transformers, name)
+    options = {"architecture": "vit_tiny_patch16_224"} if name.startswith("TimmWrapper") else {}
+    with without_initialisation(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model_class._from_config(model_class.config_class(**options)).eval()
+    config = model.config
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None) or 224
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = size[-2:] if isinstance(size, (tuple, list)) else (size, size)
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
+    result: dict[str, Any] = {}
+    for lead in ((1,), (1, 2), (1, getattr(config, "num_frames", None) or 16)):
+        pixels = torch.zeros(*lead, channels, height, width, device="meta")
+        try:
+            with torch.device("meta"):
+                return run_patched(model, lambda model, pixels=pixels: model(pixel_values=pixels))
+        except Exception as error:
+            result = result or {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
+    return result
+
+
+def survey_transformers(names: list[str], store: Store) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    store.data["transformers"] = transformers.__version__
+    qflash.register_attention()
+    done = store.section("transformers_runs")
+    for name in bar("transformers", [name for name in SMALL if name not in done and is_chosen(name, names)]):
+        model_class = getattr(transformers, name, None)
+        if model_class is None:
+            continue
+        try:
+            torch.manual_seed(0)
+            model = model_class(model_class.config_class(**SMALL[name])).eval()
+            randomise(model)
+            given = inputs_of(model, SMALL[name])
+
+            def call(model: nn.Module, given: dict[str, torch.Tensor] = given) -> Any:
+                torch.manual_seed(0)
+                return model(**given)
+
+            result = run_patched(model, call)
+            result["by_name"] = by_name(name, SMALL[name], given)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:300]}
+        store.put("transformers_runs", name, result)
+    done = store.section("transformers_meta")
+    for name in bar("transformers, on the meta device", list_vision_models()):
+        if name in done or not is_chosen(name, names):
+            continue
+        try:
+            result = run_meta(name)
+        except Exception as error:
+            result = {"error": f"not built: {type(error).__name__}: {error}".partition("\n")[0][:100]}
+        store.put("transformers_meta", name, result)
+
+
+def is_chosen(name: str, parts: list[str]) -> bool:
+    return not parts or any(part in name for part in parts)
 
 
 def main(arguments: list[str]) -> int:
@@ -323,11 +524,20 @@ def main(arguments: list[str]) -> int:
     if "timm" in chosen:
         import timm
 
-        survey_timm(
-            [name for name in timm.list_models() if not given.names or any(part in name for part in given.names)], store
-        )
+        survey_timm([name for name in timm.list_models() if is_chosen(name, given.names)], store)
+    if "torchvision" in chosen:
+        survey_torchvision(given.names, store)
+    if "transformers" in chosen:
+        survey_transformers(given.names, store)
     store.write()
-    return 0
+    silent = [
+        name
+        for section in ("timm_runs", "torchvision_runs", "transformers_runs", "transformers_meta")
+        for name, entry in store.section(section).items()
+        if entry.get("silent") or "silent" in entry.get("by_name", "")
+    ]
+    print(f"{len(silent)} models with attention in floating point that is not named{': ' * bool(silent)}{', '.join(silent)}")
+    return bool(silent)
 
 
 if __name__ == "__main__":

@@ -276,9 +276,12 @@ def is_deferred(args: Any) -> bool:
 
 
 def _first_deferred(args: Any) -> Deferred | None:
-    for each in args:
+    for x in args:
+        each = x
         if isinstance(each, Deferred):
             return each
+        if isinstance(each, dict):
+            each = tuple(each.values())
         if isinstance(each, (tuple, list)):
             inner = _first_deferred(each)
             if inner is not None:

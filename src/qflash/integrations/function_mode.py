@@ -36,6 +36,7 @@ class IntegerAttention(TorchFunctionMode):
         self._attend, self._note = attend, note
         self.seen = 0
         self.broken: str | None = None
+        self.weights = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,7 +120,9 @@ class IntegerAttention(TorchFunctionMode):
         """Hear that a deferred tensor is wanted by a function that has no part in attention."""
         if not x.is_softmax:
             self.broken = name
-        elif not x.is_answered:
+        elif x.is_answered:
+            self.weights = True
+        else:
             self.note(f"its probabilities go into {name}")
 
     def refuse_dropout(self, rate: float) -> None:

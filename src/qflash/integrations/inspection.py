@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+_WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward", "dispatch_attention_fn"}
+"""Attention functions: of PyTorch, and what chooses one in diffusers."""
 _SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _BY_NAME = "ALL_ATTENTION_FUNCTIONS"
@@ -29,6 +30,7 @@ _CHANNELS = "it attends over channels, not tokens"
 _LINEAR = "it is linear in the tokens: its softmax is not over the scores of query and key"
 _MIXED = "it mixes heads between the products and the softmax"
 _GATE = "its softmax weighs branches or positions, without query and key"
+_WEIGHTS = "attention weights are worked out in floating point besides"
 NOT_REPLACED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -69,6 +71,8 @@ class Layer:
         reason: why it stays in floating point, or some of its calls did; None if none is known.
         integer_calls: calls in integers by a patched module that is not an adapter's, outside ``torch.compile``.
         float_calls: calls of the same in floating point.
+        forms_weights: attention weights were worked out in floating point besides, since the caller may want them
+            (``need_weights=True`` of nn.MultiheadAttention).
     """
 
     name: str
@@ -77,6 +81,7 @@ class Layer:
     reason: str | None = None
     integer_calls: int = 0
     float_calls: int = 0
+    forms_weights: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -114,7 +119,10 @@ class Coverage:
         head = f"{len(self.integer)} of {len(self)} attention layers in integers"
         if not self.layers:
             return "no attention found"
-        rows = [(layer.name or "(the model)", layer.kind, layer.route or "float", layer.reason or "") for layer in self.layers]
+        rows = [
+            (layer.name or "(the model)", layer.kind, layer.route or "float", layer.reason or _WEIGHTS * layer.forms_weights)
+            for layer in self.layers
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
         return "\n".join([head, *(line.rstrip() for line in lines)])
@@ -148,7 +156,9 @@ def _names_used(module_class: Any) -> frozenset[str]:
     """
     used: set[str] = set()
     overridden: set[str] = set()
-    for parent in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:
+    for parent in module_class.__mro__:
+        if parent in (nn.Module, object):
+            break
         seen: set[Any] = set()
         products, beside = 0, False
         # what static methods, class methods and properties hold, too
@@ -180,6 +190,10 @@ def attends(module: nn.Module) -> bool:
     """Tell whether a module counts as attention."""
     kind: Any = getattr(type(module), "_qflash_base", type(module))
     used = _names_used(kind)
+    # attention modules of diffusers hand themselves to an object that attends
+    processor: Any = type(getattr(module, "processor", None))
+    if hasattr(processor, "__call__") and "processor" in used and not issubclass(processor, nn.Module):
+        used = used | _names_used(processor)
     if isinstance(module, nn.MultiheadAttention) or used & {"@softmax@", *_WHOLE}:
         return True
     return bool(used & _SOFTMAX) and any(part in kind.__name__.lower() for part in ("attention", "attn"))
@@ -188,7 +202,7 @@ def attends(module: nn.Module) -> bool:
 def route_of(module_class: Any) -> str:
     """Return by which of its calls a class attends: ``"sdpa"`` or ``"softmax"``."""
     used = _names_used(module_class)
-    by_torch = issubclass(module_class, nn.MultiheadAttention) or used & {*_WHOLE, _BY_NAME}
+    by_torch = issubclass(module_class, nn.MultiheadAttention) or used & {*_WHOLE, _BY_NAME, "processor"}
     return "sdpa" if by_torch else "softmax"
 
 
@@ -232,7 +246,9 @@ def _layer(name: str, module: Any) -> Layer:
     calls: Counter[str | None] = module._qflash_calls
     reasons = [reason for reason, _ in calls.most_common() if reason is not None]
     floats = sum(calls[reason] for reason in reasons)
-    return Layer(name, base.__name__, kind._qflash_route, "; ".join(reasons) or None, calls[None], floats)
+    return Layer(
+        name, base.__name__, kind._qflash_route, "; ".join(reasons) or None, calls[None], floats, module._qflash_weights
+    )  # fmt: skip
 
 
 def coverage(model: nn.Module) -> Coverage:

@@ -22,7 +22,7 @@ from ..recipe import Recipe, resolve_recipe
 from ..torch_internals import constant_in_traces
 from ..validation import check_backend, check_flags
 from .adapter import Adapter, AttentionFunction, call_chosen
-from .deferred_scores import work_out
+from .deferred_scores import is_deferred, work_out
 from .function_mode import NOT_SEEN, IntegerAttention
 from .inspection import Layer, attends, coverage, described, listed, route_of, why_float
 from .timm import ADAPTERS
@@ -41,6 +41,7 @@ class _Patched(nn.Module):
     _qflash_strict: bool = False
     _qflash_route: str
     _qflash_calls: Counter[str | None]
+    _qflash_weights: bool = False
     _qflash_kept: Any
     _qflash_mask: Callable[[], torch.Tensor | None]
 
@@ -67,7 +68,7 @@ def _no_mask() -> None:
 
 
 def _nothing_kept() -> dict[str, Any]:
-    return {"_qflash_kept": None, "_qflash_mask": _no_mask, "_qflash_calls": Counter()}
+    return {"_qflash_kept": None, "_qflash_mask": _no_mask, "_qflash_calls": Counter(), "_qflash_weights": False}
 
 
 def _adapter_for(module_class: type) -> Adapter | None:
@@ -133,7 +134,12 @@ def _forward_within(base: Any) -> Callable[..., Any]:
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         mode = IntegerAttention(functools.partial(call_chosen, self), functools.partial(_note, self))
         with mode:
-            out = work_out(own(self, *args, **kwargs))
+            out = own(self, *args, **kwargs)
+            if is_deferred((out,)):
+                mode.weights = True
+                out = work_out(out)
+        if mode.weights and not torch.compiler.is_dynamo_compiling():
+            self.__dict__["_qflash_weights"] = True
         if mode.seen == 0 and not is_carrier:
             _note(self, NOT_SEEN)
         return out

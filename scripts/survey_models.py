@@ -33,7 +33,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import qflash
-from qflash.integrations import adapter
+from qflash.integrations import adapter, inspection
 from qflash.integrations.inspection import attends
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def tensors_of(out: Any) -> Iterator[torch.Tensor]:
 def output_sqnr(exact: Any, got: Any) -> float | None:
     """Return the SQNR of a model's first output in decibels."""
     a, b = next(tensors_of(exact), None), next(tensors_of(got), None)
-    if a is None or b is None or a.shape != b.shape:
+    if a is None or b is None or a.shape != b.shape or a.is_meta:
         return None
     a, b = a.double(), b.double()
     noise, signal = (a - b).square().sum().item(), a.square().sum().item()
@@ -366,7 +366,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "SegformerModel": {},
     "GLPNModel": {},
     "VitDetModel": {**IMAGES, "use_relative_position_embeddings": True, "pretrain_image_size": 32},
-    "SamVisionModel": {**IMAGES, "initializer_range": 0.02, "global_attn_indexes": [1], "window_size": 2, "output_channels": 16},
+    "SamVisionModel": {
+        **IMAGES,
+        "initializer_range": 0.02,
+        "global_attn_indexes": [1],
+        "window_size": 2,
+        "output_channels": 16,
+    },
     "HieraModel": {"image_size": [64, 64], "embed_dim": 24, "depths": [1, 1, 2, 1]},
     "BertModel": {**WIDTH, "vocab_size": 50},
     "RobertaModel": {**WIDTH, "vocab_size": 50},
@@ -512,13 +518,150 @@ def is_chosen(name: str, parts: list[str]) -> bool:
     return not parts or any(part in name for part in parts)
 
 
+# --- tables
+
+PAGE = ROOT / "docs" / "models.md"
+REAL = ROOT / "benchmarks" / "results" / "real_cpu.json"
+NOT_TOKENS = (inspection._CHANNELS, inspection._LINEAR, inspection._GATE, inspection._BATCH)
+"""Reasons of classes whose softmax is not over the scores of tokens."""
+
+
+def reason_of(name: str) -> str | None:
+    """Return why a class, as "module:Class", is not patched."""
+    return inspection.NOT_REPLACED.get(name)
+
+
+def count_timm(data: dict[str, Any]) -> tuple[int, int, int]:
+    """Count timm's architectures: all, with a softmax over tokens, and of these with all of them in integers."""
+    runs: dict[str, bool] = {}
+    for entry in data["timm_runs"].values():
+        for name, layer in (entry.get("layers") or {}).items():
+            runs[name] = runs.get(name, True) and layer["integer"] == layer["layers"]
+    tokens = integer = 0
+    for entry in data["timm_architectures"].values():
+        kinds = [name for name in entry.get("classes", ()) if reason_of(name) not in NOT_TOKENS]
+        tokens += bool(kinds)
+        integer += bool(kinds) and all(runs.get(name, False) for name in kinds)
+    return len(data["timm_architectures"]), tokens, integer
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def timm_table(data: dict[str, Any]) -> list[str]:
+    everywhere = [name for entry in data["timm_architectures"].values() for name in entry.get("classes", ())]
+    lines = [
+        "| Class in timm | Architectures | Route | Run | Attention, dB | Least | Output, dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted(set(everywhere)):
+        run, entry = next(
+            ((run, each) for run, each in data["timm_runs"].items() if name in (each.get("layers") or {})), ("", {})
+        )
+        layer = (entry.get("layers") or {}).get(name, {})
+        reason = reason_of(name) or "; ".join(layer.get("reasons", ()))
+        shown = name.removeprefix("timm.").removeprefix("models.").removeprefix("layers.").replace(":", ".")
+        if reason:
+            lines.append(f"| {shown} | {everywhere.count(name)} | float: {reason} | | | | |")
+            continue
+        values = [number(entry.get(key)) for key in ("attention_sqnr", "least_sqnr", "output_sqnr")]
+        lines.append(f"| {shown} | {everywhere.count(name)} | {layer.get('route', 'not run')} | {run} | {' | '.join(values)} |")
+    return lines
+
+
+def run_table(runs: dict[str, Any], with_name: bool) -> list[str]:
+    head = ["Model", "Class", "Route by `qflash.patch`"] + ['`attn_implementation="integer"`'] * with_name
+    lines = [f"| {' | '.join([*head, 'Attention, dB', 'Least', 'Output, dB'])} |", "|" + "---|" * (len(head) + 3)]
+    for name, entry in runs.items():
+        if entry.get("error"):
+            continue
+        kinds = [kind.partition(":")[2] for kind in entry["layers"]]
+        routes = [
+            layer["route"] if not layer["reasons"] else f"float: {'; '.join(layer['reasons'])}"
+            for layer in entry["layers"].values()
+        ]
+        cells = [name, ", ".join(kinds), ", ".join(dict.fromkeys(routes))] + [entry.get("by_name", "")] * with_name
+        values = [number(entry.get(key)) for key in ("attention_sqnr", "least_sqnr", "output_sqnr")]
+        lines.append(f"| {' | '.join(cells + values)} |")
+    return lines
+
+
+def meta_table(data: dict[str, Any]) -> list[str]:
+    runs = data["transformers_meta"]
+    reasons: dict[str, list[str]] = {}
+    whole = none = 0
+    unknown: list[str] = []
+    for name, entry in runs.items():
+        error = entry.get("error")
+        if error and "holds no attention" in error:
+            none += 1
+        elif error:
+            unknown.append(name)
+        else:
+            left = {(kind, text) for kind, layer in entry["layers"].items() for text in layer["reasons"]}
+            whole += not left
+            for kind, text in sorted(left):
+                reasons.setdefault(f"{kind.partition(':')[2]}: {text}", []).append(name)
+    lines = [
+        f"{len(runs)} vision models of transformers from their usual configs, without memory for weights: {whole} are wholly in "
+        f"integers, {none} have no attention, {len(unknown)} were not run to their end (other inputs than pixels, or larger "
+        "ones), of which nothing is said. Part of the attention stays in floating point in:",
+        "",
+        "| Class and reason | Models |",
+        "|---|---|",
+    ]
+    return lines + [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
+
+
+def recipe_table() -> list[str]:
+    """Return what ``qflash real`` measured of each recipe."""
+    rows: dict[str, dict[str, str]] = {}
+    for entry in json.loads(REAL.read_text())["networks"]:
+        text = f"{entry['layer_min_db']:.1f} to {entry['layer_max_db']:.1f}; {entry['sqnr_db']:.1f}"
+        rows.setdefault(entry["network"], {})[entry["method"]] = text
+    methods = {"`PAPER`": "qflash-paper", "`DEFAULT`": "qflash-default", "`ACCURATE`": "qflash-accurate"}
+    lines = [f"| Layers; output, dB | {' | '.join(methods)} |", "|---|---|---|---|"]
+    return lines + [f"| {name} | {' | '.join(cells[each] for each in methods.values())} |" for name, cells in rows.items()]
+
+
+def tables(data: dict[str, Any]) -> dict[str, str]:
+    """Return the generated parts of docs/models.md by their names."""
+    everything, tokens, integer = count_timm(data)
+    share = f"{100 * integer / tokens:.1f}"
+    sentence = (
+        f"timm {data['timm']} registers {everything} architectures. {tokens} have attention with a softmax over tokens; in "
+        f"{integer} of these ({share} %) all of it runs in integers."
+    )
+    return {
+        "recipes": "\n".join(recipe_table()),
+        "timm": "\n".join([sentence, "", *timm_table(data)]),
+        "torchvision": "\n".join(run_table(data["torchvision_runs"], False)),
+        "transformers": "\n".join(run_table(data["transformers_runs"], True)),
+        "transformers-meta": "\n".join(meta_table(data)),
+    }
+
+
+def write_page(data: dict[str, Any]) -> None:
+    text = PAGE.read_text()
+    for name, table in tables(data).items():
+        begin, end = f"<!-- survey:{name} -->\n", "\n<!-- end -->"
+        first = text.index(begin) + len(begin)
+        text = text[:first] + table + text[text.index(end, first - 1) :]
+    PAGE.write_text(text)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names")
     parser.add_argument("--only", choices=("timm", "torchvision", "transformers"), action="append")
     parser.add_argument("--fresh", action="store_true", help="forget what was recorded")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="write the tables of docs/models.md, and run nothing")
     given = parser.parse_args(arguments)
+    if given.table:
+        write_page(json.loads(given.output.read_text()))
+        return 0
     store = Store(given.output, given.fresh)
     chosen = given.only or ["timm", "torchvision", "transformers"]
     if "timm" in chosen:

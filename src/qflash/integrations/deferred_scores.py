@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Deferred:
         is_softmax: this stands for probabilities.
         is_turned: probabilities whose last two dimensions have been exchanged.
         is_answered: probabilities that have been multiplied by a value.
+        is_noted: the report has these probabilities.
         is_written: ``value`` was written to by a function that has no part in attention, and is all that counts.
         part: scores, rows and columns of them that this is, and its ``left`` as it was taken; None if it is no part.
         value: the tensor, once it has been worked out.
@@ -54,6 +56,7 @@ class Deferred:
         self.is_softmax = False
         self.is_turned = False
         self.is_answered = False
+        self.is_noted = False
         self.is_written = False
         self.part: tuple[Deferred, slice, slice, torch.Tensor] | None = None
         self.value: torch.Tensor | None = None
@@ -665,12 +668,18 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 def _named(name: str) -> dict[Any, str]:
     """Return the functions of PyTorch that go by a name, and the methods, in place and as operators too."""
     spelled = (name, f"{name}_", f"__{name}__", f"__i{name}__")
-    places = (torch, torch.Tensor, torch.nn.functional, operator)
+    places = (torch, torch.Tensor, torch.Tensor.__base__, torch.nn.functional, operator)
     return {getattr(place, each): name for place in places for each in spelled if callable(getattr(place, each, None))}
 
 
 _NAMES: dict[Any, str] = {function: name for each in (*_HANDLERS, "baddbmm") for function, name in _named(each).items()}
-"""Names of the functions that have a part in attention. Dynamo compares functions, and does not read their names."""
+"""Names of the functions that have a part in attention."""
+_NAMES_IN_TRACES = {
+    function: name
+    for function, name in _NAMES.items()
+    if not (isinstance(function, types.FunctionType) and function.__module__ == "torch._tensor")
+}
+"""Those that Dynamo finds in a dictionary: it reads no names of functions, and goes into methods written in Python."""
 _IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
     for name in dir(torch.Tensor)
@@ -682,7 +691,7 @@ _IN_PLACE = frozenset(
 
 def name_of(func: Any) -> str:
     """Return the name of a function that has a part in attention, "" for any other."""
-    return _NAMES.get(func, "")
+    return (_NAMES_IN_TRACES if torch.compiler.is_dynamo_compiling() else _NAMES).get(func, "")
 
 
 def is_product(func: Any) -> bool:

@@ -122,7 +122,8 @@ class IntegerAttention(TorchFunctionMode):
             self.broken = name
         elif x.is_answered:
             self.weights = True
-        else:
+        elif not x.is_noted:
+            x.is_noted = True
             self.note(f"its probabilities go into {name}")
 
     def refuse_dropout(self, rate: float) -> None:

@@ -30,6 +30,7 @@ _CHANNELS = "it attends over channels, not tokens"
 _LINEAR = "it is linear in the tokens: its softmax is not over the scores of query and key"
 _MIXED = "it mixes heads between the products and the softmax"
 _GATE = "its softmax weighs branches or positions, without query and key"
+_BATCH = "its products run over the images of a batch, with one channel"
 _WEIGHTS = "attention weights are worked out in floating point besides"
 NOT_REPLACED: dict[str, str] = {
     **dict.fromkeys(
@@ -53,7 +54,7 @@ NOT_REPLACED: dict[str, str] = {
     **dict.fromkeys(("timm.models.volo:OutlookAttention", "timm.layers.selective_kernel:SelectiveKernelAttn"), _GATE),
     **dict.fromkeys(("timm.models.cait:TalkingHeadAttn", "timm.models.efficientformer_v2:Attention2d"), _MIXED),
     "timm.models.convit:GPSA": "it adds probabilities of positions to those of query and key",
-    "timm.models.csatv2:SpatialTransformerBlock": "its products run over the images of a batch, with one channel",
+    "timm.models.csatv2:SpatialTransformerBlock": _BATCH,
 }
 """Why classes with a softmax or an attention function are not patched, as ``"module:Class"``."""
 
@@ -192,7 +193,7 @@ def attends(module: nn.Module) -> bool:
     used = _names_used(kind)
     # attention modules of diffusers hand themselves to an object that attends
     processor: Any = type(getattr(module, "processor", None))
-    if hasattr(processor, "__call__") and "processor" in used and not issubclass(processor, nn.Module):
+    if "__call__" in dir(processor) and "processor" in used and not issubclass(processor, nn.Module):
         used = used | _names_used(processor)
     if isinstance(module, nn.MultiheadAttention) or used & {"@softmax@", *_WHOLE}:
         return True

@@ -1,0 +1,46 @@
+"""The scripts of examples/ run and end with all attention in integers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "timm_models": "timm",
+    "torchvision_models": "torchvision",
+    "transformers_models": "transformers",
+    "open_clip_models": "open_clip",
+    "diffusers_models": "diffusers",
+    "export_and_compile": "timm",
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name: str) -> None:
+    if importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:qflash", str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    if name == "export_and_compile":
+        assert run.stdout.splitlines() == ["torch.compile: True", "torch.export: True (1, 10)"]
+        return
+    heads = [line.split() for line in run.stdout.splitlines() if "attention layers in integers" in line]
+    assert heads
+    assert all(words[0] == words[2] != "0" for words in heads), run.stdout

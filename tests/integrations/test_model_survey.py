@@ -1,0 +1,49 @@
+"""The recorded survey of model families: nothing silent, timm's share, and the tables in the documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def survey() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("survey_models", ROOT / "scripts" / "survey_models.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def data(survey: ModuleType) -> dict[str, Any]:
+    return json.loads(survey.RESULTS.read_text())
+
+
+def test_nothing_is_in_floating_point_silently(data: dict[str, Any]) -> None:
+    for section in ("timm_runs", "torchvision_runs", "transformers_runs", "transformers_meta"):
+        assert data[section]
+        for name, entry in data[section].items():
+            assert not entry.get("silent"), name
+            assert "silent" not in entry.get("by_name", ""), name
+
+
+def test_timm_is_in_integers(survey: ModuleType, data: dict[str, Any]) -> None:
+    everything, tokens, integer = survey.count_timm(data)
+    assert everything > 1300
+    assert integer >= 0.95 * tokens > 500
+
+
+def test_the_page_has_the_tables(survey: ModuleType, data: dict[str, Any]) -> None:
+    page = survey.PAGE.read_text()
+    for name, table in survey.tables(data).items():
+        assert f"<!-- survey:{name} -->\n{table}\n<!-- end -->" in page, "python scripts/survey_models.py --table"

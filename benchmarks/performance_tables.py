@@ -194,12 +194,13 @@ def energy(card: str = CARD) -> list[str]:
 def profile() -> list[str]:
     """What Nsight Compute says."""
     lines = [
-        "| shape | method | launches | µs | IMMA % | tensor pipe % | issue slots % | occupancy % "
+        "| shape | method | launches | µs | IMMA % | HMMA % | tensor pipe % | issue slots % | occupancy % "
         "| registers | warp instructions |",
-        "|" + "---|" * 10,
+        "|" + "---|" * 11,
     ]
+    percents = ("duration_us", "imma_percent", "hmma_percent", "tensor_percent", "issue_percent")
     for row in rows_of("profile"):
-        cells = [number(row[field], 1) for field in ("duration_us", "imma_percent", "tensor_percent", "issue_percent")]
+        cells = [number(row[field], 1) for field in percents]
         cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
         lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -25,7 +26,7 @@ Metric Name                                         Metric Type     Metric Unit 
 --------------------------------------------------- --------------- --------------- -----------------------------
 gpu__time_duration                                  Counter         nanosecond      incremental duration
 sm__inst_issued                                     Counter         inst            # of warp instructions issued
-sm__inst_executed_pipe_tensor_op_imma               Counter         inst            # of ...
+sm__pipe_tensor_op_imma_cycles_active               Counter         inst            # of ...
 sm__ops_path_tensor_src_int8                        Counter                         # of ...
 sm__ops_path_tensor_src_int8_sparsity_on            Counter                         # of ...
 sm__pipe_tensor_cycles_active                       Counter         cycle           # of cycles where ...
@@ -36,7 +37,7 @@ CSV = (
     "==PROF== Connected to process 4242 (/usr/bin/python3.12)\n"
     + HEAD
     + '"gpu__time_duration.sum","launch__registers_per_thread","sm__inst_executed.sum",'
-    + '"sm__inst_issued.avg.pct_of_peak_sustained_active","sm__ops_path_tensor_src_int8.avg.pct_of_peak_sustained_active",'
+    + '"sm__inst_issued.avg.pct_of_peak_sustained_active","sm__pipe_tensor_op_imma_cycles_active.avg.pct_of_peak_sustained_active",'
     + '"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","sm__warps_active.avg.pct_of_peak_sustained_active"\n'
     + '"","","","","","","","","","","","ns","register/thread","inst","%","%","%","%"\n'
     + "".join(
@@ -62,7 +63,7 @@ def test_query_and_choice() -> None:
     assert chosen[: len(profiling._ALWAYS)] == list(profiling._ALWAYS)
     percent = ".avg.pct_of_peak_sustained_active"
     assert set(chosen[len(profiling._ALWAYS) :]) == {
-        "sm__inst_executed_pipe_tensor_op_imma" + percent,
+        "sm__pipe_tensor_op_imma_cycles_active" + percent,
         "sm__ops_path_tensor_src_int8" + percent,
         "sm__pipe_tensor_cycles_active" + percent,
     }
@@ -83,6 +84,28 @@ def test_csv() -> None:
     assert row["issue_percent"] == 35.0
     assert row["occupancy_percent"] == 35.0
     assert row["hmma_percent"] is None
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "profile_h200.json").read_text())
+
+
+def test_columns_of_a_recorded_profile() -> None:
+    """A GPU's own counters: fp16 kernels have fp16 products, int8 ones int8, and both add up to the tensor pipe."""
+    assert RECORDED["columns"] == {
+        name: counter + ".avg.pct_of_peak_sustained_active" for name, counter in profiling.COLUMNS.items()
+    }
+    assert set(RECORDED["columns"].values()) <= set(RECORDED["metrics"])
+    for row in RECORDED["rows"]:
+        assert row.items() >= profiling.summarise(row["launches"]).items()
+        imma, hmma = row["imma_percent"], row["hmma_percent"]
+        assert imma + hmma == pytest.approx(row["tensor_percent"], abs=0.02)
+        assert (imma > 0, hmma > 0) == {
+            "sdpa flash": (False, True), "sdpa cudnn": (False, True), "sdpa efficient": (False, True),
+            "i-vit kernel": (True, False), "int-flash-full kernel": (True, False), "int-flash-half kernel": (True, True),
+            "qattn kernel": (True, True), "qflash int8": (True, False), "qflash": (True, False),
+        }[row["method"]]  # fmt: skip
+        if row["method"] in ("int-flash-half kernel", "qattn kernel"):  # as in the paper's Table 2: fp16 takes twice as long
+            assert hmma == pytest.approx(2 * imma, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +149,7 @@ while [ $# -gt 0 ]; do
   last=$1; shift
 done
 echo "$metrics" >> "$FAKE_NCU_FOLDER/asked"
-case "$metrics" in *op_imma*) echo "==ERROR== Failed to find metric sm__inst_executed_pipe_tensor_op_imma"; exit 1 ;; esac
+case "$metrics" in *op_imma*) echo "==ERROR== Failed to find metric sm__pipe_tensor_op_imma_cycles_active"; exit 1 ;; esac
 cp "$FAKE_NCU_FOLDER/table" "$log"
 echo '[{"error": null, "sqnr_db": 36.0, "sqnr_of": "whole"}]' > "$(dirname "$last")/done.json"
 """

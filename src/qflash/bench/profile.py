@@ -38,37 +38,19 @@ _ALWAYS = (
     "launch__registers_per_thread",
 )
 # ncu without --query-metrics: the names that most architectures share
-_USUAL = ("sm__pipe_tensor_cycles_active", "sm__inst_executed_pipe_tensor")
+_USUAL = ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_imma_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active")
 
-# What a column is, best first. The operations by operand type see both the warp's own instructions (IMMA, HMMA) and Hopper's
-# warp-group ones (IGMMA, HGMMA); the pipes' names do not.
-_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "imma": (
-        ("sm__ops_path_tensor_src_int8",),
-        ("sm__pipe_tensor_op_imma_cycles_active", "sm__pipe_tensor_op_imma_cycles_active_v2"),
-        ("sm__inst_executed_pipe_tensor_op_imma",),
-    ),
-    "hmma": (
-        (
-            "sm__ops_path_tensor_src_fp16_dst_fp32",
-            "sm__ops_path_tensor_src_fp16_dst_fp16",
-            "sm__ops_path_tensor_src_bf16_dst_fp32",
-        ),
-        ("sm__pipe_tensor_op_hmma_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active_v2"),
-        ("sm__inst_executed_pipe_tensor_op_hmma",),
-    ),
-    "tensor": (
-        ("sm__pipe_tensor_cycles_active",),
-        (
-            "sm__pipe_tensor_op_gmma_cycles_active",
-            "sm__pipe_tensor_op_imma_cycles_active",
-            "sm__pipe_tensor_op_hmma_cycles_active",
-        ),
-        ("sm__inst_executed_pipe_tensor",),
-    ),
-    "issue": (("sm__inst_issued",),),
-    "occupancy": (("sm__warps_active",),),
+# What a column is: cycles in which a tensor pipe worked on products of that type, in percent of all cycles of an active
+# multiprocessor. On Hopper both count a warp's own products and a warp group's, and add up to the whole pipe's, so that the
+# two may be compared. Counters of instructions or of operations are percentages of something else for each type.
+COLUMNS = {
+    "imma": "sm__pipe_tensor_op_imma_cycles_active",
+    "hmma": "sm__pipe_tensor_op_hmma_cycles_active",
+    "tensor": "sm__pipe_tensor_cycles_active",
+    "issue": "sm__inst_issued",
+    "occupancy": "sm__warps_active",
 }
+"""The counter behind each column of percentages; empty where an architecture lacks it."""
 _MARKER = "spin_kernel"
 _MOST_METRICS = 40
 
@@ -97,8 +79,7 @@ def choose_metrics(available: Sequence[str]) -> list[str]:
         available: base names; the usual ones are assumed if empty.
     """
     tensor = [name for name in available if _TENSOR.fullmatch(name) and "sparsity" not in name] or list(_USUAL)
-    wanted = {name for groups in _COLUMNS.values() for group in groups for name in group}
-    tensor.sort(key=lambda name: name not in wanted)  # stable: those that columns need stay if the list is cut
+    tensor.sort(key=lambda name: name not in COLUMNS.values())  # stable: those that columns need stay if the list is cut
     return [*_ALWAYS, *(name + _PERCENT for name in tensor[:_MOST_METRICS])]
 
 
@@ -167,13 +148,11 @@ def summarise(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
     durations = [kernel.get("gpu__time_duration.sum") or 0.0 for kernel in kernels]
     total = sum(durations)
     result: dict[str, Any] = {"kernels": len(kernels), "duration_us": round(total / 1000.0, 3)}
-    for column, groups in _COLUMNS.items():
+    for column, name in COLUMNS.items():
+        counted = [kernel.get(name + _PERCENT) for kernel in kernels]
         figure = None
-        for group in groups:
-            if any(kernel.get(name + _PERCENT) is not None for kernel in kernels for name in group) and total:
-                most = [max(kernel.get(name + _PERCENT) or 0.0 for name in group) for kernel in kernels]
-                figure = round(sum(d * x for d, x in zip(durations, most, strict=True)) / total, 2)
-                break
+        if total and any(x is not None for x in counted):
+            figure = round(sum(d * (x or 0.0) for d, x in zip(durations, counted, strict=True)) / total, 2)
         result[f"{column}_percent"] = figure
     registers = [kernel["launch__registers_per_thread"] for kernel in kernels if kernel.get("launch__registers_per_thread")]
     result["registers"] = max(registers, default=None)
@@ -385,7 +364,7 @@ def run_profile(
         "environment": records.environment(device),
         "timing": "Nsight Compute, one call after three, clocks and caches left alone; of several kernels in a call "
         "durations are added and percentages weighted by duration",
-        "columns": {column: [list(group) for group in groups] for column, groups in _COLUMNS.items()},
+        "columns": {column: name + _PERCENT for column, name in COLUMNS.items()},
         "metrics": metrics,
         "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",
         "rows": rows,

@@ -14,6 +14,7 @@ import datetime
 import json
 import math
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,12 +23,21 @@ from rich.progress import track
 from rich.table import Table
 
 import qflash
+from qflash.baselines import AUTHORS, PRINTED
 from qflash.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
 from qflash.bench.console import progress_bar
 from qflash.bench.metrics import exact_attention, sqnr
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "ladder.json"
+NAMED = {
+    "PRINTED": "`qflash-printed`, the paper to the letter",
+    "AUTHORS": "`qflash-authors`, its authors' code",
+    "PAPER": "`PAPER`",
+    "DEFAULT": "`DEFAULT`",
+    "ACCURATE": "`ACCURATE`",
+}
+"""What the table of README calls the rows that it takes from the ladder."""
 PAGES = (ROOT / "docs" / "algorithm.md", ROOT / "README.md")
 
 
@@ -42,26 +52,45 @@ def ladder() -> list[dict[str, object]]:
 
 
 def amplitudes() -> list[dict[str, object]]:
-    """Measure DEFAULT and PAPER over amplitudes of query and key, and a float64 softmax on DEFAULT's int8 tensors.
+    """Measure the presets and the paper's own arithmetic over amplitudes of query and key, and a float64 softmax.
 
-    All three are compared with exact attention on the inputs.
+    The softmax is on DEFAULT's int8 tensors. All are compared with exact attention on the inputs, float32. What a method
+    refuses is None.
     """
+
+    def recipe(choices: qflash.Recipe) -> Callable[..., torch.Tensor]:
+        return lambda *inputs: qflash.attention(*inputs, recipe=choices, backend="reference")
+
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "PRINTED": PRINTED.attention,
+        "AUTHORS": AUTHORS.attention,
+        "PAPER": recipe(qflash.PAPER),
+        "DEFAULT": recipe(qflash.DEFAULT),
+        "float64 softmax, DEFAULT's int8 tensors": lambda *inputs: exact_attention(
+            *(x.dequantize() for x in quantized(inputs, qflash.DEFAULT))
+        ),
+    }
     measured: list[dict[str, object]] = []
     for amplitude in track((1e-4, 1e-2, 0.1, 1.0, 16.0, 128.0, 1e3), "amplitudes"):
-        found: dict[str, list[float]] = {"PAPER": [], "DEFAULT": [], "float64 softmax, DEFAULT's int8 tensors": []}
+        found: dict[str, list[float]] = {name: [] for name in functions}
+        failed: dict[str, str] = {}
         for seed in SEEDS:
             query, key, value = (x.float() for x in gaussian(seed, (1, 2, 1024, 64)))
             inputs = (query * amplitude, key * amplitude, value)
             exact = exact_attention(*inputs)
-            outputs = (
-                qflash.attention(*inputs, recipe=qflash.PAPER, backend="reference"),
-                qflash.attention(*inputs, recipe=qflash.DEFAULT, backend="reference"),
-                exact_attention(*(x.dequantize() for x in quantized(inputs, qflash.DEFAULT))),
-            )
-            for values, out in zip(found.values(), outputs, strict=True):
-                values.append(sqnr(exact, out))
-        measured.append({"amplitude": amplitude, "sqnr_db": {name: summary(values) for name, values in found.items()}})
+            for name, function in functions.items():
+                try:
+                    found[name].append(sqnr(exact, function(*inputs)))
+                except ArithmeticError as error:  # round(1 / s) is 0 or leaves 32 bits
+                    failed[name] = str(error)
+        figures = {name: None if name in failed else summary(values) for name, values in found.items()}
+        measured.append({"amplitude": amplitude, "sqnr_db": figures, "refused": failed})
     return measured
+
+
+def mean(figure: dict | None) -> str:
+    """Format a mean, of what a method refused that it did."""
+    return "fails" if figure is None else f"{figure['mean']:.2f}"
 
 
 def show(steps: list[dict], scaled: list[dict]) -> None:
@@ -78,7 +107,7 @@ def show(steps: list[dict], scaled: list[dict]) -> None:
     console.print(table)
     table = Table("amplitude of Q and K", *scaled[0]["sqnr_db"], title="N(0, 1), N = 1024, D = 64")
     for row in scaled:
-        table.add_row(f"{row['amplitude']:g}", *(f"{value['mean']:.2f}" for value in row["sqnr_db"].values()))
+        table.add_row(f"{row['amplitude']:g}", *map(mean, row["sqnr_db"].values()))
     console.print(table)
 
 
@@ -96,16 +125,16 @@ def markdown(record: dict) -> dict[str, list[str]]:
             group = row["group"]
             tables["all"].append(f"| **{group}** |" + " |" * len(INPUTS))
         tables["all"].append(line(row["step"], row))
-        for preset in ("PAPER", "DEFAULT", "ACCURATE"):
+        for preset, label in NAMED.items():
             if f"({preset})" in row["step"]:
-                tables["presets"].append(line(f"`{preset}`", row))
+                tables["presets"].append(line(label, row))
     for row in record["steps"]:
         if row["group"].startswith("float64"):
             tables["presets"].append(line(f"{row['group']}, {row['step']}", row))
     columns = list(record["amplitudes"][0]["sqnr_db"])
     tables["amplitudes"] = [f"| amplitude of Q and K | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for row in record["amplitudes"]:
-        figures = " | ".join(f"{row['sqnr_db'][name]['mean']:.2f}" for name in columns)
+        figures = " | ".join(mean(row["sqnr_db"][name]) for name in columns)
         tables["amplitudes"].append(f"| {row['amplitude']:g} | {figures} |")
     return tables
 

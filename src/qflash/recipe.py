@@ -43,8 +43,8 @@ class Recipe:
         value_granularity: ``"tensor"``, ``"head"`` or ``"channel"`` (one scale per batch, head and channel).
         exponential: ``"linear"`` is the paper's ShiftExp2 (Algorithm 2), a chord of ``2**x`` between two
             integers, up to 6.1 % above it; ``"quadratic"`` adds one square and stays within 0.35 %.
-        probability_bits: width of the unnormalised probabilities P: 7 (the paper's int8), 8 (stored with
-            an offset of 128) or 15 (two int8 products).
+        probability_bits: width of the unnormalised probabilities P: 7 (the paper's int8), 8 (stored as
+            ``127 - P``) or 15 (two int8 products).
         probability_rounding: ``"nearest"`` or the paper's ``"floor"`` (the right shift of Equation 10).
         row_sum: what an output is divided by. ``"exact"`` is the sum of the probabilities before they are rounded. What
             rounding took from them, the missing mass, goes to the mean of the value. ``"rounded"`` is the sum of the
@@ -95,7 +95,7 @@ class Recipe:
                 raise ValueError(f"Recipe.{name} must be one of {allowed}, got {got!r}")
         if self.normalization == "online" and (self.exponential != "linear" or self.probability_bits != 7):
             raise ValueError(
-                "Recipe.normalization='online' is Algorithm 1 as printed and needs exponential='linear' and "
+                "Recipe.normalization='online' is Algorithm 1's and needs exponential='linear' and "
                 f"probability_bits=7, got exponential={self.exponential!r} and "
                 f"probability_bits={self.probability_bits!r}"
             )
@@ -146,7 +146,9 @@ PAPER = Recipe(
     normalization="online",
     output="value_scale",
 )
-"""Algorithm 1 as printed: per-tensor scales, linear ShiftExp2, int8 P, ScaleRelease, output at s_V."""
+"""The paper's choices (per-tensor scales, linear ShiftExp2, int8 P, floors, ScaleRelease, output at s_V) in this library's
+fixed point, which serves any scale. :data:`qflash.baselines.PRINTED` is the paper to the letter, and
+:data:`qflash.baselines.AUTHORS` what its authors' code computes."""
 
 DEFAULT = Recipe()
 """What real networks need at little cost in time; docs/performance/experiments.md has both sides of each choice."""

@@ -37,7 +37,8 @@ CSV = (
     "==PROF== Connected to process 4242 (/usr/bin/python3.12)\n"
     + HEAD
     + '"gpu__time_duration.sum","launch__registers_per_thread","sm__inst_executed.sum",'
-    + '"sm__inst_issued.avg.pct_of_peak_sustained_active","sm__pipe_tensor_op_imma_cycles_active.avg.pct_of_peak_sustained_active",'
+    + '"sm__inst_issued.avg.pct_of_peak_sustained_active",'
+    + '"sm__pipe_tensor_op_imma_cycles_active.avg.pct_of_peak_sustained_active",'
     + '"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","sm__warps_active.avg.pct_of_peak_sustained_active"\n'
     + '"","","","","","","","","","","","ns","register/thread","inst","%","%","%","%"\n'
     + "".join(

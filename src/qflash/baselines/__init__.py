@@ -10,6 +10,7 @@ from .int_flash import INT_FLASH_FULL, INT_FLASH_HALF
 from .method import Bits, Method
 from .presets import QFLASH
 from .qattn import QATTN
+from .qflash_paper import AUTHORS, PRINTED
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -17,6 +18,8 @@ METHODS: dict[str, Method] = {
         FP32,
         FP16_FLASH,
         *QFLASH,
+        PRINTED,
+        AUTHORS,
         I_VIT,
         I_VIT_16,
         I_BERT,
@@ -26,9 +29,9 @@ METHODS: dict[str, Method] = {
         QATTN,
     )
 }
-"""All methods by name: the float references, then the rows of the paper's Table 5 in its order."""
+"""All methods by name: the float references, QFlash's presets, the paper's own arithmetic, then the rows of its Table 5."""
 
-__all__ = ["METHODS", "Bits", "Method", "get_method"]
+__all__ = ["AUTHORS", "METHODS", "PRINTED", "Bits", "Method", "get_method"]
 
 
 def get_method(name: str) -> Method:

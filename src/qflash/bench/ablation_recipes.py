@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..api import attention, int8_attention, quantize
+from ..baselines import AUTHORS, PRINTED
 from ..quantization import QuantizedTensor, balance_channels, center_channels
 from ..recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from .methods import RECIPES
@@ -168,7 +169,7 @@ def attention_rows(recipes: Sequence[tuple[str, str, Recipe]], backend: str = "a
 
 
 def ladder_rows(backend: str = "auto") -> list[Row]:
-    """Return the ladder of :func:`ladder_recipes`, exact softmax on the same int8 tensors, and int8 outputs."""
+    """Return the paper's own arithmetic, the ladder of :func:`ladder_recipes`, exact softmax and int8 outputs."""
 
     def ceiling(recipe: Recipe) -> Callable[[Tensors], torch.Tensor]:
         def exact(inputs: Tensors) -> torch.Tensor:
@@ -181,7 +182,11 @@ def ladder_rows(backend: str = "auto") -> list[Row]:
         return lambda inputs: int8_output(inputs, recipe, fitted, backend)
 
     coarse = RECIPES["per-tensor"]
-    result = attention_rows(ladder_recipes(), backend)
+    result: list[Row] = [
+        ("the paper's own arithmetic", f"{label} ({name})", lambda inputs, method=method: method.attention(*inputs))  # type: ignore[misc]
+        for label, name, method in (("as printed", "PRINTED", PRINTED), ("its authors' code", "AUTHORS", AUTHORS))
+    ]
+    result += attention_rows(ladder_recipes(), backend)
     for label, recipe in (("per-tensor", coarse), ("DEFAULT's", DEFAULT), ("ACCURATE's", ACCURATE)):
         result.append(("float64 softmax on the same int8 tensors", f"{label} scales", ceiling(recipe)))
     for label, recipe in (("per-tensor scales", coarse), ("DEFAULT's scales", DEFAULT)):

@@ -6,16 +6,32 @@ python benchmarks/accuracy.py measures, writes results/accuracy.json and .csv be
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shutil
+import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qflash.baselines import get_method
+from qflash.baselines.integer import make_scores, quantize_input
 from qflash.bench.accuracy import INPUTS, make_cases, run_accuracy
+from qflash.bench.metrics import exact_attention, sqnr
+from qflash.bench.records import environment, write_json
+from qflash.bench.workloads import get_workload, paper_inputs
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+
 PAGE = HERE.parent / "docs" / "baselines.md"
-SEEDS = 5
+README = HERE.parent / "README.md"
+SEEDS, I_VIT_SEEDS = 5, 20
+INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
 
 
 def cell(row: dict[str, Any], spread: bool) -> str:
@@ -54,22 +70,92 @@ def other_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def insert(page: str, mark: str, lines: list[str]) -> str:
-    """Replace what lies between a mark and the next end mark."""
-    head, rest = page.split(f"<!-- accuracy:{mark} -->\n")
-    return f"{head}<!-- accuracy:{mark} -->\n" + "\n".join(lines) + "\n" + rest[rest.index("<!-- end -->") :]
+def measure_i_vit() -> dict[str, Any]:
+    """Measure I-ViT on A2 and A7 over twenty draws: 1 / S, what rounding it does to the temperature, and the SQNR."""
+    rows = []
+    for name in ("A2", "A7"):
+        for seed in range(I_VIT_SEEDS):
+            inputs = paper_inputs(get_workload(name), 8, seed)
+            (query, query_scale), (key, key_scale) = map(quantize_input, inputs[:2])
+            unit = (query_scale.double() * key_scale.double() * query.shape[-1] ** -0.5).reshape(())
+            scores = make_scores(query, key, unit)
+            inverse = 127 / (float(scores.amplitude()) * float(unit))
+            # 1.4375 for log2(e), and 1 / S rounded
+            temperature = round(inverse) * math.log2(math.e) / (1.4375 * inverse) - 1
+            found = sqnr(exact_attention(*inputs), get_method("i-vit").attention(*inputs))
+            row = {"workload": name, "seed": seed, "inverse_scale": round(inverse, 3), "sqnr_db": round(found, 3)}
+            rows.append(row | {"temperature_percent": round(100 * temperature, 2)})
+    what = (
+        "I-ViT on the paper's inputs, batch 8: 1 / S of the 8-bit scores, its rounding as a change of the temperature, and SQNR"
+    )
+    return {"what": what, "environment": environment(torch.device("cpu")), "rows": rows}
+
+
+def i_vit_table() -> list[str]:
+    """Eight of the draws on A2, by 1 / S, and the means."""
+    rows = json.loads((HERE / "results" / "accuracy_i_vit.json").read_text())["rows"]
+    a2, a7 = ([row for row in rows if row["workload"] == name] for name in ("A2", "A7"))
+    ordered = sorted(a2, key=lambda row: -row["inverse_scale"])
+    shown = [ordered[round(index * (len(ordered) - 1) / 7)] for index in range(8)]
+    lines = [f"| 1 / S | {' | '.join(f'{row[INVERSE]:.2f}' for row in shown)} |", "|---" * 9 + "|"]
+    lines.append(f"| temperature | {' | '.join(f'{row[TEMPERATURE]:+.1f} %' for row in shown)} |")
+    lines.append(f"| SQNR, dB | {' | '.join(f'{row[SQNR]:.1f}' for row in shown)} |")
+    said = []
+    for name, of in (("A2", a2), ("A7", a7)):
+        values = [row[SQNR] for row in of]
+        said.append(f"{name} {statistics.fmean(values):.1f} dB, from {min(values):.1f} to {max(values):.1f}")
+    return [*lines, "", *pages.wrap(f"Means of {I_VIT_SEEDS} seeds: {'; '.join(said)}.")]
+
+
+def real_line() -> list[str]:
+    """README's sentence about pretrained networks."""
+    rows = json.loads((HERE / "results" / "real_cpu.json").read_text())["layers"]
+
+    def span(method: str) -> str:
+        values = [row["sqnr_db"] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
+        return f"{min(values):.1f} to {max(values):.1f} dB"
+
+    return pages.wrap(
+        f"On a pretrained DINOv2-S with photos attention layers have {span('qflash-default')} with `DEFAULT`, "
+        f"{span('qflash-accurate')} with `ACCURATE` and {span('qflash-paper')} with `PAPER`."
+    )
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the page, by the markers' names."""
+    rows = json.loads((HERE / "results" / "accuracy.json").read_text())["rows"]
+    return {
+        "accuracy:paper": paper_table(rows),
+        "accuracy:other": other_table(rows),
+        "accuracy:i-vit": i_vit_table(),
+        "accuracy:real": real_line(),
+    }
+
+
+def files() -> list[str]:
+    """Return the result files behind the tables."""
+    return ["accuracy.json", "accuracy_i_vit.json", "real_cpu.json"]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        record = run_accuracy(make_cases(INPUTS, ("A2", "A7"), batch=8), seeds=SEEDS, output=Path(folder))
+        run_accuracy(make_cases(INPUTS, ("A2", "A7"), batch=8), seeds=SEEDS, output=Path(folder))
         for kind in ("json", "csv"):
             shutil.copyfile(Path(folder) / f"accuracy.{kind}", HERE / "results" / f"accuracy.{kind}")
-    page = PAGE.read_text(encoding="utf-8")
-    page = insert(page, "paper", paper_table(record["rows"]))
-    PAGE.write_text(insert(page, "other", other_table(record["rows"])), encoding="utf-8")
+    write_json(HERE / "results" / "accuracy_i_vit.json", measure_i_vit())
+    write_pages()
+
+
+def write_pages() -> None:
+    """Put the tables between their markers."""
+    for page in (PAGE, README):
+        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
+    if parser.parse_args().tables:
+        write_pages()
+    else:
+        main()

@@ -7,15 +7,19 @@ results/evaluate_digits.json and .csv beside this script and the table into the 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from qflash.evaluation.top1 import run_evaluate
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+
 PAGE = HERE.parent / "docs" / "evaluation.md"
-START, END = "<!-- evaluate:digits -->\n", "<!-- end -->"
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -35,17 +39,25 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the page, by the markers' names."""
+    return {"evaluate:digits": table(json.loads((HERE / "results" / "evaluate_digits.json").read_text()))}
+
+
+def files() -> list[str]:
+    """Return the result files behind the table."""
+    return ["evaluate_digits.json"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-digits"), help="where the evaluation goes")
     folder = parser.parse_args().folder
-    report = run_evaluate(["digits-vit", "digits-swin"], output=folder)
+    run_evaluate(["digits-vit", "digits-swin"], output=folder)
     results = HERE / "results"
     for kind in ("json", "csv"):
         shutil.copyfile(folder / f"evaluate.{kind}", results / f"evaluate_digits.{kind}")
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(START)
-    PAGE.write_text(head + START + "\n".join(table(report)) + "\n" + rest[rest.index(END) :], encoding="utf-8")
+    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 
 if __name__ == "__main__":

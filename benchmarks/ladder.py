@@ -14,6 +14,7 @@ import datetime
 import json
 import math
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,11 @@ from qflash.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, 
 from qflash.bench.console import progress_bar
 from qflash.bench.metrics import exact_attention, sqnr
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+
+ROOT = HERE.parent
 RESULT = ROOT / "benchmarks" / "results" / "ladder.json"
 NAMED = {
     "PRINTED": "`qflash-printed`, the paper to the letter",
@@ -139,16 +144,20 @@ def markdown(record: dict) -> dict[str, list[str]]:
     return tables
 
 
-def write_tables(record: dict) -> None:
-    """Put the tables between their markers, ``<!-- ladder:name -->`` and ``<!-- end -->``, in the pages."""
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the pages, by the markers' names."""
+    return {f"ladder:{name}": lines for name, lines in markdown(json.loads(RESULT.read_text())).items()}
+
+
+def write_tables() -> None:
+    """Put the tables between their markers in the pages."""
     for page in PAGES:
-        text = page.read_text()
-        for name, lines in markdown(record).items():
-            first = f"<!-- ladder:{name} -->\n"
-            head, found, rest = text.partition(first)
-            if found:
-                text = head + first + "\n".join(lines) + "\n" + rest[rest.index("<!-- end -->") :]
-        page.write_text(text)
+        page.write_text(pages.fill(page.read_text(), blocks()))
+
+
+def files() -> list[str]:
+    """Return the result files behind the tables."""
+    return [RESULT.name]
 
 
 def main() -> None:
@@ -156,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
     if parser.parse_args().tables:
-        write_tables(json.loads(RESULT.read_text()))
+        write_tables()
         return
     steps, scaled = ladder(), amplitudes()
     assert all(math.isfinite(figure["mean"]) for row in steps for figure in row["sqnr_db"].values())
@@ -174,7 +183,7 @@ def main() -> None:
     }
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    write_tables(record)
+    write_tables()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ RUNS = (
     Run(
         "shapes",
         shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
-        methods=("sdpa flash", "sdpa cudnn", "int-flash-full kernel", "qattn kernel", *OURS),
+        methods=(*SDPA, "int-flash-full kernel", "qattn kernel", *OURS),
         rounds=9,
     ),
     # int8 in, int8 out has an eager call only where there are kernels

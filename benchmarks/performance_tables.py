@@ -1,33 +1,45 @@
-"""Write docs/performance/tables.md, the tables of docs/performance.md and docs/speed.svg from the committed results.
+"""Write docs/performance/tables.md, the speed tables of README and docs/performance.md, and docs/speed.svg.
 
-``python benchmarks/performance_tables.py``; the figure needs matplotlib.
+``python benchmarks/performance_tables.py`` lays out the committed results; the figure needs matplotlib.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+
 PAGE = HERE.parent / "docs" / "performance.md"
-"""Has the tables of aims, between markers."""
+README = HERE.parent / "README.md"
+"""Have tables between markers."""
 TABLES = HERE.parent / "docs" / "performance" / "tables.md"
 """Is written whole."""
 FIGURE = HERE.parent / "docs" / "speed.svg"
-FP16 = ("sdpa flash", "sdpa cudnn")
-"""What ratios are against: the faster of the two."""
+FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
+"""PyTorch's fused 16-bit kernels. Ratios are against the fastest of them that a run has."""
 FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
 """This library's kernels of methods with int8 products and a float softmax."""
-CARD = "h200"
-"""Whose results are shown unless another card is named."""
-OTHER_CARD = "h100"
-CARDS = (CARD, OTHER_CARD)
+CARD = "h100"
+"""Whose results are shown."""
+OLDER = "trials/{}_h200"
+"""An earlier run on another card, where the paper authors' kernel was measured."""
 
 
+READ: list[str] = []
+"""Names of the result files that were read."""
+
+
+@functools.cache
 def results(name: str) -> dict[str, Any]:
     """Return a result file, by its name in ``results`` without the suffix."""
+    READ.append(name)
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
@@ -53,13 +65,24 @@ def by_shape(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, bool], dict[str,
 
 
 def medians(methods: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the microseconds of every method of a shape."""
-    return {method: row["median_us"] for method, row in methods.items()}
+    """Return the microseconds of every method that ran on a shape."""
+    return {method: row["median_us"] for method, row in methods.items() if row["median_us"] is not None}
+
+
+def fastest(time: dict[str, float], names: Iterable[str]) -> float:
+    """Return the least time of those methods that were measured; at least one was."""
+    return min(time[method] for method in names if method in time)
 
 
 def fastest_fp16(time: dict[str, float]) -> float:
-    """Return the time of the faster of FA2 and cuDNN."""
-    return min(time[method] for method in FP16)
+    """Return the time of the fastest of PyTorch's 16-bit kernels."""
+    return fastest(time, FP16)
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """Format the least and the greatest of some figures."""
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys(number(value, digits) for value in (ordered[0], ordered[-1])))
 
 
 def unbiased(card: str, *names: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -67,35 +90,55 @@ def unbiased(card: str, *names: str) -> dict[str, dict[str, dict[str, Any]]]:
     return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run, card)).items() if not bias}
 
 
-def our_cells(methods: dict[str, dict[str, Any]]) -> list[str]:
-    """Our two kernels' times and accuracy on a shape, with the ratios that the run's methods allow."""
-    time = medians(methods)
-    fp16 = fastest_fp16(time)
-    best = min(fp16, *(time[method] for method in FLOAT_SOFTMAX if method in time))
-    ours, whole = methods["qflash int8"], methods["qflash"]
-    cells = [number(ours["median_us"]), number(fp16 / ours["median_us"]), number(best / ours["median_us"])]
-    cells += [number(ours["sqnr_db"], 1), number(whole["median_us"]), number(fp16 / whole["median_us"])]
-    return [*cells, number(whole["sqnr_db"], 1)]
-
-
 def latencies(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
     return unbiased(card, "bench", "bench_1024", "bench_long")
 
 
-def latency(card: str = CARD) -> list[str]:
-    """Every shape: PyTorch's kernels, the baselines, ours, with ratios and accuracy."""
+FROM_FLOATS = {"sdpa flash": "FA2", "sdpa cudnn": "cuDNN", "sdpa efficient": "efficient"}
+FROM_INT8 = {
+    "int-flash-full kernel": "INT-Flash-Full", "int-flash-half kernel": "INT-Flash-Half", "qattn kernel": "QAttn",
+    "i-vit kernel": "I-ViT",
+}  # fmt: skip
+
+
+def end_to_end(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Float in, float out, by shape: PyTorch's kernels and ours, quantisation included."""
+    peers = {name: title for name, title in FROM_FLOATS.items() if any(name in methods for methods in found.values())}
     lines = [
-        "| shape | FA2 | cuDNN | efficient | INT-Flash-Full | INT-Flash-Half | QAttn | I-ViT "
-        "| **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
-        "|" + "---|" * 15,
+        f"| shape | {' | '.join(peers.values())} | **QFlash fp16** | fastest ÷ ours | SQNR dB |",
+        "|" + "---|" * (len(peers) + 4),
     ]
-    names = (*FP16, "sdpa efficient", *FLOAT_SOFTMAX)
-    for name, methods in latencies(card).items():
+    for name, methods in found.items():
         time = medians(methods)
-        cells = [number(time.get(method)) for method in (*names, "i-vit kernel")]
-        lines.append(f"| {name} | {' | '.join(cells + our_cells(methods))} |")
+        cells = [number(time.get(peer)) for peer in peers]
+        cells += [number(time["qflash"]), number(fastest_fp16(time) / time["qflash"]), number(methods["qflash"]["sqnr_db"], 1)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def int8_in(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Tensors quantised before the clock starts, by shape: the other methods' kernels and ours."""
+    peers = {name: title for name, title in FROM_INT8.items() if any(name in methods for methods in found.values())}
+    heading = f"| shape | {' | '.join(peers.values())} | **QFlash int8** | fastest ÷ ours | fastest 16-bit ÷ ours | SQNR dB |"
+    lines = [heading, "|" + "---|" * (len(peers) + 5)]
+    for name, methods in found.items():
+        time = medians(methods)
+        ours = time["qflash int8"]
+        cells = [*(number(time.get(peer)) for peer in peers), number(ours), number(fastest(time, peers) / ours)]
+        cells += [number(fastest_fp16(time) / ours), number(methods["qflash int8"]["sqnr_db"], 1)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def latency(card: str = CARD) -> list[str]:
+    """From fp16 to fp16 on every shape."""
+    return end_to_end(latencies(card))
+
+
+def int8_latency(card: str = CARD) -> list[str]:
+    """From int8 tensors on every shape."""
+    return int8_in(latencies(card))
 
 
 OTHERS = {
@@ -121,7 +164,7 @@ def other_shapes(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def ratios(card: str = CARD) -> list[str]:
-    """The faster of FA2 and cuDNN in fp16, divided by ours, by model."""
+    """The fastest 16-bit kernel's time divided by ours, by model."""
     found = other_shapes(card)
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
@@ -135,18 +178,19 @@ def ratios(card: str = CARD) -> list[str]:
     return lines
 
 
+def by_size(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Sort shapes by their numbers."""
+    return dict(sorted(found.items(), key=lambda of: [int(part) for part in of[0].split("x")]))
+
+
 def shapes(card: str = CARD) -> list[str]:
-    """Other shapes of vision transformers in microseconds, with ratios and accuracy."""
-    lines = [
-        "| shape | FA2 | cuDNN | best of INT-Flash, QAttn | **int8** | ratio | best | SQNR dB | **fp16** | ratio | SQNR dB |",
-        "|" + "---|" * 11,
-    ]
-    for name, methods in sorted(other_shapes(card).items(), key=lambda found: [int(part) for part in found[0].split("x")]):
-        time = medians(methods)
-        others = min(time[method] for method in time if method in FLOAT_SOFTMAX)
-        cells = [number(time["sdpa flash"]), number(time["sdpa cudnn"]), number(others)]
-        lines.append(f"| {name} | {' | '.join(cells + our_cells(methods))} |")
-    return lines
+    """Other shapes of vision transformers from fp16."""
+    return end_to_end(by_size(other_shapes(card)))
+
+
+def int8_shapes(card: str = CARD) -> list[str]:
+    """Other shapes of vision transformers from int8 tensors."""
+    return int8_in(by_size(other_shapes(card)))
 
 
 def biased(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
@@ -154,40 +198,79 @@ def biased(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias", card)).items() if bias}
 
 
-def bias(card: str = CARD) -> list[str]:
-    """Swin with its bias and shift mask."""
-    lines = [
-        "| shape | cuDNN | efficient | int8 | cost of the bias | fp16 | cost of the bias | efficient ÷ fp16 |",
-        "|" + "---|" * 8,
-    ]
+def biased_times(method: str, card: str) -> list[str]:
+    """Swin with its bias and shift mask: PyTorch's kernels and one of ours."""
+    title = {"qflash": "QFlash fp16", "qflash int8": "QFlash int8"}[method]
+    lines = [f"| shape | cuDNN | efficient | **{title}** | fastest ÷ ours | cost of the bias |", "|" + "---|" * 6]
     for name, methods in biased(card).items():
-        cells = [number(methods[method]["median_us"]) for method in ("sdpa cudnn", "sdpa efficient")]
-        for row in (methods["qflash int8"], methods["qflash"]):
-            cells += [number(row["median_us"]), number(row["bias_cost"])]
         time = medians(methods)
-        cells.append(number(time["sdpa efficient"] / time["qflash"]))
+        cells = [number(time[peer]) for peer in ("sdpa cudnn", "sdpa efficient")]
+        cells += [number(time[method]), number(fastest_fp16(time) / time[method]), number(methods[method]["bias_cost"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
+def bias(card: str = CARD) -> list[str]:
+    """Swin with its bias and shift mask from fp16."""
+    return biased_times("qflash", card)
+
+
+def int8_bias(card: str = CARD) -> list[str]:
+    """Swin with its bias and shift mask from int8 tensors; PyTorch's kernels take fp16."""
+    return biased_times("qflash int8", card)
+
+
+def eager_rows(card: str = CARD) -> dict[str, dict[str, Any]]:
+    """Return the rows of eager calls on A2, batch 8, by method."""
+    rows = (row for row in rows_of("bench_eager", card) if row["mode"] == "eager" and row["median_us"] is not None)
+    return {row["method"]: row for row in rows if (row["workload"], row["batch"]) == ("A2", 8)}
+
+
 def eager(card: str = CARD) -> list[str]:
     """Eager calls on A2, batch 8."""
-    lines = ["| method | until the device is done, µs | issuing, µs |", "|---|---|---|"]
-    for row in rows_of("bench_eager", card):
-        if row["mode"] == "eager" and row["median_us"] is not None:
-            lines.append(f"| {row['method']} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
+    lines = ["| method | takes | until the device is done, µs | issuing, µs |", "|---|---|---|---|"]
+    for name, row in eager_rows(card).items():
+        takes = "int8" if name.endswith("kernel") or name == "qflash int8" else "fp16"
+        lines.append(f"| {name} | {takes} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
     return lines
+
+
+def issued() -> dict[str, list[tuple[str, float]]]:
+    """Return the time of issuing a call divided by SDPA's, with the shape, of the newest state that was measured."""
+    rows = results(f"trials/eager_calls_{CARD}")["calls"]["rows"]
+    rows = [row for row in rows if row["commit"] == NEWEST_EAGER]
+    return {
+        kind: [(row["shape"], row[f"{kind} issued_us"] / row["sdpa issued_us"]) for row in rows] for kind in ("fp16", "int8")
+    }
+
+
+NEWEST_EAGER = "7791367"
+"""The last commit of which ``trials/eager_calls_h100`` has calls."""
+
+
+def eager_line(card: str = CARD) -> str:
+    """What eager calls take, in a sentence: on A2, batch 8, and the range of issuing over shapes."""
+    of = eager_rows(card)
+    times = ", ".join(f"{title} {number(of[name]['median_us'], 1)}" for name, title in FROM_FLOATS.items())
+    ours = f"QFlash {number(of['qflash']['median_us'], 1)} from fp16 and {number(of['qflash int8']['median_us'], 1)} from int8"
+    ranges = {kind: span(ratio for _, ratio in found) for kind, found in issued().items()}
+    count = len({shape for shape, _ in issued()["fp16"]})
+    return (
+        f"Eager calls, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes {ranges['fp16']} "
+        f"(fp16) and {ranges['int8']} (int8) times as long as PyTorch's over {count} shapes."
+    )
 
 
 def energy(card: str = CARD) -> list[str]:
     """Microjoules a call."""
     rows = rows_of("energy", card)
-    reference = next(row["uj"] for row in rows if row["method"] == "sdpa flash")
-    lines = ["| method | µJ a call | ÷ FA2 | SQNR dB |", "|---|---|---|---|"]
+    uj = {row["method"]: row["uj"] for row in rows if row["uj"] is not None}
+    lines = ["| method | takes | µJ a call | ÷ FA2 | ÷ the least of 16 bits | SQNR dB |", "|---|---|---|---|---|---|"]
     for row in rows:
         if row["uj"] is not None:
-            cells = f"{row['uj']:.0f} | {row['uj'] / reference:.2f} | {number(row['sqnr_db'], 1)}"
-            lines.append(f"| {row['method']} | {cells} |")
+            takes = "int8" if row["mode"] == "kernel" else "fp16"
+            cells = f"{row['uj']:.0f} | {row['uj'] / uj['sdpa flash']:.2f} | {row['uj'] / fastest(uj, FP16):.2f}"
+            lines.append(f"| {row['method']} | {takes} | {cells} | {number(row['sqnr_db'], 1)} |")
     return lines
 
 
@@ -199,7 +282,7 @@ def profile() -> list[str]:
         "|" + "---|" * 11,
     ]
     percents = ("duration_us", "imma_percent", "hmma_percent", "tensor_percent", "issue_percent")
-    for row in rows_of("profile"):
+    for row in rows_of("profile", "h200"):
         cells = [number(row[field], 1) for field in percents]
         cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
         lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
@@ -223,7 +306,7 @@ def newer() -> list[str]:
     columns = "int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9"
     lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     found: dict[str, dict[str, float]] = {}
-    for row in rows_of("trials/triton39"):
+    for row in rows_of("trials/triton39", "h200"):
         if used_by := row.get("used_by"):
             column = row["kind"] if used_by == "3.6" else f"{row['kind']}, form for 3.9"
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
@@ -278,22 +361,11 @@ def aims(card: str = CARD) -> list[str]:
     def ratio(times: Iterable[dict[str, float]], ours: str, *others: str) -> list[float]:
         return [min(time[other] for other in others) / time[ours] for time in times]
 
-    # measured on this card alone: another one's times are no times to compare with
-    record = results(f"authors_kernel_{CARD}")
-    column = record["methods"].index("authors' QFlash")
-    authors = {
-        f"{workload} b{batch}": times[column]
-        for workload, batches in record["latency_us"].items()
-        for batch, times in batches.items()
-    }
-    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
+    for head, keep in (("A1 to A3", "123"), ("A4 to A7", "4567")):
         times = {name: time for name, time in vit.items() if name[1] in keep}
-        add(f"{head}, fp16 in and out, against the faster of FA2 and cuDNN", 1.2, ratio(times.values(), "qflash", *FP16))
+        add(f"{head}, fp16 in and out, against the fastest 16-bit kernel", 1.2, ratio(times.values(), "qflash", *FP16))
         best = ratio(times.values(), "qflash int8", *FP16, *FLOAT_SOFTMAX)
         add(f"{head}, int8, against the fastest of all methods here", 1.5, best)
-        if card == CARD:
-            quotients = [authors[name] / time["qflash int8"] for name, time in times.items()]
-            add(f"{head}, int8, against the paper authors' kernel (a run of its own, {record['date']})", aim, quotients)
     for head_dim, aim, fa2 in ((64, 1.15, 1.7), (128, 1.4, 2.4)):
         rows = long_rows(head_dim, 1024)
         add(f"rows of 1024 keys and more, d = {head_dim}, int8, against cuDNN", aim, ratio(rows, "qflash int8", "sdpa cudnn"))
@@ -310,11 +382,111 @@ def aims(card: str = CARD) -> list[str]:
     add("energy, A2 batch 8, int8 ÷ FA2", 0.6, [energy_of["qflash int8"] / energy_of["sdpa flash"]], at_most=True)
     for method, name in (("qflash", "fp16"), ("qflash int8", "int8")):
         add(f"issuing an eager call, A2 batch 8, {name} ÷ FA2", 2, [issue_of[method] / issue_of["sdpa flash"]], at_most=True)
+    record = results("authors_kernel_h200")
+    column = record["methods"].index("authors' QFlash")
+    theirs = {f"{name} b{batch}": times[column] for name, of in record["latency_us"].items() for batch, times in of.items()}
+    shapes_then = by_shape(results(OLDER.format("bench"))["rows"]).items()
+    older = {name: medians(methods) for (name, with_bias), methods in shapes_then if not with_bias}
+    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
+        quotients = [theirs[name] / time["qflash int8"] for name, time in older.items() if name[1] in keep]
+        add(f"{head}, int8, against the paper authors' kernel (both on an H200, runs of their own)", aim, quotients)
     return lines
 
 
+def readme(card: str = CARD) -> list[str]:
+    """README's table: ratios to the fastest 16-bit kernel, the two ways of calling apart."""
+    found = {name: medians(methods) for name, methods in latencies(card).items()}
+    lines = [
+        f"| {card.upper()}, CUDA-graph replay | fp16 in and out, quantisation included "
+        "| int8 in and out, quantised before the clock starts |",
+        "|---|---|---|",
+    ]
+
+    def add(what: str, times: Iterable[dict[str, float]], peers: Iterable[str] = FP16) -> None:
+        times = list(times)
+        cells = [span(fastest(time, peers) / time[ours] for time in times) for ours in ("qflash", "qflash int8")]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+
+    add("A1 to A3, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")))
+    add("A4 to A7, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")))
+    add("A4 to A7 with Swin's bias and mask", (medians(methods) for methods in biased(card).values()))
+    others = [medians(methods) for methods in other_shapes(card).values()]
+    without = "" if all("sdpa efficient" in time for time in others) else " (FA2, cuDNN only)"
+    add(f"12 other ViT shapes, batch 1, 8, 64{without}", others)
+    for keys in ("1024", "4096", "16384"):
+        add(f"{keys} keys, 64 and 128 channels", (time for name, time in found.items() if name.split("x")[2:3] == [keys]))
+    eager_of = {name: row["median_us"] for name, row in eager_rows(card).items()}
+    add("eager call without a graph, A2 batch 8, until the device is done", [eager_of])
+    uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
+    add("energy, A2 batch 8", [uj])
+    for name in ("Swin-T", "DeiT"):
+        rows = [row for row in rows_of("models", card) if row["model"].startswith(name) and row["method"] == "qflash"]
+        which = "Swin-T" if name == "Swin-T" else "DeiT-T, -S, -B"
+        lines.append(f"| {which} as a whole, batch 1, 8, 64 | {span(row['ratio'] for row in rows)} | |")
+    return lines
+
+
+def summary(card: str = CARD) -> list[str]:
+    """What the tables say, in a few sentences with their figures."""
+    found = {name: medians(methods) for name, methods in latencies(card).items()}
+    vit = [time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")]
+    swin = [time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")]
+    others = [medians(methods) for methods in other_shapes(card).values()]
+
+    def against(times: Iterable[dict[str, float]], ours: str, peers: Iterable[str] = FP16) -> str:
+        return span(fastest(time, peers) / time[ours] for time in times)
+
+    def ahead(times: list[dict[str, float]], ours: str) -> str:
+        return f"{sum(fastest_fp16(time) > time[ours] for time in times)} of the {len(times)}"
+
+    def keys(*counts: str) -> list[dict[str, float]]:
+        return [time for name, time in found.items() if name.split("x")[2:3] and name.split("x")[2] in counts]
+
+    runs = biased(card).values()
+    rows = [medians(methods) for methods in runs]
+    uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
+    whole = [row for row in rows_of("models", card) if row["method"] == "qflash"]
+    speed = {(row["model"], row["batch"], row["method"]): row["images_s"] for row in rows_of("models", card)}
+    kept = [speed["Swin-T", batch, "qflash kept bias"] / speed["Swin-T", batch, "timm"] for batch in (1, 8, 64)]
+    lines = [
+        f"* **From fp16, quantisation included**: A1 to A3 {against(vit, 'qflash')} times as fast as the fastest of FA2, cuDNN "
+        f"and the memory-efficient kernel, A4 to A7 {against(swin, 'qflash')}; with Swin's bias and mask "
+        f"{against(rows, 'qflash')}. {ahead(others, 'qflash').capitalize()} other ViT shapes and batches are ahead of FA2 and "
+        f"cuDNN ({against(others, 'qflash')}; the memory-efficient kernel was not in that run).",
+        f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {against(vit, 'qflash int8')}, A4 to A7 "
+        f"{against(swin, 'qflash int8')}, with the bias {against(rows, 'qflash int8')}, other ViT shapes "
+        f"{against(others, 'qflash int8')} times as fast as those kernels from fp16.",
+        f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
+        f"{against(vit, 'qflash int8', FLOAT_SOFTMAX)}, A4 to A7 {against(swin, 'qflash int8', FLOAT_SOFTMAX)}, 1024 keys and "
+        f"more {against(keys('1024', '4096', '16384'), 'qflash int8', FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
+        f"twice the rate of integer ones and has an exponential unit. I-ViT, the other integer-only method, takes "
+        f"{against([*vit, *swin], 'qflash int8', ('i-vit kernel',))} times as long as ours.",
+        f"* **Long rows**: 4096 and 16384 keys {against(keys('4096', '16384'), 'qflash')} from fp16 and "
+        f"{against(keys('4096', '16384'), 'qflash int8')} on int8; at 1024 keys {against(keys('1024'), 'qflash')} and "
+        f"{against(keys('1024'), 'qflash int8')}: quantising takes a quarter of the time there.",
+        f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
+        f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
+        f"* **Whole models**: a patched fp16 model is {span((row['ratio'] for row in whole), 3)} times as fast as with the "
+        f"fastest SDPA back end; Swin-T with `keep_bias=True` {span(kept)} times as fast as timm runs it.",
+        f"* **{eager_line(card).split(',')[0]}**,{eager_line(card).split(',', 1)[1]}",
+        f"* **Energy**, A2 batch 8: an int8 call takes {uj['qflash int8'] / uj['sdpa flash']:.2f} of FA2's and "
+        f"{uj['qflash int8'] / fastest(uj, FP16):.2f} of cuDNN's, the least of 16 bits; from fp16 "
+        f"{uj['qflash'] / uj['sdpa flash']:.2f} and {uj['qflash'] / fastest(uj, FP16):.2f}.",
+    ]
+    cpus = []
+    for name, title in (("cpu_vnni", "Zen 5 with VNNI"), ("cpu_zen4", "Zen 4 with VNNI"), ("cpu", "AVX2 only")):
+        of = results(name)["results"].values()
+        both = [
+            span(row["sdpa float32"]["lowest_ms"] / row[method]["lowest_ms"] for row in of)
+            for method in ("cpu float32", "cpu int8")
+        ]
+        cpus.append(f"{title} {both[0]} from float32 and {both[1]} on int8")
+    lines.append(f"* **CPU**, two threads, against SDPA in float32: {'; '.join(cpus)}.")
+    return [line for paragraph in lines for line in pages.wrap(paragraph, indent="  ")]
+
+
 def draw() -> None:
-    """Draw how many times as fast as the faster of FA2 and cuDNN we are, shape by shape."""
+    """Draw how many times as fast as the fastest of PyTorch's 16-bit kernels we are, shape by shape."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -324,7 +496,7 @@ def draw() -> None:
         figure = Figure(figsize=(9.5, 5.2), layout="constrained")
         for axes, (method, title) in zip(
             figure.subplots(2, 1, sharex=True),
-            (("qflash", "fp16 in and out, quantisation included"), ("qflash int8", "int8 in and out")),
+            (("qflash", "fp16 in and out, quantisation included"), ("qflash int8", "int8 in and out, quantised beforehand")),
             strict=True,
         ):
             heights = [fastest_fp16(found[name]) / found[name][method] for name in shapes]
@@ -338,7 +510,9 @@ def draw() -> None:
             axes.set_ylim(0, 1.12 * max(heights))
             axes.spines[["top", "right"]].set_visible(False)
         axes.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", fontsize=8)
-        figure.suptitle("Speed on one H200 against the faster of FlashAttention-2 and cuDNN in fp16", fontsize=10)
+        figure.suptitle(
+            f"Speed on one {CARD.upper()} against the fastest 16-bit kernel of PyTorch, CUDA-graph replay", fontsize=10
+        )
         figure.savefig(FIGURE, metadata={"Date": None})
 
 
@@ -370,87 +544,120 @@ def when(name: str) -> str:
 
 
 class Section(NamedTuple):
-    """A heading of the page of tables, what is said about its tables, and the tables: of each card, or of a card alone.
+    """A heading of the page of tables, how its figures were timed, what is said about them, and the table.
 
     Attributes:
-        files: result files; ``{card}`` stands for each of ``cards``.
+        timing: the first words under the heading.
+        files: result files.
     """
 
     title: str
+    timing: str
     about: str
-    table: Callable[..., list[str]]
+    table: Callable[[], list[str]]
     files: tuple[str, ...]
-    cards: tuple[str, ...] = CARDS
 
+
+REPLAY = "CUDA-graph replay, microseconds"
+LATENCY_FILES = (f"bench_{CARD}", f"bench_1024_{CARD}", f"bench_long_{CARD}")
 
 SECTIONS = (
     Section(
-        "Latency",
-        """Microseconds, all methods in alternation in one run, median of 15 rounds. `int8` is `qflash.int8_attention`, int8 in
-and out, one scale per tensor, fitted output scale; the tensors are quantised before the clock starts. `fp16` is
-`qflash.attention` with the default recipe, quantisation included. FA2, cuDNN and efficient are PyTorch's
-`scaled_dot_product_attention` in fp16. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on
-tensors quantised beforehand ([baselines](../baselines.md)). A **ratio** is the faster of FA2 and cuDNN divided by
-ours: above 1 we are faster. **best** divides the fastest of FA2, cuDNN, INT-Flash and QAttn by ours. Shapes are
-batch x heads x tokens x channels; A1 to A7 are the paper's workloads ([what they are](../performance.md#workloads)).
-The rows of 16384 keys reach the power limit: their quartiles lie several per cent apart.""",
+        "Latency from fp16",
+        REPLAY,
+        """All methods in alternation in one run, median of 15 rounds. Quantisation is inside the clock: `qflash.attention` with
+the default recipe. FA2, cuDNN and efficient are PyTorch's `scaled_dot_product_attention` in fp16. **fastest ÷ ours** is
+the least of the three divided by ours: above 1 we are faster. Shapes are batch x heads x tokens x channels; A1 to A7
+are the paper's workloads ([what they are](../performance.md#workloads)). The rows of 16384 keys reach the power limit:
+their quartiles lie several per cent apart.""",
         latency,
-        ("bench_{card}", "bench_1024_{card}", "bench_long_{card}"),
+        LATENCY_FILES,
     ),
     Section(
-        "Swin with its bias and shift mask",
-        """Microseconds. An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned
-(`qflash.align_bias`) for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the
-time without it.""",
+        "Latency from int8 tensors",
+        REPLAY,
+        """The same runs. Quantisation is outside the clock: `qflash.int8_attention`, int8 in and out, one scale per tensor,
+fitted output scale. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on tensors quantised beforehand
+([baselines](../baselines.md)); INT-Flash and QAttn return fp16. **fastest ÷ ours** is against these; the last ratio
+is against PyTorch's fp16 kernels of the table above, which take and return fp16.""",
+        int8_latency,
+        LATENCY_FILES,
+    ),
+    Section(
+        "Swin with its bias and shift mask, from fp16",
+        REPLAY,
+        """An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned (`qflash.align_bias`)
+for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the time without it.""",
         bias,
-        ("bench_bias_{card}",),
+        (f"bench_bias_{CARD}",),
+    ),
+    Section(
+        "Swin with its bias and shift mask, from int8 tensors",
+        REPLAY,
+        "The same run; quantisation is outside the clock, PyTorch's kernels take fp16.",
+        int8_bias,
+        (f"bench_bias_{CARD}",),
     ),
     Section(
         "Other vision transformers, ratios",
-        "The faster of FA2 and cuDNN in fp16, divided by ours; medians of nine rounds.",
+        "CUDA-graph replay, the faster of FA2 and cuDNN in fp16 divided by ours",
+        "The memory-efficient kernel was not in this run. Medians of nine rounds; the int8 columns leave quantisation out.",
         ratios,
-        ("shapes_{card}",),
+        (f"shapes_{CARD}",),
     ),
     Section(
-        "Other vision transformers, microseconds",
-        "The runs of the table above. **best** divides the fastest of FA2, cuDNN, INT-Flash and QAttn by ours.",
+        "Other vision transformers, from fp16",
+        REPLAY,
+        "The run of the table above, quantisation inside the clock.",
         shapes,
-        ("shapes_{card}",),
+        (f"shapes_{CARD}",),
+    ),
+    Section(
+        "Other vision transformers, from int8 tensors",
+        REPLAY,
+        "The same run, quantisation outside the clock.",
+        int8_shapes,
+        (f"shapes_{CARD}",),
     ),
     Section(
         "Whole models",
-        """Images per second of timm's models in fp16, one forward pass in a CUDA graph (`qflash models`). **ratio** is against
-the fastest SDPA back end with every attention module made to call SDPA, which timm does not do in Swin (`÷ timm`).
-**bias kept** is `qflash.patch(model, keep_bias=True)`, which differs only where a model has a bias. Weights are
-random: they change no kernel's speed. The SQNR is of these logits against float32. The other methods of this library
-quantise in launches of their own and were not in these runs. The H200 run is older than the single launch for Swin's
-bias, which the H100 run has.""",
+        "CUDA-graph replay, images per second",
+        """timm's models in fp16, one forward pass in a graph (`qflash models`). **ratio** is against the fastest SDPA back end
+with every attention module made to call SDPA, which timm does not do in Swin (`÷ timm`). **bias kept** is
+`qflash.patch(model, keep_bias=True)`, which differs only where a model has a bias. Weights are random: they change no
+kernel's speed. The SQNR is of these logits against float32. The other methods of this library quantise in launches of
+their own and were not in this run.""",
         models,
-        ("models_{card}",),
+        (f"models_{CARD}",),
     ),
     Section(
         "Eager calls",
-        """A2, batch 8, no CUDA graph. Issuing is the time until the last call has returned, divided by the number of calls.""",
+        "Eager calls, no CUDA graph, A2 batch 8",
+        """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
+quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
         eager,
-        ("bench_eager_{card}",),
+        (f"bench_eager_{CARD}",),
     ),
     Section(
         "Energy",
-        """A2, batch 8: NVML's energy counter over two seconds of graph replay, two rounds, idle power (about 120 W on the H200)
-included.""",
+        "CUDA-graph replay, microjoules a call, A2 batch 8",
+        """NVML's energy counter over two seconds of replay, two rounds, idle power included. Methods that take int8 leave
+quantisation out.""",
         energy,
-        ("energy_{card}",),
+        (f"energy_{CARD}",),
     ),
     Section(
         "Utilisation",
-        """Nsight Compute, one launch each at its own clocks; durations are longer than under replay.""",
+        "Nsight Compute on an H200, one launch each at its own clocks",
+        """Durations are longer than under replay. Methods are as in the tables of latency: `kernel` and `qflash int8` take int8
+tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-profile).""",
         profile,
-        ("profile_{card}",),
-        (CARD,),
+        ("profile_h200",),
     ),
     Section(
         "Instructions per score",
-        """From the machine code of Triton 3.6 (`qflash verify`): warp instructions of a whole kernel where a program computes
+        "Counted in the machine code of Triton 3.6",
+        """By `qflash verify`: warp instructions of a whole kernel where a program computes
 all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
 
 * `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere
@@ -467,30 +674,39 @@ all scores of its queries at once, else of one iteration of its loops over the k
   64, caused by per-channel scales, two are in an iteration of the second pass (two tiles).""",
         instructions,
         ("verify_triton36",),
-        ("",),
     ),
     Section(
         "Machine code of Triton 3.9",
+        "CUDA-graph replay on an H200, time divided by the time with Triton 3.6's code",
         """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's cache
 and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared
-with the output of Triton 3.6's code, which tests compare with the reference). Time divided by the time with Triton
-3.6's code; `form for 3.9` is the form that is used with Triton 3.9, where it is another one
+with the output of Triton 3.6's code, which tests compare with the reference). `form for 3.9` is the form that is used
+with Triton 3.9, where it is another one
 ([why](limits.md#register-pressure-and-ptxas)).""",
         newer,
-        ("trials/triton39_{card}",),
-        (CARD,),
+        ("trials/triton39_h200",),
     ),
-    Section(
-        "CPUs",
-        """Two threads, eager calls, inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of
-nine rounds (three for the reference); the files have medians, too. `python benchmarks/cpu.py OUT.json` measures
-again. `int8` is int8 in and out on tensors quantised before; `float32` is `qflash.attention`, default recipe,
-quantisation included. A ratio is SDPA's time in float32 divided by ours. The first CPU is a Zen 5 EPYC with VNNI,
-the second a Zen 4 EPYC with VNNI, the third an EPYC with AVX2 only, whose two cores were shared with other work:
-there ratios of a few per cent mean nothing.""",
-        processor,
-        ("{card}",),
-        ("cpu_vnni", "cpu_zen4", "cpu"),
+    *(
+        Section(
+            f"CPU: {title}",
+            "Eager calls on two threads, milliseconds",
+            """Inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of nine rounds
+(three for the reference); the file has medians, too. `python benchmarks/cpu.py OUT.json` measures again. `float32` is
+`qflash.attention`, default recipe, quantisation inside the clock; `int8` is int8 in and out, quantisation outside.
+A ratio is SDPA's time in float32 divided by ours."""
+            + note,
+            functools.partial(processor, name),
+            (name,),
+        )
+        for title, name, note in (
+            ("Zen 5 EPYC with VNNI", "cpu_vnni", ""),
+            ("Zen 4 EPYC with VNNI", "cpu_zen4", ""),
+            (
+                "EPYC with AVX2 only",
+                "cpu",
+                " Its two cores were shared with other work: ratios of a few per cent mean nothing.",
+            ),
+        )
     ),
 )
 
@@ -500,8 +716,9 @@ Written by `python benchmarks/performance_tables.py` from the result files named
 quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
 what they are: [limits](limits.md). What was tried: [experiments](experiments.md).
 
-Unless a section says otherwise: one NVIDIA H200 or one H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver
-580.159; CUDA-graph replay of about a millisecond of calls behind an untimed replay; inputs uniform in [-4, 4) fp16.
+Unless a section says otherwise: one NVIDIA H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver 580.159;
+inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond of calls behind an untimed replay. Earlier
+runs on an H200 are in `benchmarks/results/trials/`.
 """
 
 
@@ -509,32 +726,34 @@ def tables_page() -> str:
     """Return docs/performance/tables.md."""
     parts = [HEADER]
     for section in SECTIONS:
-        parts.append(f"\n## {section.title}\n\n{section.about}\n")
-        for card in section.cards:
-            names = [file.format(card=card) for file in section.files]
-            links = ", ".join(
-                f"[{name}](../../benchmarks/results/{name}.json)" + (f" ({when(name)})" if card else "") for name in names
-            )
-            title = f"{card.upper()}: " if card in CARDS and len(section.cards) > 1 else ""
-            table = section.table(card) if len(section.cards) > 1 else section.table()
-            parts.append(f"\n{title}{links}\n\n" + "\n".join(table) + "\n")
+        links = ", ".join(f"[{name}](../../benchmarks/results/{name}.json)" + day(name) for name in section.files)
+        parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
+        if section.title == "Latency from fp16":
+            parts.append("\n" + "\n".join(pages.wrap(eager_line())) + "\n")
+        parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table()) + "\n")
     return "".join(parts)
 
 
-def laid_out(text: str) -> str:
-    """Return a page with the tables of aims between its markers as the results have them."""
-    for name, lines in ((f"aims {card}", aims(card)) for card in CARDS):
-        start, end = f"<!-- table:{name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(start)
-        if not found:
-            raise ValueError(f"the page has no place for the table {name!r}")
-        text = before + start + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
-    return text
+def day(name: str) -> str:
+    """Return the day of a run in brackets, or nothing where the file has none."""
+    record = results(name)
+    return f" ({when(name)})" if isinstance(record, dict) else ""
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of pages, by the markers' names."""
+    return {"speed:readme": readme(), "speed:aims": aims(), "speed:summary": summary(), "speed:eager": pages.wrap(eager_line())}
+
+
+def files() -> list[str]:
+    """Return the result files that were read."""
+    return [f"{name}.json" for name in READ]
 
 
 def main() -> None:
     """Write the pages' tables and the figure."""
-    PAGE.write_text(laid_out(PAGE.read_text()))
+    for page in (PAGE, README):
+        page.write_text(pages.fill(page.read_text(), blocks()))
     TABLES.write_text(tables_page())
     draw()
 

@@ -16,6 +16,7 @@ _KINDS = {
     "ablation of the integer attention": "ablate",
     "SQNR and MSE of attention methods": "accuracy",
     "the paper authors' public kernel": "authors",
+    "float instructions in the machine code of the paper authors' public kernel": "authors code",
 }
 
 Record = dict[str, Any]

@@ -1,0 +1,57 @@
+"""Generated parts of README and docs: what lies between ``<!-- group:name -->`` and ``<!-- end -->``."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+WIDTH = 118
+_MARKED = re.compile(r"<!-- ((?!numbers)[a-z]+:[a-z0-9-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+class Block(NamedTuple):
+    """One generated part.
+
+    Attributes:
+        name: ``group:name`` of its marker.
+        text: what the page has there.
+        start, stop: where that lies in the page.
+    """
+
+    name: str
+    text: str
+    start: int
+    stop: int
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """Yield the generated parts of a page."""
+    for match in _MARKED.finditer(page):
+        yield Block(match[1], match[2], match.start(2), match.end(2))
+
+
+def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
+    """Return a page with the parts that ``blocks`` names replaced; it may have others."""
+
+    def lines(match: re.Match[str]) -> str:
+        if match[1] not in blocks:
+            return match[0]
+        return f"<!-- {match[1]} -->\n" + "\n".join(blocks[match[1]]) + "\n<!-- end -->"
+
+    return _MARKED.sub(lines, page)
+
+
+def wrap(paragraph: str, indent: str = "") -> list[str]:
+    """Break a paragraph into lines of a page."""
+    return textwrap.wrap(paragraph, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def flow(text: str) -> str:
+    """Break paragraphs of text into lines of a page; a paragraph that begins with ``*`` is a list."""
+    done = []
+    for paragraph in text.split("\n\n"):
+        items = re.split(r"\n(?=\* )", paragraph)
+        done.append("\n".join("\n".join(wrap(" ".join(item.split()), "  " if item.startswith("* ") else "")) for item in items))
+    return "\n\n".join(done)

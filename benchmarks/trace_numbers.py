@@ -1,0 +1,205 @@
+"""Say where every number in a table, and every bold figure, of README and docs comes from; fail if one comes from nowhere.
+
+``python benchmarks/trace_numbers.py``. A number may stand
+
+* in a part between ``<!-- group:name -->`` and ``<!-- end -->``, which a script of this folder makes from committed results: it
+  is made again and must be the same. docs/performance/tables.md is such a part as a whole;
+* in a table behind ``<!-- numbers: KIND -->``, where KIND is
+
+  - ``definitions``: sizes, versions, constants and bounds that the page defines or derives. Nothing there is measured;
+  - ``published``: figures of others, which were not measured here;
+  - a file of ``benchmarks/results``: every number behind the first column is a value in it, rounded (``; also 64``: or 64);
+
+* in docs/performance/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
+
+Bold figures outside such parts and tables are refused, and so are figures with a unit in README's text.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import accuracy  # noqa: E402
+import evaluate_digits  # noqa: E402
+import ladder  # noqa: E402
+import pages  # noqa: E402
+import performance_tables  # noqa: E402
+import reproduction_tables  # noqa: E402
+
+ROOT = HERE.parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+MAKERS = (accuracy, evaluate_digits, ladder, performance_tables, reproduction_tables)
+NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
+
+_NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")
+_FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+|\d+(?= ?(?:%|dB\b|µs\b|times\b|TOPS\b)))")
+_KIND = re.compile(r"<!-- numbers: ([^>]*?) -->")
+
+
+class Trace(NamedTuple):
+    """Numbers of one place.
+
+    Attributes:
+        page: from the repository's root.
+        place: a generated part's name, or a line.
+        source: where the numbers come from; empty if nowhere.
+        count: how many.
+        example: what to look for, of numbers from nowhere.
+    """
+
+    page: str
+    place: str
+    source: str
+    count: int
+    example: str = ""
+
+
+class Part(NamedTuple):
+    """A generated part.
+
+    Attributes:
+        text: as its script makes it.
+        source: the script and the result files that it reads.
+    """
+
+    text: str
+    source: str
+
+
+def made() -> dict[str, Part]:
+    """Return every generated part, by its marker's name."""
+    parts = {}
+    for maker in MAKERS:
+        for name, lines in maker.blocks().items():
+            parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(sorted(maker.files()))}")
+    return parts
+
+
+def values_of(record: Any) -> Iterator[float]:
+    """Yield every number of a result file."""
+    if isinstance(record, bool):
+        return
+    if isinstance(record, int | float):
+        yield float(record)
+    elif isinstance(record, dict):
+        for value in record.values():
+            yield from values_of(value)
+    elif isinstance(record, list):
+        for value in record:
+            yield from values_of(value)
+
+
+def unsupported(lines: list[str], kind: str) -> list[str]:
+    """Return the numbers behind a table's first column that a result file lacks."""
+    name, _, more = kind.partition("; also ")
+    values = list(values_of(json.loads((HERE / "results" / name).read_text())))
+    allowed = set(re.findall(r"[\d.]+", more))
+    missing = []
+    for line in lines:
+        for text in _NUMBER.findall(line.split("|", 2)[2]):
+            digits = len(text.partition(".")[2])
+            wanted = float(text.replace("\u2212", "-"))
+            if text not in allowed and not any(abs(value - wanted) <= 0.5 * 10**-digits * (1 + 1e-9) for value in values):
+                missing.append(text)
+    return missing
+
+
+def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
+    """Yield where a page's numbers come from."""
+    name = path.relative_to(ROOT).as_posix()
+    text = path.read_text(encoding="utf-8")
+    if path == performance_tables.TABLES:
+        same = text == performance_tables.tables_page()
+        count = sum(len(_NUMBER.findall(line)) for line in text.splitlines() if line.startswith("|"))
+        yield Trace(
+            name, "whole page", "performance_tables.py" if same else "", count, "" if same else "the page is out of date"
+        )
+        return
+    for block in pages.blocks_of(text):
+        part = parts.get(block.name)
+        source = part.source if part and part.text == block.text else ""
+        yield Trace(name, block.name, source, len(_NUMBER.findall(block.text)), "not what its script makes")
+    if path == NOTEBOOK:
+        kind = _KIND.search(text)
+        count = sum(len(_NUMBER.findall(line)) for line in text.splitlines() if line.startswith("|"))
+        yield Trace(name, "whole page", "notebook" if kind and kind[1] == "notebook" else "", count, "the head says nothing")
+        return
+    # blank what is generated and code, and keep the lines' numbers
+    for block in reversed(list(pages.blocks_of(text))):
+        text = text[: block.start] + re.sub(r"[^\n]", "", block.text) + text[block.stop :]
+    text = re.sub(r"^```.*?^```$", lambda match: re.sub(r"[^\n]", "", match[0]), text, flags=re.DOTALL | re.MULTILINE)
+    yield from _tables(name, text)
+    prose = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    for match in re.finditer(r"\*\*(.+?)\*\*", prose, re.DOTALL):
+        if _FIGURE.search(match[1]):
+            yield Trace(name, f"line {prose[: match.start()].count(chr(10)) + 1}", "", 1, match[0])
+    if path.name == "README.md":
+        allowed = set(DEFINED)
+        words = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose).split())
+        for match in _FIGURE.finditer(words):
+            if match[0] not in allowed:
+                yield Trace(name, "text", "", 1, words[max(0, match.start() - 30) : match.end() + 30])
+
+
+DEFINED = ("3.10", "2.11", "3.6", "2.4", "4.53", "2.0", "32.50", "31.02", "20", "40", "10", "1", "1.5")
+"""Figures in README's text that are versions, the paper's, or what decibels mean; measured ones are generated."""
+
+
+def _tables(name: str, text: str) -> Iterator[Trace]:
+    """Yield the hand-written tables of a page."""
+    lines = text.splitlines()
+    index = 0
+    while index < len(lines):
+        if not lines[index].startswith("|"):
+            index += 1
+            continue
+        start = index
+        while index < len(lines) and lines[index].startswith("|"):
+            index += 1
+        table = lines[start:index]
+        count = sum(len(_NUMBER.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line))) for line in table)
+        if not count:
+            continue
+        before = "\n".join(lines[max(0, start - 2) : start])
+        kinds = _KIND.findall(before)
+        kind = kinds[-1] if kinds else ""
+        example = table[0]
+        if kind.partition(";")[0].endswith(".json"):
+            missing = unsupported(table, kind)
+            kind, example = ("", f"not in the file: {', '.join(missing)}") if missing else (kind, "")
+        elif kind not in ("definitions", "published"):
+            kind = ""
+        yield Trace(name, f"line {start + 1}", kind, count, example)
+
+
+def traces() -> list[Trace]:
+    """Return where the numbers of every page come from."""
+    parts = made()
+    return [found for path in PAGES for found in trace(path, parts)]
+
+
+def main() -> int:
+    """Print how many numbers come from where; return 1 if some come from nowhere."""
+    found = traces()
+    counted: collections.Counter[str] = collections.Counter()
+    for item in found:
+        kind = item.source.partition(";")[0] if item.source else "nowhere"
+        counted[kind] += item.count
+    for kind, count in counted.most_common():
+        print(f"{count:6} {kind}")
+    for item in found:
+        if not item.source:
+            print(f"{item.page}, {item.place}: {item.example}")
+    return 1 if counted["nowhere"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

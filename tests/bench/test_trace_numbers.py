@@ -1,0 +1,58 @@
+"""Every number in a table and every bold figure of README and docs comes from a committed result, or is no measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import load_benchmark
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Any:
+    return load_benchmark("trace_numbers")
+
+
+def test_no_number_is_left_over(tracer: Any) -> None:
+    nowhere = [(found.page, found.place, found.example) for found in tracer.traces() if not found.source]
+    assert not nowhere
+
+
+def test_every_generated_part_is_used(tracer: Any) -> None:
+    used = {block.name for page in tracer.PAGES for block in tracer.pages.blocks_of(page.read_text(encoding="utf-8"))}
+    assert used == set(tracer.made())
+
+
+def test_files_behind_generated_parts_are_there(tracer: Any) -> None:
+    for part in tracer.made().values():
+        for name in part.source.partition(": ")[2].split(", "):
+            assert (tracer.HERE / "results" / name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (("1.11 to 1.54", "1.12 to 1.54"), "speed:readme"),  # a generated figure that somebody edited
+        (("## Install\n", "| speed | 3.7 |\n|---|---|\n\n## Install\n"), "line"),  # a table without a source
+        (("## Install\n", "**4.2 times as fast**\n\n## Install\n"), "line"),
+        (("## Install\n", "Swin is 4.2 times as fast.\n\n## Install\n"), "text"),
+    ],
+)
+def test_what_comes_from_nowhere_is_found(
+    tracer: Any, change: tuple[str, str], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (tracer.ROOT / "README.md").read_text(encoding="utf-8")
+    assert change[0] in text
+    (tmp_path / "README.md").write_text(text.replace(*change), encoding="utf-8")
+    monkeypatch.setattr(tracer, "ROOT", tmp_path)
+    found = [found for found in tracer.trace(tmp_path / "README.md", tracer.made()) if not found.source]
+    assert found
+    assert found[0].place.startswith(place)
+
+
+def test_values_must_be_in_the_named_file(tracer: Any) -> None:
+    table = ["| | cycles |", "|---|---|", "| one | 2.0 |", "| other | 123456.5 |"]
+    assert tracer.unsupported(table, "overlap_h200.json") == ["123456.5"]
+    assert tracer.unsupported(table, "overlap_h200.json; also 123456.5") == []

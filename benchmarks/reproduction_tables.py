@@ -48,13 +48,13 @@ def rules() -> list[str]:
 
 
 def notes() -> list[str]:
-    """What else bears on a claim, and the reason for a difference."""
-    lines = []
+    """What else bears on the claims that differ, and the reason, once for all that share it."""
+    said: dict[str, list[str]] = {}
     for claim in claims(found()):
-        said = " ".join(part for part in (claim.also, claim.why) if part)
-        if claim.mark == "differs" and said:
-            lines += pages.wrap(f"* {claim.text}: {said}", "  ")
-    return lines
+        text = " ".join(part for part in (claim.also, claim.why) if part)
+        if claim.mark == "differs" and text:
+            said.setdefault(text, []).append(claim.text)
+    return [line for text, names in said.items() for line in pages.wrap(f"* {'; '.join(names)}: {text}", "  ")]
 
 
 def authors_latency() -> list[str]:

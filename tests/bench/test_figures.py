@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qflash.baselines import METHODS
 from qflash.bench import figures
 
 pytest.importorskip("matplotlib")
@@ -32,3 +33,15 @@ def test_a_method_keeps_its_colour_and_has_one_name(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
     figures.write_figure(tmp_path, "plot", figure)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "plot.svg"]
+
+
+def test_a_method_has_one_colour_in_every_command() -> None:
+    same = (
+        ("qflash", "qflash int8", "qflash cpu", "qflash-default"), ("qflash int8 accurate", "qflash-accurate"),
+        ("i-vit kernel", "i-vit"), ("sdpa flash", "fp16-flash"),
+    )  # fmt: skip
+    for names in same:
+        assert len({figures.colour_of(name) for name in names}) == 1
+    assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
+    assert set(METHODS) <= {name for name in METHODS if figures.base_name(name) in figures.COLOURS}
+    assert figures.colour_of("somebody's") == figures.colour_of("somebody's")

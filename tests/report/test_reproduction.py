@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import html
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,11 +19,11 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-from qflash.bench import ablation, ablation_recipes, ablation_tables, accuracy, energy, latency, paper_results
+from qflash.bench import ablation, ablation_recipes, ablation_tables, accuracy, energy, figures, latency, paper_results
 from qflash.bench import profile as profiling
 from qflash.cli import app
 from qflash.report import claims as paper_claims
-from qflash.report import reproduction
+from qflash.report import plots, reproduction
 from qflash.report import results as result_files
 
 CPU = torch.device("cpu")
@@ -248,6 +250,47 @@ def test_page_names_every_table_and_loads_nothing(page: Path) -> None:
         assert title in text
     assert text.count("<svg") >= 3
     assert not any(word in text for word in ("<script", "<link", "src=", "@import", "url(http", "#123456"))
+
+
+def test_page_has_a_summary_contents_and_a_filter(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.index('<h2 id="summary"') < text.index("<nav") < text.index('<h2 id="claims"')
+    anchors = re.findall(r'id="([^"]+)"', text)
+    assert len(anchors) == len(set(anchors))
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(anchors)
+    marks = {"all", "agrees", "differs", "open"}
+    assert {name for name in marks if f'id="show-{name}"' in text} == marks
+    for section in paper_claims.SECTIONS:
+        assert text.count(f">{section}</h3>") == 1
+    for rule in paper_claims.RULES.values():
+        assert html.escape(rule) in text
+    # every caption about timing once
+    timing = json.loads((Path(__file__).resolve().parents[2] / "benchmarks/results/bench_h100.json").read_text())["timing"]
+    assert text.count(html.escape(timing)) == 1
+
+
+def test_the_papers_workloads_come_before_other_shapes(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    latency_part = text[text.index('id="figure-3-latency"') : text.index('id="table-2-tensor-core-utilisation"')]
+    assert latency_part.index("A1 to A7") < latency_part.index("Other shapes")
+    heads = re.findall(r"<thead><tr>(.*?)</tr>", latency_part)
+    assert not any("<th>qflash</th>" in head and "<th>qflash int8</th>" in head for head in heads)
+
+
+def test_ratio_dots_are_against_the_fastest_16_bit_kernel() -> None:
+    times = {"sdpa flash": 6.0, "sdpa efficient": 4.0, "qflash": 2.0, "qflash int8": 1.0}
+    rows = [
+        {"method": name, "mode": "kernel" if "int8" in name else "end-to-end", "median_us": us, "workload": "A1"}
+        for name, us in times.items()
+    ]
+    figure = plots.ratio_dots(rows, "end-to-end", lambda row: row["workload"])
+    drawn = {line.get_label(): line.get_xdata()[0] for line in figure.axes[0].lines if not line.get_label().startswith("_")}
+    assert drawn == {"FlashAttention-2": 4 / 6, "memory-efficient": 1.0, "QFlash, fp16": 2.0}
+    colours = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    assert colours["QFlash, fp16"] == figures.COLOURS["qflash-default"]
+    (ours,) = [line for line in plots.ratio_dots(rows, "kernel", lambda row: "A1").axes[0].lines if "int8" in line.get_label()]
+    assert ours.get_xdata()[0] == 4.0
+    assert plots.ratio_dots(rows[2:], "kernel", lambda row: "A1") is None
 
 
 def test_command_refuses_bad_folders(tmp_path: Path) -> None:

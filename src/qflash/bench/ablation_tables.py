@@ -9,6 +9,7 @@ from typing import Any
 from . import records
 from .ablation_formulas import STEPS, TILES
 from .ablation_recipes import ARITHMETIC
+from .figures import colour_of
 
 PARTS = ("kernel", "scales", "throughput", "granularity", "steps")
 
@@ -98,12 +99,12 @@ def draw(
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     elif part == "granularity":
         names = list(dict.fromkeys(row["label"] for row in rows))
-        for index, group in enumerate(ARITHMETIC):
+        for group in ARITHMETIC:
             means = {
                 row["label"]: row["sqnr_db"]["mean"] for row in rows if row["group"] == group and row["input"] == "outliers"
             }
             spots = [names.index(name) for name in means]
-            axes.plot([float(x) for x in means.values()], spots, "o", color=colours[index], label=group)
+            axes.plot([float(x) for x in means.values()], spots, "o", color=colour_of(f"qflash {group}"), label=group)
         axes.set_yticks(range(len(names)), names, fontsize="small")
         axes.invert_yaxis()
         axes.set_xlabel("SQNR on inputs with outlier channels, dB")
@@ -118,7 +119,7 @@ def draw(
         else:
             heights, title = [float(row["sqnr_db"]["mean"]) for row in rows], "SQNR, dB"
         bars = axes.bar(labels, heights, color=colours[1], width=0.6)
-        axes.bar_label(bars, fmt="%.4g", fontsize="small")
+        axes.bar_label(bars, fmt="%.0f" if part == "throughput" else "%.4g", fontsize="small")
         axes.set_ylabel(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="both" if part == "scales" else "y", alpha=0.3)

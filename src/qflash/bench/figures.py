@@ -8,6 +8,30 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
+COLOURS = {
+    "fp32": "#8d8d8d", "timm": "#5f6b76", "flash": "#6b7480", "cudnn": "#9b7a4b", "efficient": "#c2a05a", "math": "#b0a99f",
+    "i-vit": "#8a63c4", "i-vit-16": "#b49ade", "i-bert": "#c46fa8", "fq-vit": "#dba3c8", "int-flash-full": "#2f9e6e",
+    "int-flash-half": "#85c9a6", "qattn": "#c99a0c", "qflash-default": "#2878c8", "qflash-accurate": "#62b3ea",
+    "qflash-paper": "#d0573b", "qflash-printed": "#e69a7f", "qflash-authors": "#97331b",
+}  # fmt: skip
+"""A method's colour in every figure, by what is left of its names in tables; readable on a light and on a dark page."""
+
+
+def base_name(method: str) -> str:
+    """Return what a method is called in :data:`COLOURS`: its kernel, its formula and its rows of every command are one."""
+    name = method.removesuffix(" kernel").removeprefix("sdpa ").removeprefix("fp16-").removesuffix(" fp32")
+    if name.split()[0] == "qflash":
+        recipe = next((word for word in name.split() if word in ("accurate", "paper")), "default")
+        return f"qflash-{recipe}"
+    return name
+
+
+def colour_of(method: str) -> Any:
+    """Return a method's colour: the fixed one, or for a third party's one that its name gives."""
+    from matplotlib import colormaps
+
+    return COLOURS.get(base_name(method)) or colormaps["tab20"](sum(method.encode()) % 20)
+
 
 class Series(NamedTuple):
     """One method's rows in a panel.
@@ -55,7 +79,6 @@ def panels(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     keys = list(dict.fromkeys(row[key] for row in rows))
@@ -77,7 +100,7 @@ def panels(
             if not mine:
                 continue
             spots = [labels.index(label(row)) + (index - (len(methods) - 1) / 2) * share for row in mine]
-            series.append(Series(method, mine, spots, share, colormaps["tab20"](index % 20)))
+            series.append(Series(method, mine, spots, share, colour_of(method)))
         found.append(Panel(axes, value, series))
     return figure, found
 

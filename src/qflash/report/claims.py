@@ -47,6 +47,7 @@ class Claim:
         agrees: what the rule says; None where nothing was measured.
         also: what else bears on it and decides nothing, for instance this library beside the authors' code.
         why: the reason for a difference, or what is missing.
+        brief: ``ours`` in a few words, for a summary.
     """
 
     section: str
@@ -59,6 +60,7 @@ class Claim:
     agrees: bool | None = None
     also: str = ""
     why: str = ""
+    brief: str = ""
 
     @property
     def mark(self) -> str:
@@ -91,7 +93,7 @@ def _integer_claim(found: Found) -> Claim:
         claim = dataclasses.replace(
             claim, of="the authors' code", also=also,
             ours=f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} float instructions on each target",
-            agrees=max(counts) == 0,
+            agrees=max(counts) == 0, brief=f"{max(counts)} float instructions in the authors' kernel",
             where=f"machine code, Triton {record['triton']}, {record['date']}",
             why="An integer division of scalars, and / between integer tensors, which Triton computes in float32.",
         )  # fmt: skip
@@ -117,7 +119,8 @@ def _speed_claims(found: Found) -> Iterator[Claim]:
             best = max(ratios, key=lambda name: ratios[name])
             claim = dataclasses.replace(
                 claim, ours=f"up to {ratios[best]:.2f} times ({best}; from {min(ratios.values()):.2f})", where=where_of(record),
-                agrees=ratio_agrees(ratios[best], paper), why="Both from int8 tensors; I-ViT in Triton here, in TVM there.",
+                agrees=ratio_agrees(ratios[best], paper),
+                brief=f"{ratios[best]:.2f} times", why="Both from int8 tensors; I-ViT in Triton here, in TVM there.",
             )  # fmt: skip
         yield claim
 
@@ -166,7 +169,7 @@ def _fp16_claim(found: Found) -> Claim:
         claim = dataclasses.replace(
             claim, of="the authors' code", also=also, where=where_of(record),
             ours="fastest of FlashAttention-2 and cuDNN ÷ theirs: " + ", ".join(spans),
-            agrees=all(x >= 1 - TOLERANCE for values in quotients.values() for x in values),
+            agrees=all(x >= 1 - TOLERANCE for values in quotients.values() for x in values), brief=f"{', '.join(spans)} times",
             why="It holds on Swin and not on ViT and DeiT. PyTorch's memory-efficient kernel was not in that run.",
         )  # fmt: skip
     return claim
@@ -216,14 +219,15 @@ def _energy_claim(found: Found) -> Claim:
         claim = dataclasses.replace(
             claim, of="the authors' code", also=also, where=where_of(authors[0]),
             ours=f"{theirs / fa2:.2f} of its energy ({theirs} against {fa2} µJ, idle power included)",
-            agrees=ratio_agrees(theirs / fa2, paper), why="On this larger chip it takes longer than FP16 does.",
+            agrees=ratio_agrees(theirs / fa2, paper),
+            brief=f"{theirs / fa2:.2f}", why="On this larger chip it takes longer than FP16 does.",
         )  # fmt: skip
     return claim
 
 
 _ACCURACY_REASONS = {
-    "qattn": "The formula alone. With bfloat16 inputs and an int8 output around it the paper's figure comes out within 0.3 dB; "
-    "which steps the paper's run took is not printed (qflash.baselines.qattn).",
+    "qattn": "QAttn's formula alone is more accurate; with bfloat16 inputs and an int8 output around it the paper's figure "
+    "comes out within 0.3 dB (qflash.baselines.qattn).",
     "i-vit": "I-ViT knows of the scores' scale only round(1 / S), which moves the figure by several dB from draw to draw.",
 }
 _READINGS = {"qflash-printed": "as printed", "qflash-authors": "the authors' code", "qflash-paper": "recipe PAPER"}
@@ -249,6 +253,7 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
             claim = dataclasses.replace(
                 claim, ours=f"{row['sqnr_db']:.2f} dB ({row['sqnr_min_db']:.1f} to {row['sqnr_max_db']:.1f})",
                 where=row["where"], agrees=decibels_agree(row["sqnr_each_db"], paper), why=_ACCURACY_REASONS.get(method, ""),
+                brief=f"{row['sqnr_db']:.2f} dB ({method})",
             )  # fmt: skip
         yield claim
     a2, a7 = (paper_results.TABLE4[workload, "qflash-paper"][0] for workload in ("A2", "A7"))
@@ -264,7 +269,7 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
             claim = dataclasses.replace(claim, where=first["where"])
     if readings:
         claim = dataclasses.replace(
-            claim, ours="; ".join(readings), agrees=any(verdicts), of="three readings of it",
+            claim, ours="; ".join(readings), brief="; ".join(readings), agrees=any(verdicts), of="three readings of it",
             why="" if any(verdicts) else "Flooring P, as printed, gives A7's figure and rounding it, as the code does, A2's; "
             "no reading gives both.",
         )  # fmt: skip
@@ -331,13 +336,11 @@ def _step_claims(found: Found) -> Iterator[Claim]:
             why="Needs a GPU run of qflash ablate.",
         )  # fmt: skip
         if name in speed:
-            why = (
-                "V4 is this library's kernel with recipe PAPER. " if step == "V4" else "A plain Triton kernel with that step. "
-            )
+            also = "V4 is this library's kernel with recipe PAPER." if step == "V4" else "A plain Triton kernel with that step."
             claim = dataclasses.replace(
-                claim, ours=f"{speed[name]:.2f} times as fast as V0", where=where_of(record),
-                agrees=ratio_agrees(speed[name], paper),
-                why=why + "Whether the paper's percentage is a ratio or time saved is not said; read as a ratio.",
+                claim, ours=f"{speed[name]:.2f} times as fast as V0", brief=f"{speed[name]:.2f} times", where=where_of(record),
+                agrees=ratio_agrees(speed[name], paper), also=also,
+                why="Whether the paper's percentage is a ratio or time saved is not said; it is read as a ratio.",
             )  # fmt: skip
         yield claim
 
@@ -380,7 +383,7 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
         }
         coarse, fine = grid["Q tensor, K tensor, V tensor"], grid["Q token, K token, V channel"]
         claim = dataclasses.replace(
-            claim, where=where_of(record), agrees=False,
+            claim, where=where_of(record), agrees=False, brief="they run in integers",
             ours=f"they run in integers here; outlier inputs: {coarse:.1f} dB per tensor, {fine:.1f} dB per token",
             why="Scores are brought to one fixed-point unit per row before the maximum is taken (docs/algorithm.md, step 2).",
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from qflash.report import demo
-from qflash.report.html import INK
+from qflash.report.html import INK, plot
 
 torch.set_num_threads(2)
 IMAGES = 32
@@ -54,8 +55,42 @@ def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -
     for row in report["workloads"]:
         quality = [row["recipes"][recipe]["sqnr_db"] for recipe in demo.RECIPES]
         assert 28.0 < quality[0] < quality[1] < quality[2] < row["ceiling"]["sqnr_db"] + 0.1
-        assert row["timings_us"] is None
+        if report["device"]["backend"] == "cpu":
+            assert list(row["timings_us"]) == ["sdpa_float32", "qflash_float32_in", "qflash_int8_in"]
+            assert all(us > 0 for us in row["timings_us"].values())
+        else:
+            assert row["timings_us"] is None
     assert {row["name"]: row["paper_sqnr_db"] for row in report["workloads"] if row["paper_sqnr_db"]} == demo.PAPER_SQNR_DB
+
+
+def test_images_are_shown_float_beside_integer(outcome: tuple[dict[str, Any], str, Path]) -> None:
+    report, _, folder = outcome
+    shown = report["shown"]
+    assert len(shown) == demo.SHOWN_IMAGES
+    for item in shown:
+        assert item["float"] == item["integer"]
+        wanted, got = torch.tensor(item["float_map"]), torch.tensor(item["integer_map"])
+        assert wanted.shape == got.shape == (14, 14)
+        assert 0.5 < float(wanted.sum()) <= 1.0  # the class token's weights over the patches: its own is missing
+        assert item["map_sqnr_db"] == pytest.approx(sqnr(wanted, got), abs=0.01)
+        assert item["map_sqnr_db"] > 25.0
+    page = (folder / "report.html").read_text()
+    assert page.count("<figcaption>") == demo.SHOWN_IMAGES + len(demo.NOISES_DB)
+    for decibels in demo.NOISES_DB:
+        assert f"<b>{decibels} dB</b>" in page
+
+
+def test_colours_of_plots_survive_their_own_names() -> None:
+    def draw() -> Any:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        figure.add_subplot().plot([0, 1], [0, 1], "x", color="#d0573b")
+        return figure
+
+    drawn = plot(draw)
+    assert drawn.count("#d0573b") >= 1
+    assert set(re.findall(r'(?:href="|url\()#([\w-]+)', drawn)) == set(re.findall(r' id="([^"]+)"', drawn))
 
 
 def test_files_and_print(outcome: tuple[dict[str, Any], str, Path]) -> None:

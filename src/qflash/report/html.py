@@ -45,7 +45,7 @@ details { margin: .4rem 0 1rem; } summary { cursor: pointer; color: var(--soft);
 #show-agrees:checked ~ section li:not(.agrees), #show-differs:checked ~ section li:not(.differs),
 #show-open:checked ~ section li:not(.open), #show-agrees:checked ~ section:not(:has(li.agrees)),
 #show-differs:checked ~ section:not(:has(li.differs)), #show-open:checked ~ section:not(:has(li.open)) { display: none; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .8rem; margin: .8rem 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(var(--card, 9rem), 1fr)); gap: .8rem; margin: .8rem 0; }
 .cards figure { margin: 0; background: var(--box); padding: .5rem; border-radius: .4rem; }
 .cards figcaption { font-size: .8rem; line-height: 1.35; } .cards .maps { display: flex; gap: .3rem; }
 .cards svg { flex: 1; min-width: 0; margin: 0; border-radius: .2rem; }
@@ -78,12 +78,12 @@ def plot(draw: Callable[[], Any]) -> str:
     text = re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*pt"', r"\1", text)
     text = text.replace(INK, "currentColor").replace("#000000", "currentColor")
     # names that nothing refers to go, the others become the plot's own: a page has several plots
-    named = set(re.findall(r"#([\w-]+)[\")]", text))
+    named = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in named else "", text)
     own = hashlib.sha256(text.encode()).hexdigest()[:8]
     for name in named:
-        text = text.replace(f'id="{name}"', f'id="{own}-{name}"').replace(f'#{name}"', f'#{own}-{name}"')
-        text = text.replace(f"#{name})", f"#{own}-{name})")
+        text = text.replace(f'id="{name}"', f'id="{own}-{name}"').replace(f'href="#{name}"', f'href="#{own}-{name}"')
+        text = text.replace(f"url(#{name})", f"url(#{own}-{name})")
     return text
 
 

@@ -9,6 +9,8 @@ import contextlib
 import enum
 import json
 import pathlib
+import shlex
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -35,12 +37,21 @@ FormatOption = Annotated[Format, typer.Option("--format", help="table for readin
 
 @contextlib.contextmanager
 def _explained(command: str, *errors: type[Exception], status: int = 2) -> Iterator[None]:
-    """End the command with a message and an exit status where one of ``errors`` is raised."""
+    """End the command with a message and an exit status where one of ``errors``, or an error of the system, is raised."""
+    known: tuple[type[Exception], ...] = (*errors, OSError)
     try:
         yield
-    except errors as error:
+    except known as error:
         typer.echo(f"qflash {command}: {error}", err=True)
         raise typer.Exit(status) from error
+
+
+def _make_ready(output: pathlib.Path | None) -> None:
+    """See that results can be written, before anything is measured."""
+    if output is not None:
+        from .paths import make_output_folder
+
+        make_output_folder(output)
 
 
 def _version(wanted: bool) -> None:
@@ -69,6 +80,7 @@ def demo(
     with _explained("demo", ImportError, status=1):
         from .report.demo import run_demo
 
+        _make_ready(output)
         run_demo(output, limit)
 
 
@@ -110,6 +122,7 @@ def verify(
     from .verify.proof import verify as run_verify
 
     with _explained("verify", VerificationError):
+        _make_ready(dump)
         reports = run_verify(case or (), target or (), dump=dump, workers=jobs, progress=True, sample=sample, seed=seed)
     failed = [report for report in reports if not report.passed]
     if output_format is Format.JSON:
@@ -196,14 +209,17 @@ def bench(
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
+            _make_ready(output)
             revisions.run_revisions(
                 problems, base, modes=mode or ("kernel", "end-to-end"), recipes=recipe or ("default",), kind=inputs,
                 dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds or 15, output=output,
             )  # fmt: skip
             return
+        methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
+        _make_ready(output)
         latency.run_bench(
             problems,
-            bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ()),
+            methods,
             modes=mode or ("kernel", "end-to-end"),
             kind=inputs,
             dtype=console.pick_dtype(dtype, where),
@@ -236,21 +252,24 @@ def models(
     from .bench import console, revisions
     from .bench import models as own
 
-    with _explained("models", ValueError, ImportError, OSError, revisions.RevisionError):
+    with _explained("models", ValueError, ImportError, revisions.RevisionError):
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
+            _make_ready(output)
             revisions.run_model_revisions(
                 model or own.MODELS, batches, base, recipes=recipe or ("default",), dtype=console.pick_dtype(dtype, where),
                 device=where, rounds=rounds, pretrained=pretrained, output=output,
             )  # fmt: skip
             return
+        methods = own.make_methods(where, recipe or ("default",), peer or (), method or ())
+        _make_ready(output)
         own.run_models(
             model or own.MODELS,
             batches,
-            own.make_methods(where, recipe or ("default",), peer or (), method or ()),
+            methods,
             dtype=console.pick_dtype(dtype, where),
             device=where,
             rounds=rounds,
@@ -284,8 +303,10 @@ def energy(
     with _explained("energy", ValueError, NvmlError):
         where = console.pick_device(device)
         methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
+        problems = bench_problems.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,))
+        _make_ready(output)
         run_energy(
-            bench_problems.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,)),
+            problems,
             bench_methods.select(methods, method or ()),
             kind=inputs,
             dtype=console.pick_dtype(dtype, where),
@@ -318,8 +339,10 @@ def profile(
     with _explained("profile", ValueError, ProfileError):
         where = console.pick_device(device)
         methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
+        problems = bench_problems.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,))
+        _make_ready(output)
         run_profile(
-            bench_problems.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,)),
+            problems,
             bench_methods.select(methods, method or ()),
             recipes=recipe or ("default",),
             peers=peer or (),
@@ -369,24 +392,30 @@ def evaluate(
 
     Exit status: 0 done; 1 something is missing or an argument is not allowed.
     """
-    with _explained("evaluate", ImportError, ValueError, OSError, status=1):
-        from .evaluation.top1 import run_evaluate
+    try:
+        with _explained("evaluate", ImportError, ValueError, status=1):
+            from .evaluation.top1 import run_evaluate
 
-        run_evaluate(
-            model,
-            method or ["all"],
-            data=data,
-            output=output,
-            pretrained=pretrained,
-            weights=weights,
-            batch=batch,
-            workers=workers,
-            subset=subset,
-            seed=seed,
-            device=device,
-            dtype=dtype.value,
-            overwrite=overwrite,
-        )
+            _make_ready(output)
+            run_evaluate(
+                model,
+                method or ["all"],
+                data=data,
+                output=output,
+                pretrained=pretrained,
+                weights=weights,
+                batch=batch,
+                workers=workers,
+                subset=subset,
+                seed=seed,
+                device=device,
+                dtype=dtype.value,
+                overwrite=overwrite,
+            )
+    except KeyboardInterrupt:
+        again = " ".join(shlex.quote(word) for word in ["qflash", *sys.argv[1:]] if word != "--overwrite")
+        typer.echo(f"qflash evaluate: interrupted. Finished batches are kept in {output}; this continues:\n{again}", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -411,8 +440,10 @@ def accuracy(
         from .bench import accuracy
         from .bench.console import pick_device
 
+        cases = accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch)
+        _make_ready(output)
         accuracy.run_accuracy(
-            accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch),
+            cases,
             method or (),
             seeds=seeds,
             device=pick_device(device),
@@ -471,11 +502,12 @@ def real(
 
     Exit status: 0 done; 1 something is missing or an argument is not allowed.
     """
-    with _explained("real", ImportError, ValueError, OSError, status=1):
+    with _explained("real", ImportError, ValueError, status=1):
         from .bench import console
         from .bench.real import Options, run_real
 
         where = console.pick_device(device)
+        _make_ready(output)
         run_real(
             Options(
                 methods=method or (),
@@ -512,7 +544,9 @@ def ablate(
     from .bench.console import pick_device
 
     with _explained("ablate", ValueError):
-        ablation.run_ablate(parts=part or ablation.PARTS, device=pick_device(device), batch=batch, rounds=rounds, output=output)
+        where = pick_device(device)
+        _make_ready(output)
+        ablation.run_ablate(parts=part or ablation.PARTS, device=where, batch=batch, rounds=rounds, output=output)
 
 
 @app.command()
@@ -531,6 +565,7 @@ def report(
     with _explained("report", ImportError, ValueError, status=1):
         from .report.reproduction import run_report
 
+        _make_ready(output)
         run_report(output, results=results, gpu_results=gpu_results)
 
 
@@ -549,7 +584,7 @@ def tune(
     from .bench import console
     from .bench import problems as bench_problems
 
-    with _explained("tune", ValueError, OSError):
+    with _explained("tune", ValueError):
         where = console.pick_device(None)
         from .bench.tune import run_tune
 

@@ -22,10 +22,12 @@ from .versions import driver_version, package_version
 _BACKENDS = ("reference", "cpu", "interpreter", "triton")
 _FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
 
+# of each of _BACKENDS
+_RUNS_ON = ("any PyTorch device", "CPU with a C compiler", "CPU with TRITON_INTERPRET=1", "NVIDIA GPU, sm_80 or newer")
+
 # Feature -> (reference, cpu, interpreter, triton). The kernels are one source for all architectures, so that what
 # differs between architectures is in _ARCHITECTURES and not in a column each.
 _FEATURES: dict[str, tuple[str, str, str, str]] = {
-    "runs on": ("any PyTorch device", "CPU, C compiler", "CPU, TRITON_INTERPRET=1", "NVIDIA sm_80 or newer"),
     "int8 in, int8 out": ("yes", "yes", "yes", "yes, no float instruction"),
     "int8 in, float out": (_FLOATS, _FLOATS, _FLOATS, _FLOATS),
     "float in, float out": (_FLOATS, _FLOATS, _FLOATS, _FLOATS),
@@ -33,11 +35,11 @@ _FEATURES: dict[str, tuple[str, str, str, str]] = {
     "additive mask (bias), any broadcast": ("yes", "yes", "yes", "yes"),
     "causal": ("yes", "yes", "yes", "yes"),
     "grouped-query attention": ("yes", "yes", "yes", "yes"),
-    "cross-attention (queries ≠ keys)": ("yes", "yes", "yes", "yes"),
+    "queries ≠ keys": ("yes", "yes", "yes", "yes"),
     "head dimension": (f"1-{MAX_HEAD_DIM}",) * 4,
     "keys": (f"0-{MAX_KEYS}",) * 4,
     "every recipe": ("yes", "yes", "yes", "yes"),
-    "torch.compile": ("yes, as operators",) * 4,
+    "torch.compile": ("yes",) * 4,
     "CUDA graphs": ("not tested", "no", "no", "yes"),
     "backward": ("no", "no", "no", "no"),
 }
@@ -112,6 +114,7 @@ def collect_info() -> dict[str, Any]:
         "cuda_unavailable": _cuda_unavailable(),
         "interpreter": backends.interpreting(),
         "patching": _patching(),
+        "backends": [{"backend": name, "runs_on": where} for name, where in zip(_BACKENDS, _RUNS_ON, strict=True)],
         "features": [{"feature": name, **dict(zip(_BACKENDS, row, strict=True))} for name, row in _FEATURES.items()],
         "architectures": [
             {"architecture": name, "for_instance": examples, "int8_tensor_core": instruction}
@@ -130,35 +133,33 @@ def print_info() -> None:
     console = Console()
 
     def show(title: str, headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:
-        table = Table(*headings, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_header=any(headings))
+        for heading in headings:
+            table.add_column(heading, overflow="fold")  # cells are broken, never cut
         for row in rows:
             table.add_row(*("-" if cell is None else str(cell) for cell in row))
         console.print(table)
 
     show("Versions", ("", ""), list(data["versions"].items()))
-    show(
-        "Devices",
-        ("device", "name", "architecture", "memory", "auto", "cpu", "triton"),
-        [
-            (
-                entry["device"],
-                entry["name"],
-                entry.get("architecture"),
-                f"{entry['memory_gib']} GiB" if "memory_gib" in entry else None,
-                entry["auto"],
-                entry["cpu_unavailable"] or "available",
-                entry["triton_unavailable"] or "available",
-            )
-            for entry in data["devices"]
-        ],
-    )
+    console.print("[bold]Devices[/bold]\n")
+    for entry in data["devices"]:
+        more = [entry["name"], *([entry["architecture"], f"{entry['memory_gib']} GiB"] if "architecture" in entry else [])]
+        # whole lines: a terminal breaks them, and what is to be typed stays in one piece
+        for text in (
+            f'  {entry["device"]}: {", ".join(more)}; backend="auto" is {entry["auto"]}',
+            f"    cpu: {entry['cpu_unavailable'] or 'available'}",
+            f"    triton: {entry['triton_unavailable'] or 'available'}",
+        ):
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.print()
     if data["cuda_unavailable"]:
-        console.print(f"No CUDA device: {data['cuda_unavailable']}.\n")
+        console.print(f"No CUDA device: {data['cuda_unavailable']}.\n", soft_wrap=True)
     show(
         "Models qflash.patch takes",
         ("attention modules", "package", "here"),
         [(row["models"], row["package"], row["unavailable"] or "available") for row in data["patching"]],
     )
+    show("Back ends", ("", "runs on"), [tuple(row.values()) for row in data["backends"]])
     show("Features", ("feature", *_BACKENDS), [tuple(row.values()) for row in data["features"]])
     show(
         "Architectures the kernels compile for (qflash verify)",

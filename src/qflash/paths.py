@@ -47,6 +47,22 @@ def make_cache_folder() -> pathlib.Path:
     return folder
 
 
+def make_output_folder(path: pathlib.Path) -> pathlib.Path:
+    """Make a folder for results if it is not there, and see that files can be written: before they are measured.
+
+    Raises:
+        OSError: it cannot be made, or not written to; the message names it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        beside = path / f".{uuid.uuid4().hex}.new"
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise type(error)(f"the folder for the results, {str(path)!r}, cannot be used: {error.strerror or error}") from error
+    return path
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Write a file that is either the old or the new one, never half of it, whoever else is writing it."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -159,3 +160,73 @@ def test_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "the demo needs timm" in result.output
+
+
+SMALL = {
+    "bench": ["--shape", "1,1,16,32", "--rounds", "1"],
+    "models": ["--model", "digits-vit", "--batch", "1", "--rounds", "1"],
+    "accuracy": ["--shape", "1,1,16,32", "--seeds", "1"],
+    "ablate": ["--part", "scales"],
+    "demo": ["--limit", "1"],
+    "evaluate": ["--model", "digits-vit", "--subset", "1"],
+    "report": [],
+    "real": [],
+}
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_output_is_checked_before_anything_is_measured(command: str, tmp_path: Path) -> None:
+    """What cannot become a folder: a file stands in its way. Measuring would take longer than this test may."""
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "results"
+    begin = time.monotonic()
+    result = runner.invoke(app, [command, *SMALL[command], "--device", "cpu", "--output", str(folder)] if command not in
+                           ("demo", "report") else [command, *SMALL[command], "--output", str(folder)])  # fmt: skip
+    assert result.exit_code in (1, 2), result.output
+    assert f"qflash {command}: the folder for the results, '{folder}', cannot be used: Not a directory" in result.output
+    assert time.monotonic() - begin < 60
+
+
+def test_models_refuses_what_it_cannot_patch_before_timing(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    result = runner.invoke(app, ["models", "--model", "resnet18", "--device", "cpu", "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "model 'resnet18' cannot be compared: ResNet holds no attention module" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_evaluation_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    from qflash.evaluation import top1
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top1, "run_evaluate", interrupt)
+    arguments = ["evaluate", "--model", "digits-vit", "--output", str(tmp_path / "a b"), "--overwrite"]
+    monkeypatch.setattr(sys, "argv", ["qflash", *arguments])
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 130
+    # the same command, but for what would throw the finished batches away
+    assert f"qflash evaluate --model digits-vit --output '{tmp_path / 'a b'}'\n" in result.output
+    assert "--overwrite" not in result.output
+
+
+def test_errors_of_the_system_are_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.bench import accuracy
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(accuracy, "run_accuracy", fail)
+    result = runner.invoke(app, ["accuracy", "--shape", "1,1,16,32"])
+    assert (result.exit_code, result.output) == (2, "qflash accuracy: no\n")
+
+
+def test_info_cuts_nothing_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = runner.invoke(app, ["info"])
+    assert "…" not in result.output
+    assert "CPU with TRITON_INTERPRET=1" in result.output
+    assert "(TRITON_INTERPRET=1)" in result.output or "triton: available" in result.output

@@ -110,7 +110,7 @@ def test_files_and_print(outcome: tuple[dict[str, Any], str, Path]) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"timm, sklearn, matplotlib.*qflash\[demo\]"):
+    with pytest.raises(ImportError, match=r'timm, sklearn, matplotlib: pip install "timm>=[\d.]+" scikit-learn matplotlib$'):
         demo.run_demo(tmp_path)
 
 

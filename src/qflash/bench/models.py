@@ -24,7 +24,7 @@ from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from ..evaluation import digits
 from ..evaluation.classifiers import DIGITS_MODELS, require_timm, resolve_model_name
-from ..integrations.patching import AttentionFunction, patch
+from ..integrations.patching import AttentionFunction, patch, unpatch
 from . import console as bench_console
 from . import errors, figures, latency, nvml, records, timers
 from . import methods as bench_methods
@@ -278,6 +278,24 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
     return figure
 
 
+def load_patchable(names: Sequence[str], pretrained: bool = False) -> dict[str, tuple[nn.Module, tuple[int, int, int]]]:
+    """Load models, and require that :func:`qflash.patch` takes their attention: before anything is timed.
+
+    Raises:
+        ValueError: there is no such model, or nothing in it can be patched; the message names it.
+        ImportError: timm is not installed.
+    """
+    loaded = {}
+    for name in names:
+        model, size = load(name, pretrained)
+        try:
+            unpatch(patch(model))
+        except ValueError as error:
+            raise ValueError(f"model {name!r} cannot be compared: {error}") from error
+        loaded[name] = model, size
+    return loaded
+
+
 @torch.inference_mode()
 def run_models(
     names: Sequence[str],
@@ -303,7 +321,7 @@ def run_models(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    loaded = {name: load(name, pretrained) for name in names}
+    loaded = load_patchable(names, pretrained)
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "eager forward passes on the CPU"
     record: dict[str, Any] = {
         "what": "whole models with different attention",

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..optional_packages import install_hint
+
 
 class NvmlError(RuntimeError):
     """NVML cannot be used here; the message says why and what to do."""
@@ -29,7 +31,7 @@ class Gpu:
         try:
             import pynvml
         except ImportError:
-            raise NvmlError('NVML is reached through pynvml, which is not installed: pip install "qflash[bench]"') from None
+            raise NvmlError(f"NVML is reached through pynvml, which is not installed: {install_hint('pynvml')}") from None
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()

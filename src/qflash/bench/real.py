@@ -704,7 +704,7 @@ def run_real(options: Options) -> Row:
     failed: Exception | None = None
     for part in dict.fromkeys(options.parts or PARTS):
         try:
-            require_packages("qflash real", *_MODULES[part], extra="real")
+            require_packages("qflash real", *_MODULES[part])
             if part == "fashion":
                 # before a download: most machines lack these files
                 real_data.load_fashion(options.fashion)

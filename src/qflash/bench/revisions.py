@@ -494,7 +494,7 @@ def run_model_revisions(
         RevisionError: a process for a revision did not start.
     """
     _check(recipes, rounds)
-    loaded = {name: timed_models.load(name, pretrained) for name in names}
+    loaded = timed_models.load_patchable(names, pretrained)
     variants = timed_models.own_variants(recipes)
     cases = {
         name: [method for method in variants if timed_models.applies(method, model)] for name, (model, _) in loaded.items()

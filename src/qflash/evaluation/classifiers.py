@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optional_packages import install_hint
 from . import digits
 
 PAPER_MODELS = {
@@ -102,7 +103,7 @@ def require_timm() -> Any:
     try:
         import timm
     except ImportError as error:
-        raise ImportError('image models need timm: pip install "qflash[demo]"') from error
+        raise ImportError(f"image models need timm: {install_hint('timm')}") from error
     return timm
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optional_packages import install_hint
+
 MODELS = ("vit", "swin")
 IMAGE_SIZE = 56
 """Side the 8 x 8 digits are enlarged to, 14 x 14 patches of 4 x 4."""
 
-_HINT = 'the digits models need timm and scikit-learn: pip install "qflash[demo]"'
+_HINT = f"the digits models need timm and scikit-learn: {install_hint('timm', 'sklearn')}"
 _LARGEST_PIXEL = 16.0
 
 

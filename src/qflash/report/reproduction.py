@@ -129,8 +129,10 @@ def _claims_section(items: Sequence[Claim]) -> Iterator[str]:
     yield f'<div class="claims">{"".join(parts)}</div>'
 
 
-def _missing(command: str) -> str:
-    return f'<p class="open">Not run. {html.escape(command)}</p>'
+def _missing(command: str, where: str = "") -> str:
+    """Return what to run: results in a folder, which the report is then given."""
+    given = f"{command}{where}, then qflash report --gpu-results DIR." if where else command
+    return f'<p class="open">Not run. {html.escape(given)}</p>'
 
 
 def _number(x: Any, digits: int = 2) -> str:
@@ -163,7 +165,7 @@ def _latency_section(found: Found) -> Iterator[str]:
         "takes int8 tensors is never in one plot. Tables: microseconds a call, median, CUDA-graph replay.",
     )
     if not records:
-        yield _missing("qflash bench --output benchmarks/results (on a GPU).")
+        yield _missing("qflash bench --output DIR", " on a GPU")
         return
 
     def label(row: dict[str, Any]) -> str:
@@ -230,7 +232,7 @@ def _utilisation_section(found: Found) -> Iterator[str]:
     )
     rows, record = gpu_rows(found, "profile")
     if record is None:
-        yield _missing("qflash profile --output benchmarks/results (on a GPU with Nsight Compute).")
+        yield _missing("qflash profile --output DIR", " on a GPU with Nsight Compute")
     else:
         yield f"<p>{html.escape(where_of(record))}. {html.escape(record['timing'])}.</p>"
     body = []
@@ -252,7 +254,7 @@ def _energy_section(found: Found) -> Iterator[str]:
     )
     rows, record = gpu_rows(found, "energy")
     if record is None:
-        yield _missing("qflash energy --output benchmarks/results (on a GPU).")
+        yield _missing("qflash energy --output DIR", " on a GPU")
     else:
         idle = f", idle {record['idle_watts']} W" if "idle_watts" in record else ""
         yield f"<p>{html.escape(where_of(record))}{idle}. {html.escape(record['timing'])}.</p>"
@@ -398,7 +400,7 @@ def _ablation_sections(found: Found) -> Iterator[str]:
             paper = ", ".join(f"{step} {percent} %" for step, percent in paper_results.STEP_SPEEDUP_PERCENT.items())
             yield f"<p>The paper's speedups over V0 ({html.escape(paper_results.DEVICE)}): {paper}.</p>"
             if not on_gpu(record):
-                yield _missing("qflash ablate --output benchmarks/results (on a GPU) for latencies.")
+                yield _missing("qflash ablate --part kernel --output DIR", " on a GPU for latencies")
         figure = ablation_tables.draw(record, part)
         if figure is not None:
             yield plot(functools.partial(ablation_tables.draw, record, part))

@@ -350,7 +350,11 @@ def test_figure_has_a_bar_a_method() -> None:
         for method in ("sdpa flash", "qflash")
     ]
     figure = latency.draw(rows, "title")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["batch 1", "batch 8"]
+    taken = "int8 in, quantised beforehand"
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [f"batch 1, {taken}", f"batch 8, {taken}"]
+    # what takes int8 tensors and what takes floats have panels of their own
+    mixed = latency.draw([*rows, *(row | {"mode": "end-to-end"} for row in rows)], "title")
+    assert len(mixed.axes) == 4
     for axes in figure.axes:
         assert [len(container) for container in axes.containers if hasattr(container, "patches")] == [2, 2]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["A1", "A2"]

@@ -155,8 +155,11 @@ def add_bias_costs(rows: Sequence[dict[str, Any]]) -> None:
             row["bias_cost"] = round(row["median_us"] / plain[key(row)], 3)
 
 
+_TAKES = {"kernel": "int8 in, quantised beforehand", "end-to-end": "float in, quantisation included", "eager": "eager calls"}
+
+
 def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
-    """Draw Figure 3: latency in grouped bars, one panel a batch and one for plain shapes; graph (or CPU) rows only.
+    """Draw Figure 3: latency in grouped bars, a panel a batch (or plain shapes) and mode; graph (or CPU) rows only.
 
     Returns:
         a matplotlib Figure.
@@ -169,8 +172,9 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
     timed = timed or [row for row in rows if row["median_us"] is not None]
     if not timed:
         raise ValueError("no method was timed, there is nothing to draw")
-    figure, found = figures.panels(timed, "batch", _label, width=11, height=3.2)
-    for axes, batch, series in found:
+    timed = [row | {"panel": (row["batch"], row["mode"])} for row in timed]
+    figure, found = figures.panels(timed, "panel", _label, width=11, height=3.2)
+    for axes, (batch, mode), series in found:
         for name, mine, spots, width, colour in series:
             middle = [row["median_us"] for row in mine]
             spread = [
@@ -183,7 +187,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         axes.set_yscale("log")
         axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
         axes.set_ylabel("µs a call")
-        axes.set_title("given shapes" if batch is None else f"batch {batch}", loc="left", fontsize="medium")
+        what = "given shapes" if batch is None else f"batch {batch}"
+        axes.set_title(f"{what}, {_TAKES.get(mode, mode)}", loc="left", fontsize="medium")
     figures.add_legend(figure)
     figure.suptitle(title, fontsize="medium")
     return figure

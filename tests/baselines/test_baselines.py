@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import pathlib
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ import torch
 from helpers import DEVICE, exact_attention, make_inputs
 from qflash import QuantizedTensor
 from qflash.baselines import METHODS, get_method
+from qflash.baselines.fq_vit import log_int_softmax
+from qflash.baselines.i_bert import i_exp
+from qflash.baselines.integer import Scores
 from qflash.bench.metrics import sqnr
 from qflash.bench.workloads import get_workload, paper_inputs
 
@@ -70,8 +75,8 @@ def i_vit_row(row: list[int], scale: float, bits: int = 7) -> list[float]:
 
 
 def i_exp_row(row: list[int], scale: float, up: int = 0) -> list[int]:
-    """i-exp (I-BERT, Algorithms 1 and 3)."""
-    ln2, b = math.floor(math.log(2) / scale), math.floor(1.353 / scale)
+    """i-exp (I-BERT, Algorithms 1 and 3), with ln 2 / S rounded up as its code does."""
+    ln2, b = math.ceil(math.log(2) / scale), math.floor(1.353 / scale)
     c = math.floor(0.344 / (0.3585 * scale**2))
     weights = []
     for score in row:
@@ -182,3 +187,42 @@ def test_i_vit_has_the_papers_sqnr(workload: str, paper: float) -> None:
         found.append(sqnr(exact_attention(*inputs), METHODS["i-vit"].attention(*inputs)))
     assert min(found) < paper < max(found)
     assert abs(sum(found) / len(found) - paper) < 1.5
+
+
+def test_i_exp_is_that_of_the_implementation_in_transformers() -> None:
+    """I-BERT's i-exp there: the same polynomial expanded, and a shift left that leaves 30 fraction bits."""
+    module = pytest.importorskip("transformers.models.ibert.quant_modules").IntSoftmax(8, quant_mode=True)
+    for scale in (2.0**-12, 2.0**-8, 0.02):
+        values = torch.arange(0, -round(9 / scale), -max(1, round(0.01 / scale)))[None]
+        step = torch.tensor(scale, dtype=torch.float64)
+        theirs, unit = module.int_exp(values.double(), step)
+        ours, _ = i_exp(Scores(values, step, None))
+        exact = torch.exp(values.double() * scale)
+        # what a shift right by z cuts off, and the constants' floors
+        assert float((ours.double() * 0.3585 * scale**2 - theirs * unit).abs().max()) < 3 * scale
+        assert float((theirs * unit - exact).abs().max()) < 0.0025 + 2 * scale
+
+
+def test_i_exp_has_the_gap_of_its_polynomial() -> None:
+    """At fine scales i-exp and the exponential differ by no more than the polynomial does: 0.002, at -ln 2 and near 0."""
+    scale = 2.0**-14
+    values = torch.arange(0, -round(12 / scale), -1)[None]
+    exp, most = i_exp(Scores(values, torch.tensor(scale, dtype=torch.float64), None))
+    gap = float((exp.double() / most.double() - torch.exp(values.double() * scale)).abs().max())
+    assert 0.0019 < gap < 0.0020
+
+
+def test_log_int_softmax_is_that_of_its_authors() -> None:
+    """FQ-ViT's own code gave these maps (recorded). Its polynomial is expanded, so that a weight at a tie may differ."""
+    recorded = json.loads((pathlib.Path(__file__).parent / "fq_vit_outputs.json").read_text())
+    scores = torch.arange(96) * 7919 % 256 - 128
+    for case in recorded["cases"]:
+        # eight-bit scores that span all of 8 bits are not requantised
+        values = torch.cat((scores, torch.tensor([127, -128])))[None]
+        weights, bits = log_int_softmax(Scores(values, torch.tensor(case["scale"], dtype=torch.float64), None))
+        got = torch.where(weights[0] > 0, bits - weights[0].clamp(min=1).log2(), -1.0).to(torch.int64)
+        wanted = torch.tensor(case["octaves"])
+        kept = (got >= 0) & (wanted >= 0)
+        assert torch.equal(got >= 0, wanted >= 0)
+        assert int((got - wanted)[kept].abs().max()) <= 1
+        assert float((got == wanted)[kept].float().mean()) > 0.95

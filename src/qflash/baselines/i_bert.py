@@ -1,10 +1,13 @@
 """I-BERT (Kim et al., ICML 2021): softmax through i-exp, a quadratic polynomial in integers (Section 3.5, Algorithm 3).
 
-For a score q at scale S, minus its row's maximum, with q_ln2 = ⌊ln 2 / S⌋, q_b = ⌊1.353 / S⌋ and q_c = ⌊0.344 / (0.3585·S²)⌋:
+For a score q at scale S, minus its row's maximum, with q_ln2 = ⌈ln 2 / S⌉, q_b = ⌊1.353 / S⌋ and q_c = ⌊0.344 / (0.3585·S²)⌋:
 
     z = ⌊-q / q_ln2⌋,  p = q + z·q_ln2             range reduction to (-ln 2, 0]
     i-exp = ((p + q_b)² + q_c) >> z               0.3585·(x + 1.353)² + 0.344
     P = (⌊2³² / Σe⌋ · e) >> 24                     e: i-exp in 16 bits; 8 fraction bits
+
+Algorithm 3 has ⌊ln 2 / S⌋; its authors' code, and FQ-ViT's, floor -ln 2 / S, which is what is computed here: on scores of
+8 bits it is worth 1 to 2 dB to FQ-ViT.
 
 Scores enter in int32 at the scale s_Q·s_K·scale, as in I-BERT's attention, not requantised to 8 bits first. A scale below
 2⁻¹⁵ is brought to it, so that the polynomial stays within int32; q_ln2 and q_c are kept above zero, which they reach for
@@ -41,7 +44,7 @@ def i_exp(scores: Scores, up: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """
     coarser = (SMALLEST_SCALE / scores.scale).nan_to_num(1.0).clamp(min=1.0)
     scale = scores.scale * coarser
-    ln2 = (math.log(2) / scale).nan_to_num(1.0).floor().clamp(min=1).to(torch.int64)
+    ln2 = (math.log(2) / scale).nan_to_num(1.0).ceil().clamp(min=1).to(torch.int64)
     b = (B / scale).nan_to_num(1.0).floor().to(torch.int64)
     c = (C / (A * scale * scale)).nan_to_num(1.0).floor().clamp(min=1).to(torch.int64)
     q = -requantize(scores.below_maximum(), *fixed_point(1.0 / coarser))

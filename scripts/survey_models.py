@@ -604,9 +604,9 @@ def meta_table(data: dict[str, Any]) -> list[str]:
             for kind, text in sorted(left):
                 reasons.setdefault(f"{kind.partition(':')[2]}: {text}", []).append(name)
     lines = [
-        f"{len(runs)} vision models of transformers, from their usual configs and without memory for weights: {whole} are wholly "
-        f"in integers, {none} have no attention, {len(unknown)} were not run to their end (they need other inputs than pixels, "
-        "or values that the meta device has not), and nothing is said of these. Attention stays in floating point in:",
+        f"{len(runs)} vision models of transformers, from their usual configs and without memory for weights: {whole} are "
+        f"wholly in integers, {none} have no attention, {len(unknown)} were not run to their end (they need other inputs than "
+        "pixels, or values that the meta device has not), and nothing is said of these. Attention stays in floating point in:",
         "",
         "| Class and reason | Models |",
         "|---|---|",

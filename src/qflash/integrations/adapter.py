@@ -73,9 +73,6 @@ def call_chosen(
     """Call the attention function that a module was patched to."""
     # Under autocast a query/key norm may return float32 beside a float16 value; SDPA would bring them together too.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if not enable_gqa and query.dim() > 2 and key.shape[-3] == 1:
-        # one head of keys for all of the query's, which SDPA broadcasts
-        key, value = (x.expand(*x.shape[:-3], query.shape[-3], -1, -1) for x in (key, value))
     if module._qflash_attention is not None:
         if enable_gqa and key.shape[-3] != query.shape[-3]:
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))

@@ -71,6 +71,10 @@ class IntegerAttention(TorchFunctionMode):
         """Stand for a call of scaled_dot_product_attention."""
         if dropout_p > 0.0:
             self.refuse_dropout(dropout_p)
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        if not enable_gqa and heads > 1 and key.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:
+            # one head of keys for all of the query's, which SDPA broadcasts
+            key, value = (x.expand(*x.shape[:-3], heads, -1, -1) for x in (key, value))
         out = self._try(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is None:
             return self.call_alone(

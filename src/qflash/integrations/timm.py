@@ -150,8 +150,10 @@ ADAPTERS: tuple[Adapter, ...] = (
 """The supported families."""
 
 
-def _rebuild(base: Any) -> Any:
-    """Make an empty patched module: the name that earlier pickles of patched models give."""
-    from . import patching
+def __getattr__(name: str) -> Any:
+    """Return what earlier pickles of patched models ask for here."""
+    if name in ("_rebuild", "_no_mask"):
+        from . import patching
 
-    return patching._rebuild(base)
+        return getattr(patching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,17 +26,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 import accuracy  # noqa: E402
 import evaluate_digits  # noqa: E402
 import ladder  # noqa: E402
 import pages  # noqa: E402
 import performance_tables  # noqa: E402
 import reproduction_tables  # noqa: E402
+import survey_models  # noqa: E402
 
 ROOT = HERE.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-MAKERS = (accuracy, evaluate_digits, ladder, performance_tables, reproduction_tables)
+MAKERS = (accuracy, evaluate_digits, ladder, performance_tables, reproduction_tables, survey_models)
 NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

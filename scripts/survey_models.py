@@ -642,6 +642,16 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def blocks() -> dict[str, list[str]]:
+    """Return the page's generated parts, line by line, by their markers' names."""
+    return {f"survey:{name}": table.split("\n") for name, table in tables(json.loads(RESULTS.read_text())).items()}
+
+
+def files() -> set[str]:
+    """Return the names of the result files that the parts are made of."""
+    return {RESULTS.name, "real_cpu.json"}
+
+
 def write_page(data: dict[str, Any]) -> None:
     text = PAGE.read_text()
     for name, table in tables(data).items():

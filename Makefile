@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 
 # Bounds: the newest versions this tree was tested with; lint tools are pinned because their output is part of the check.
 REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" \
-	"ruff==0.17.5" "mypy==2.4.1"
+	"onnx<2" "onnxruntime<2" "ruff==0.17.5" "mypy==2.4.1"
 
 # The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).
 # Triton 3.6's interpreter does not run with NumPy 2.4.
@@ -48,7 +48,7 @@ $(READY): pyproject.toml Makefile
 	@echo "Installing into $(VENV): several minutes the first time, mostly PyTorch"
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[demo,dev]" $(REQUIREMENTS)
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[demo,dev,onnx]" $(REQUIREMENTS)
 	@touch $(READY)
 
 demo: $(READY)

@@ -14,6 +14,7 @@ __all__ = [
     "align_bias",
     "attention",
     "coverage",
+    "export_onnx",
     "float_attention",
     "int8_attention",
     "load_model",
@@ -43,6 +44,7 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
     from .integrations.transformers import register_attention
+    from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
     from .quantization import QuantizedTensor
@@ -56,10 +58,10 @@ else:
         from . import api, quantization, recipe
         from .integrations import inspection, patching, sdpa
         from .integrations import transformers as hugging_face
+        from .network import onnx_export, storage
         from .network import quantize as network
-        from .network import storage
 
-        homes = (recipe, quantization, patching, inspection, hugging_face, sdpa, network, storage, api)
+        homes = (recipe, quantization, patching, inspection, hugging_face, sdpa, network, storage, onnx_export, api)
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

@@ -116,6 +116,12 @@ class IntegerNetwork(IntegerModule):
 
         save_model(self, path)
 
+    def export_onnx(self, path: str | os.PathLike[str], *, batch: int | str = "dynamic") -> None:
+        """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
+        from .onnx_export import export_onnx
+
+        export_onnx(self, path, batch=batch)
+
     def dequantize(self, output: torch.Tensor) -> torch.Tensor:
         """Return int32 logits or features as float32."""
         return output.to(torch.float32) * self.output_scale

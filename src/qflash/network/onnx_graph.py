@@ -1,0 +1,274 @@
+"""A graph of ONNX's integer operators, written node by node: :class:`Graph`.
+
+ONNX shifts unsigned integers only, its integer division truncates towards zero, and it has no product of two int32 that keeps
+the high half. The methods here express those with operators whose result is defined for every input they meet:
+
+* A cast between integers keeps the low bits. So the top half of an int64 product is a cast to uint64, a shift by 32 and a cast
+  to int32, which brings the sign back.
+* Where the sign would be lost, a power of two is added first that makes the number positive and whose shifted value is taken
+  off behind. ``bound`` arguments are magnitudes: they decide whether there is room for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+
+OPSET = 18
+"""The first with bitwise operators."""
+IR_VERSION = 8
+"""Of the file, the oldest that this opset may have."""
+ZERO_POINT = 128
+"""Of int8 activations and weights, which a graph multiplies as uint8: see :meth:`Graph.matmul`."""
+
+_UNSIGNED = {np.dtype(np.int8): np.uint8, np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
+
+
+class Value(NamedTuple):
+    """A tensor of the graph."""
+
+    name: str
+    dtype: np.dtype[Any]
+
+
+Operand = Value | int | np.ndarray | torch.Tensor
+"""What arithmetic takes: a tensor of the graph, or a constant, which takes the other operand's type."""
+
+
+class Graph:
+    """Nodes and constants of an ONNX graph under construction."""
+
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
+        self._initializers: list[onnx.TensorProto] = []
+        self._scopes: list[str] = []
+        self._count = 0
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Put a module's name before the names of what is made inside."""
+        self._scopes.append(name)
+        yield
+        self._scopes.pop()
+
+    def _name(self, what: str) -> str:
+        self._count += 1
+        return f"{'.'.join(self._scopes)}/{what}_{self._count}"
+
+    def constant(self, values: int | Sequence[int] | np.ndarray | torch.Tensor, dtype: Any, name: str = "constant") -> Value:
+        """Return a constant; the same values are stored once."""
+        if isinstance(values, torch.Tensor):
+            values = values.detach().cpu().numpy()
+        wide = np.asarray(values)
+        array = np.ascontiguousarray(wide.astype(dtype)).reshape(wide.shape)
+        if not np.array_equal(array, wide):
+            raise OverflowError(f"a constant of {name} does not fit {array.dtype}")
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            value = Value(self._name(name), array.dtype)
+            self._initializers.append(numpy_helper.from_array(array, value.name))
+            self._constants[key] = value
+        return self._constants[key]
+
+    def node(self, operator: str, *inputs: Value, dtype: Any = None, **attributes: Any) -> Value:
+        """Add a node of one output, which has the first input's type unless it is given."""
+        out = Value(self._name(operator), inputs[0].dtype if dtype is None else np.dtype(dtype))
+        names = [x.name for x in inputs]
+        self._nodes.append(helper.make_node(operator, names, [out.name], name=out.name, **attributes))
+        return out
+
+    def cast(self, x: Value, dtype: Any) -> Value:
+        """Change the type, keeping the low bits."""
+        if x.dtype == np.dtype(dtype):
+            return x
+        return self.node("Cast", x, dtype=dtype, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+    def _binary(self, operator: str, x: Value, y: Operand, dtype: Any = None) -> Value:
+        x = self.cast(x, x.dtype if dtype is None else dtype)
+        other = self.cast(y, x.dtype) if isinstance(y, Value) else self.constant(y, x.dtype)
+        return self.node(operator, x, other)
+
+    def add(self, x: Value, y: Operand, dtype: Any = None) -> Value:
+        """Add, in ``dtype`` if it is given and in x's type else."""
+        return self._binary("Add", x, y, dtype)
+
+    def subtract(self, x: Value, y: Operand, dtype: Any = None) -> Value:
+        """Subtract; see :meth:`add`."""
+        return self._binary("Sub", x, y, dtype)
+
+    def multiply(self, x: Value, y: Operand, dtype: Any = None) -> Value:
+        """Multiply; see :meth:`add`. A shift to the left is a product with a power of two."""
+        return self._binary("Mul", x, y, dtype)
+
+    def minimum(self, x: Value, y: Operand) -> Value:
+        """Return the smaller."""
+        return self._binary("Min", x, y)
+
+    def maximum(self, x: Value, y: Operand) -> Value:
+        """Return the larger."""
+        return self._binary("Max", x, y)
+
+    def clip(self, x: Value, low: int, high: int) -> Value:
+        """Saturate."""
+        return self.node("Clip", x, self.constant(low, x.dtype), self.constant(high, x.dtype))
+
+    def shift_unsigned(self, x: Value, shift: Operand, direction: str = "RIGHT") -> Value:
+        """Shift uint32 or uint64."""
+        other = self.cast(shift, x.dtype) if isinstance(shift, Value) else self.constant(shift, x.dtype)
+        return self.node("BitShift", x, other, direction=direction)
+
+    def shift_right(self, x: Value, shift: int | np.ndarray, bound: int, before: int | np.ndarray = 0, after: int = 0) -> Value:
+        """Return ``((x + before) >> shift) + after``, the shift of a signed number rounding down.
+
+        Args:
+            x: int32 or int64.
+            shift: at least 0 and below x's width; an array broadcasts to x.
+            bound: ``|x + before| <= bound``, below ``2**31`` or ``2**63`` as x's type.
+            before: constant or constants.
+            after: constant.
+
+        Returns:
+            int32 if every result fits, else int64.
+        """
+        bits, unsigned = 8 * x.dtype.itemsize, _UNSIGNED[x.dtype]
+        if bound >= 1 << (bits - 1):
+            raise OverflowError(f"a number up to {bound} does not fit {x.dtype}")
+        least, most = int(np.min(shift)), int(np.max(shift))
+        result = np.int32 if (bound >> least) + abs(after) < 1 << 31 else np.int64
+        if not most:
+            x = self.add(x, before) if np.any(before) else x
+            out = self.cast(x, result)
+            return self.add(out, after) if after else out
+        if bits == 64 and most <= 32 and result is np.int32:
+            # the low 32 bits of the result are those of a logical shift
+            x = self.add(x, before) if np.any(before) else x
+            out = self.cast(self.shift_unsigned(self.cast(x, unsigned), shift), result)
+            return self.add(out, after) if after else out
+        shifts = np.asarray(shift, dtype=np.uint64)
+        offset = 1 << max(bound.bit_length(), most)
+        if offset + bound < 1 << (bits - 1):
+            x = self.cast(self.add(x, np.asarray(before, dtype=np.int64) + offset), unsigned)
+        else:
+            offset = 1 << (bits - 1)
+            x = self.add(x, before) if np.any(before) else x
+            x = self.node("BitwiseXor", self.cast(x, unsigned), self.constant(np.uint64(offset), unsigned))
+        if (offset + bound) >> least >= 1 << 31:
+            result = np.int64
+        back = (np.uint64(offset) >> shifts).astype(np.int64) - after
+        return self.subtract(self.cast(self.shift_unsigned(x, shifts), result), back)
+
+    def round_shift(self, x: Value, shift: int, bound: int, before: int | np.ndarray = 0, after: int = 0) -> Value:
+        """Return :meth:`shift_right` by ``shift >= 1``, rounded half up: ``((x + before + half) >> shift) + after``.
+
+        Args:
+            x: int64.
+            shift: of all elements.
+            bound: ``|x + before| <= bound``, at most ``2**63 - 2``.
+            before, after: see :meth:`shift_right`.
+        """
+        half = 1 << (shift - 1)
+        if bound + half < 1 << 63:
+            return self.shift_right(x, shift, bound + half, np.asarray(before, dtype=np.int64) + half, after)
+        # no room for the half: the last bit goes by itself
+        part = self.cast(self.shift_right(x, shift - 1, bound, before), np.int64)
+        return self.shift_right(part, 1, (bound >> (shift - 1)) + 1, 1, after)
+
+    def multiply_high(self, x: Value, y: Operand, shift: int = 32) -> Value:
+        """Return ``(x y) >> shift`` as int64, for results that fit int32.
+
+        Args:
+            x, y: int32 or int64, whose product is below ``2**63`` in magnitude.
+            shift: 1 to 32.
+        """
+        product = self.cast(self.multiply(x, y, np.int64), np.uint64)
+        return self.cast(self.cast(self.shift_unsigned(product, shift), np.int32), np.int64)
+
+    def bit_length(self, x: Value, most: int) -> Value:
+        """Return the bit length of ``0 <= x < 2**most`` as int32: how many powers of two are not above it.
+
+        Args:
+            x: (..., 1), int32 or int64.
+            most: bits.
+        """
+        powers = self.constant(np.left_shift(np.int64(1), np.arange(most, dtype=np.int64)), x.dtype)
+        return self.reduce("ReduceSum", self.cast(self.node("GreaterOrEqual", x, powers, dtype=np.bool_), np.int32), -1)
+
+    def gather(self, table: Value, index: Value, axis: int = 0) -> Value:
+        """Look up entries of a table, or take elements along an axis."""
+        return self.node("Gather", table, index, axis=axis)
+
+    def reduce(self, operator: str, x: Value, axis: int) -> Value:
+        """Reduce an axis, which stays with size 1."""
+        return self.node(operator, x, self.constant([axis], np.int64), keepdims=1)
+
+    def reshape(self, x: Value, *shape: int) -> Value:
+        """Change the shape; -1 is the batch."""
+        return self.node("Reshape", x, self.constant(shape, np.int64))
+
+    def transpose(self, x: Value, *order: int) -> Value:
+        """Permute the axes."""
+        return self.node("Transpose", x, perm=list(order))
+
+    def split(self, x: Value, parts: int) -> list[Value]:
+        """Cut the last axis into equal parts."""
+        out = [Value(self._name("Split"), x.dtype) for _ in range(parts)]
+        names = [y.name for y in out]
+        self._nodes.append(helper.make_node("Split", [x.name], names, name=names[0], axis=-1, num_outputs=parts))
+        return out
+
+    def weight(self, x: torch.Tensor, name: str) -> Value:
+        """Return an int8 constant as uint8 with its zero point, for :meth:`matmul`; the file holds the int8."""
+        unsigned = self.cast(self.constant(x, np.int8, name), np.uint8)
+        return self.node("BitwiseXor", unsigned, self.constant(ZERO_POINT, np.uint8))
+
+    def matmul(self, x: Value, y: Value, x_zero: int = ZERO_POINT, y_zero: int = ZERO_POINT) -> Value:
+        """Multiply matrices less their zero points: int32, exact.
+
+        Args:
+            x, y: uint8. Not one uint8 and one int8: on x86 processors without VNNI onnxruntime adds pairs of such products in
+                16 bits, which saturate. uint8 by uint8 is exact everywhere.
+            x_zero, y_zero: their zero points.
+        """
+        zeros = (self.constant(zero, np.uint8) for zero in (x_zero, y_zero))
+        return self.node("MatMulInteger", x, y, *zeros, dtype=np.int32)
+
+    def model(
+        self, inputs: Sequence[tuple[Value, Sequence[int | str]]], outputs: Sequence[tuple[Value, str, Sequence[int | str]]],
+        name: str, version: str, metadata: dict[str, str],
+    ) -> onnx.ModelProto:  # fmt: skip
+        """Return the whole model.
+
+        Args:
+            inputs: each with its shape.
+            outputs: each with the name and shape that it gets.
+            name: of the graph.
+            version: of what made it.
+            metadata: to store.
+        """
+        renamed = {value.name: public for value, public, _ in outputs}
+        for node in self._nodes:
+            node.output[:] = [renamed.get(x, x) for x in node.output]
+
+        def info(name: str, dtype: np.dtype[Any], shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+            return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(dtype), shape)
+
+        graph = helper.make_graph(
+            self._nodes,
+            name,
+            [info(value.name, value.dtype, shape) for value, shape in inputs],
+            [info(public, value.dtype, shape) for value, public, shape in outputs],
+            self._initializers,
+        )
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="qflash",
+            producer_version=version,
+        )  # fmt: skip
+        helper.set_model_props(model, metadata)
+        return model

@@ -1,0 +1,473 @@
+"""Integer networks as ONNX: onnxruntime returns the reference's bits, and the graph holds integers only."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qflash
+from qflash.network import operators as op
+from qflash.network.models import VisionTransformer, VisionTransformerShape
+from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from qflash.network import onnx_operators  # noqa: E402
+from qflash.network.onnx_graph import Graph, Value  # noqa: E402
+
+OPERATORS = {
+    "Abs", "Add", "BitShift", "BitwiseXor", "Cast", "Clip", "Concat", "Expand", "Gather", "GreaterOrEqual", "MatMulInteger",
+    "Max", "Min", "Mul", "ReduceMax", "ReduceSum", "Reshape", "Shape", "Slice", "Split", "Sub", "Transpose",
+}  # fmt: skip
+"""All that docs/onnx.md lists."""
+TYPES = {"BOOL", "UINT8", "INT8", "INT16", "INT32", "UINT32", "INT64", "UINT64"}
+
+
+def session(model: Any) -> Any:
+    return onnxruntime.InferenceSession(
+        model if isinstance(model, str) else model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+
+
+def run(build: Callable[..., Value], *inputs: torch.Tensor) -> torch.Tensor:
+    """Return what onnxruntime makes of the nodes that ``build(graph, *values)`` adds."""
+    graph = Graph()
+    arrays = {f"in{i}": x.numpy() for i, x in enumerate(inputs)}
+    values = [Value(name, x.dtype) for name, x in arrays.items()]
+    result = build(graph, *values)
+    ends = [(value, x.shape) for value, x in zip(values, arrays.values(), strict=True)]
+    model = graph.model(ends, [(result, "out", [None])], "part", "0", {})
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.ClearField("shape")
+    return torch.from_numpy(session(model).run(None, arrays)[0])
+
+
+def unsigned(x: torch.Tensor) -> torch.Tensor:
+    """Return int8 as the graph holds it."""
+    return (x.to(torch.int16) + 128).to(torch.uint8)
+
+
+# --- single operations --------------------------------------------------------------------------------------
+
+
+def extremes(bound: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    near = torch.tensor([0, 1, -1, 2, -2, bound, -bound, bound - 1, 1 - bound, bound // 2, -bound // 2], dtype=torch.int64)
+    return torch.cat((near, torch.randint(-bound, bound, (500,), generator=generator))).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shift"),
+    [*((torch.int32, n) for n in (0, 1, 7, 30, 31)), *((torch.int64, n) for n in (0, 1, 31, 32, 33, 47, 62, 63))],
+)
+@pytest.mark.parametrize("room", [0, 1, 2, 9])
+def test_shifts_of_signed_numbers_round_down(dtype: torch.dtype, room: int, shift: int) -> None:
+    bound = (1 << (8 * dtype.itemsize - 1 - room)) - 1
+    x = extremes(bound, dtype)
+    got = run(lambda graph, value: graph.shift_right(value, shift, bound, after=5), x)
+    assert torch.equal(got.to(torch.int64), (x.to(torch.int64) >> shift) + 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_every_channel_has_its_own_shift(dtype: torch.dtype) -> None:
+    bits = 8 * dtype.itemsize
+    for bound in ((1 << (bits - 1)) - 10, (1 << (bits - 3)) - 1):
+        shifts, before = np.array([0, 1, 5, bits // 2, bits - 1]), np.array([3, 0, 9, -4, 1])
+        x = extremes(bound - 9, dtype)[:, None].expand(-1, 5).contiguous()
+        got = run(lambda graph, value, s=shifts, b=before, most=bound: graph.shift_right(value, s, most, b), x)
+        assert torch.equal(got.to(torch.int64), (x.to(torch.int64) + torch.from_numpy(before)) >> torch.from_numpy(shifts))
+
+
+@pytest.mark.parametrize("shift", [1, 2, 32, 33, 62, 63])
+@pytest.mark.parametrize("bound", [(1 << 63) - 2, (1 << 62) + 5, 1 << 40])
+def test_rounding_shifts_have_room_for_the_half(shift: int, bound: int) -> None:
+    x = extremes(bound, torch.int64)
+    got = run(lambda graph, value: graph.round_shift(value, shift, bound, after=-3), x)
+    want = [((int(each) + (1 << (shift - 1))) >> shift) - 3 for each in x]
+    assert got.tolist() == want
+
+
+def test_a_shift_says_when_a_number_does_not_fit() -> None:
+    with pytest.raises(OverflowError, match="does not fit int32"):
+        Graph().shift_right(Value("x", np.dtype(np.int32)), 3, 1 << 31)
+    with pytest.raises(OverflowError, match="constant of table does not fit int8"):
+        Graph().constant([128], np.int8, "table")
+
+
+def test_high_halves_and_bit_lengths() -> None:
+    a, b = extremes((1 << 31) - 1, torch.int64), extremes((1 << 31) - 1, torch.int64).flip(0)
+    got = run(lambda graph, x, y: graph.multiply_high(x, y), a, b)
+    assert torch.equal(got, (a * b) >> 32)
+    x = torch.cat([torch.tensor([0]), *(torch.tensor([(1 << n) - 1, 1 << n]) for n in range(54))])[:, None]
+    got = run(lambda graph, value: graph.bit_length(value, 55), x)
+    assert got.flatten().tolist() == [int(each).bit_length() for each in x]
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_products_at_the_ends_of_int8_are_exact(lead: tuple[int, ...]) -> None:
+    # pairs of products at the ends are what a kernel that adds in 16 bits gets wrong
+    for a, b in ((255, 0), (255, 255), (0, 255), (0, 0)):
+        x = torch.full((*lead, 9, 197), a, dtype=torch.uint8)
+        y = torch.full((*lead, 197, 70), b, dtype=torch.uint8)
+        y[..., ::3] = 255 - b
+        signed_y = y.to(torch.int64) - 128
+        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q), x, y).long(), (x.long() - 128) @ signed_y)
+        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q, x_zero=0), x, y).long(), x.long() @ signed_y)
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+def fill(module: Linear, largest: int) -> None:
+    outputs = module.bias.numel()
+    module.weight.copy_(torch.randint(-127, 128, module.weight.shape))
+    module.weight[0] = 127
+    module.bias.copy_(torch.randint(-(1 << 16), 1 << 16, (outputs,)))
+    module.multiplier.copy_(torch.randint(0, largest, (outputs,)))
+    module.multiplier[:2] = largest
+
+
+@pytest.mark.parametrize(("left", "shift"), [(0, 1), (9, 1), (9, 17), (10, 31), (0, 31)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_a_linear_layer(left: int, shift: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(shift)
+    module = Linear(64, 24, dtype)
+    fill(module, (1 << 31) - 1)
+    module.left, module.shift = left, shift
+    x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
+    x[0, :2], x[0, 1] = 127, -128
+    want = module(x, backend="reference")
+    got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
+    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+    if dtype == torch.int16:
+        residual = torch.randint(-32768, 32768, want.shape, dtype=torch.int16)
+        want = module(x, residual, backend="reference")
+        got = run(lambda graph, *values: onnx_operators.linear(graph, module, *values), unsigned(x), residual.int())
+        assert torch.equal(got, want.to(torch.int32))
+
+
+@pytest.mark.parametrize("gelu_bits", [0, 5, 12])
+@pytest.mark.parametrize("gelu_shift", [0, 12, 30])
+def test_a_linear_layer_with_gelu(gelu_bits: int, gelu_shift: int) -> None:
+    torch.manual_seed(gelu_bits)
+    module = LinearGelu(32, 16)
+    fill(module, (1 << 31) - 1)
+    module.left, module.shift, module.gelu_bits, module.gelu_shift = 8, 5, gelu_bits, gelu_shift
+    module.gelu_multiplier.copy_(torch.randint(0, 1 << 14, (16,)))
+    module.gelu_offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
+    module.gelu_multiplier[:2], module.gelu_offset[:2] = (1 << 14) - 1, (1 << 30) - 1
+    x = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
+    got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
+    assert torch.equal(got, unsigned(module(x, backend="reference")))
+
+
+@pytest.mark.parametrize("channels", [1, 16, 384, 4096])
+@pytest.mark.parametrize("shift", [1, 12, 31])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_a_layer_normalisation(channels: int, shift: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(channels + shift)
+    module = LayerNorm(channels, dtype)
+    module.shift = shift
+    module.gain.copy_(torch.randint(-(1 << 31) + 1, 1 << 31, (channels,)))
+    module.gain[0] = (1 << 31) - 1
+    module.offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (channels,)))
+    rows = [torch.randint(-(2**n), 2**n, (3, channels)) for n in range(16)]
+    rows += [torch.full((1, channels), each) for each in (0, 5, 32767, -32768)]
+    ends = torch.where(torch.arange(channels) % 2 == 0, 32767, -32768)[None]
+    single = torch.where(torch.arange(channels) == 0, 32767, 0)[None]
+    h = torch.cat([*rows, ends, single]).to(torch.int16)
+    for epsilon in (0, 7, 1 << 53):
+        module.epsilon = epsilon
+        got = run(lambda graph, value: onnx_operators.layer_norm(graph, module, value), h.to(torch.int32))
+        want = module(h, backend="reference")
+        assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_a_mean_over_tokens(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Mean(8, dtype)
+    module.left, module.shift = 5, 11
+    module.multiplier.copy_(torch.randint(0, (1 << 31) - 1, (8,)))
+    module.offset.copy_(torch.randint(-(1 << 20), 1 << 20, (8,)))
+    x = torch.randint(-32768, 32768, (3, 49, 8), dtype=torch.int16)
+    x[0] = -32768
+    got = run(lambda graph, value: onnx_operators.mean(graph, module, value, 49), x.to(torch.int32))
+    want = module(x)
+    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+
+
+def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None) -> Attention:
+    """Make attention whose heads have scales from where all scores are alike to where the largest takes all."""
+    heads, width = 6, 16
+    module = Attention(32, heads, width, 0.25, recipe, None if bias_shape is None else tuple(bias_shape))
+    for linear in (module.qkv, module.proj):
+        fill(linear, 1 << 30)
+        linear.left, linear.shift = 8, 15
+    scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
+    for name, scale in (
+        ("query", scales.view(1, heads, 1, 1)),
+        ("key", (scales.sqrt() + 0.01).view(1, heads, 1, 1)),
+        ("value", torch.rand(1, heads, 1, width) + 0.5),
+        ("output", torch.rand(1, heads, 1, width) * 0.5 + 0.2),
+    ):
+        getattr(module, f"{name}_scale").copy_(scale.to(torch.float32).view(torch.int32))
+    # ratios of scales that need no shift, and the largest
+    module.output_scale[0, :, 0, :2] = torch.tensor([1e-6, 1e4]).view(torch.int32)
+    if module.bias is not None:
+        module.bias.copy_(torch.randint(-(1 << 20), 1 << 20, module.bias.shape))
+        module.bias[-1, 0, 0, 0], module.bias[-1, 0, 0, 1] = -(1 << 28), 1 << 28
+    return module
+
+
+RECIPES = {
+    "default": qflash.DEFAULT,
+    "rounded": qflash.DEFAULT.replace(row_sum="rounded"),
+    "linear": qflash.DEFAULT.replace(exponential="linear"),
+    "7 bits": qflash.DEFAULT.replace(probability_bits=7),
+    "floor": qflash.DEFAULT.replace(probability_rounding="floor"),
+    "7 bits linear floor": qflash.DEFAULT.replace(probability_bits=7, exponential="linear", probability_rounding="floor"),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+@pytest.mark.parametrize("name", RECIPES)
+def test_attention(tokens: int, name: str) -> None:
+    torch.manual_seed(tokens)
+    module = attention_module(RECIPES[name], None)
+    x = torch.randint(-128, 128, (2, tokens, 32), dtype=torch.int8)
+    got = run(lambda graph, value: onnx_operators.attention(graph, module, value, tokens), unsigned(x))
+    assert torch.equal(got, unsigned(module.attend(x, "reference")))
+    assert got.unique().numel() > 20 + min(tokens, 64)
+
+
+@pytest.mark.parametrize("tokens", [16, 81])
+@pytest.mark.parametrize("windows", [1, 4])
+def test_attention_with_a_bias(tokens: int, windows: int) -> None:
+    torch.manual_seed(tokens)
+    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens))
+    assert module.bias is not None
+    module.bias[1:3] = module.bias[:1]
+    x = torch.randint(-128, 128, (3, 4, tokens, 32), dtype=torch.int8)
+    got = run(lambda graph, value: onnx_operators.attention(graph, module, value, tokens, 4), unsigned(x))
+    assert torch.equal(got.flatten(0, 1), unsigned(module.attend(x.flatten(0, 1), "reference")))
+
+
+def test_a_bias_that_masks_keys_is_refused() -> None:
+    module = attention_module(qflash.DEFAULT, (1, 6, 4, 4))
+    assert module.bias is not None
+    module.bias[0, 0, 0, 0] = -(1 << 30)
+    with pytest.raises(ValueError, match="bias of attention must be finite"):
+        onnx_operators.attention(Graph(), module, Value("x", np.dtype(np.uint8)), 4, 1)
+
+
+# --- whole networks -----------------------------------------------------------------------------------------
+
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+SWIN: dict[str, Any] = {
+    "img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4,
+    "num_classes": 10,
+}  # fmt: skip
+NETWORKS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "registers and layer scale": {"reg_tokens": 3, "init_values": 0.3},
+    "mean then norm": {"global_pool": "avg"},
+    "norm then mean, no class token": {"global_pool": "avg", "fc_norm": False, "class_token": False},
+    "features": {"num_classes": 0, "pre_norm": True},
+    "mean features": {"num_classes": 0, "global_pool": "avg"},
+    "82 tokens": {"patch_size": 3, "img_size": 27, "depth": 1},
+    "grey": {"in_chans": 1, "depth": 1},
+    "swin": SWIN,
+    "swin features": SWIN | {"num_classes": 0},
+}
+
+
+def float_model(name: str) -> Any:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    options = NETWORKS[name]
+    if "depths" in options:
+        model = timm.models.swin_transformer.SwinTransformer(**options)
+    else:
+        model = timm.models.vision_transformer.VisionTransformer(**VIT | options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def images(model: Any, count: int, seed: int) -> torch.Tensor:
+    side, channels = model.patch_embed.img_size[0], model.patch_embed.proj.in_channels
+    x = torch.randint(0, 256, (count, channels, side, side), generator=torch.Generator().manual_seed(seed))
+    x[0, :, : side // 2] = 255
+    return x.to(torch.uint8)
+
+
+def quantised(model: Any, **options: Any) -> Any:
+    channels = model.patch_embed.proj.in_channels
+    network = qflash.quantize_model(
+        model, [images(model, 8, 1)], mean=[0.45] * channels, std=[0.22] * channels, progress=False, **options
+    )
+    network.backend = "reference"
+    return network
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, pathlib.Path]:
+    """A float model, its integer network, and the file."""
+    model = float_model(request.param)
+    network = quantised(model)
+    path = tmp_path_factory.mktemp("onnx") / "network.onnx"
+    network.export_onnx(path)
+    return model, network, path
+
+
+def test_onnxruntime_returns_the_reference_s_bits(exported: tuple[Any, Any, pathlib.Path]) -> None:
+    model, network, path = exported
+    runtime = session(str(path))
+    for batch in range(1, 6):
+        x = images(model, batch, 10 + batch)
+        want = network(x)
+        got = torch.from_numpy(runtime.run(None, {"images": x.numpy()})[0])
+        assert got.dtype == torch.int32 and torch.equal(got, want)
+        assert int(want.unique().numel()) > 3
+
+
+def test_bits_do_not_depend_on_optimisation_or_threads(exported: tuple[Any, Any, pathlib.Path]) -> None:
+    model, network, path = exported
+    x = images(model, 2, 3)
+    for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        options.intra_op_num_threads = 2
+        runtime = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        assert np.array_equal(runtime.run(None, {"images": x.numpy()})[0], network(x).numpy())
+
+
+def test_the_graph_holds_integers_only(exported: tuple[Any, Any, pathlib.Path]) -> None:
+    _, _, path = exported
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    graph = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True).graph
+    assert {node.op_type for node in graph.node} <= OPERATORS
+    assert all(node.domain == "" for node in graph.node)
+    name_of = onnx.TensorProto.DataType.Name
+    known = {x.name: name_of(x.type.tensor_type.elem_type) for x in (*graph.value_info, *graph.input, *graph.output)}
+    known |= {x.name: name_of(x.data_type) for x in graph.initializer}
+    used = {name for node in graph.node for name in (*node.input, *node.output)}
+    assert used <= known.keys()
+    assert {known[name] for name in used} <= TYPES
+    (first,), (last,) = graph.input, graph.output
+    assert (first.name, known[first.name], last.name, known[last.name]) == ("images", "UINT8", "logits", "INT32")
+
+
+def test_the_file_says_what_it_is(exported: tuple[Any, Any, pathlib.Path]) -> None:
+    _, network, path = exported
+    model = onnx.load(path)
+    assert [(x.domain, x.version) for x in model.opset_import] == [("", 18)]
+    assert {x.key: float(x.value) for x in model.metadata_props} == {"output_scale": network.output_scale}
+
+
+def test_writing_twice_gives_the_same_file(tmp_path: pathlib.Path) -> None:
+    network = quantised(float_model("class token"))
+    paths = [tmp_path / name for name in ("a.onnx", "b.onnx")]
+    for path in paths:
+        qflash.export_onnx(network, str(path), batch=4)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert [d.dim_value for d in onnx.load(paths[0]).graph.input[0].type.tensor_type.shape.dim] == [4, 3, 32, 32]
+    with pytest.raises(Exception, match="invalid dimensions"):
+        session(str(paths[0])).run(None, {"images": np.zeros((2, 3, 32, 32), np.uint8)})
+
+
+def test_weights_are_stored_as_int8(tmp_path: pathlib.Path) -> None:
+    shape = VisionTransformerShape(
+        image_size=(32, 32), patch_size=(16, 16), image_channels=3, channels=384, depth=1, heads=6, head_dim=64, hidden=1536,
+        prefix_tokens=1, pool="token", outputs=1000, first_norm=False, softmax_scale=0.125, recipe=qflash.DEFAULT.key,
+    )  # fmt: skip
+    network = VisionTransformer(shape)
+    for module in network.modules():
+        if isinstance(module, Linear):
+            fill(module, 1 << 20)
+    for block in network.blocks:
+        for name in ("query", "key", "value", "output"):
+            getattr(block.attn, f"{name}_scale").fill_(torch.tensor(0.01).view(torch.int32).item())
+    path = tmp_path / "wide.onnx"
+    network.export_onnx(path)
+    weights = sum(module.weight.numel() for module in network.modules() if isinstance(module, Linear))
+    assert weights > 2_000_000
+    assert path.stat().st_size < 1.1 * weights
+    network.backend = "reference"
+    x = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    assert np.array_equal(session(str(path)).run(None, {"images": x.numpy()})[0], network(x).numpy())
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def small_network(recipe: qflash.Recipe = qflash.DEFAULT) -> VisionTransformer:
+    shape = VisionTransformerShape(
+        image_size=(8, 8), patch_size=(4, 4), image_channels=3, channels=8, depth=1, heads=1, head_dim=8, hidden=8,
+        prefix_tokens=1, pool="token", outputs=2, first_norm=False, softmax_scale=0.3, recipe=recipe.key,
+    )  # fmt: skip
+    return VisionTransformer(shape)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        (qflash.ACCURATE, "probability_bits 7 or 8 .* got 15"),
+        (qflash.PAPER, "normalization 'two_pass' .* got 'online'"),
+        (qflash.DEFAULT.replace(output="value_scale"), "output 'accumulator' .* got 'value_scale'"),
+    ],
+)
+def test_a_recipe_without_a_form_in_onnx_is_named(recipe: qflash.Recipe, field: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=field):
+        qflash.export_onnx(small_network(recipe), tmp_path / "network.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_with_float_parts_is_refused(tmp_path: pathlib.Path) -> None:
+    network = quantised(float_model("class token"), keep_float=["blocks.1.mlp"])
+    with pytest.raises(ValueError, match=r"keeps in floating point: blocks\.1\.mlp"):
+        network.export_onnx(tmp_path / "network.onnx")
+
+
+def test_wrong_arguments_are_named(tmp_path: pathlib.Path) -> None:
+    network, path = small_network(), tmp_path / "network.onnx"
+    with pytest.raises(TypeError, match="network must be what quantize_model returns, got Linear"):
+        qflash.export_onnx(torch.nn.Linear(2, 2), path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path must be a string or a path, got int"):
+        network.export_onnx(3)  # type: ignore[arg-type]
+    for batch in (True, 1.0, None):
+        with pytest.raises(TypeError, match="batch must be 'dynamic' or an integer"):
+            network.export_onnx(path, batch=batch)  # type: ignore[arg-type]
+    for batch in (0, -1, "fixed"):
+        with pytest.raises(ValueError, match=f"batch must be 'dynamic' or an integer of at least 1, got {batch!r}"):
+            network.export_onnx(path, batch=batch)
+    with pytest.raises(FileNotFoundError):
+        network.export_onnx(tmp_path / "missing" / "network.onnx")
+    with pytest.raises(IsADirectoryError):
+        network.export_onnx(tmp_path)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'export_onnx also needs onnx: pip install "qflash\[onnx\]"'):
+        small_network().export_onnx(tmp_path / "network.onnx")
+
+
+def test_the_tail_of_gelu_is_a_table_of_the_specification() -> None:
+    for bits in range(op.GELU_BITS + 1):
+        x = torch.arange(-32768, 32768)
+        end = 5 << bits
+        table = -op.gelu(-torch.arange(end + 1), bits)
+        assert int(table[-1]) == 0
+        assert torch.equal(x.clamp(min=0) - table[x.abs().clamp(max=end)], op.gelu(x, bits))

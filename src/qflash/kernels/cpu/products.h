@@ -1,0 +1,186 @@
+/* Matrix products of packed 8-bit integers, and what else the kernels share.
+ *
+ * A lane of a vector adds up GROUP products of neighbouring values of k: pairs of 16-bit integers, or with VNNI four bytes,
+ * unsigned times signed; no sum overflows 32 bits. A tile of a product is ROWS x 2 vectors, which with the operands nearly fill
+ * the vector registers. Plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512BW__)
+#define LANES 16
+#define ROWS 12
+#elif defined(__AVX2__)
+#define LANES 8
+#define ROWS 6
+#else
+#define LANES 4
+#define ROWS 6
+#endif
+#define WIDTH (2 * LANES) /* columns of one tile of a product */
+#define INLINE static inline __attribute__((always_inline))
+
+/* Operands of a product: left queries, probabilities and activations, right keys, values and weights. A group of GROUP operands
+ * fills a lane. */
+#if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__))
+typedef uint8_t left_operand;
+typedef int8_t right_operand;
+#define SHIFTED 128 /* added to signed left operands, which makes them unsigned; taken out of the sums by `begin` */
+#else
+typedef int16_t left_operand;
+typedef int16_t right_operand;
+#define SHIFTED 0
+#endif
+#define GROUP ((int)(4 / sizeof(left_operand)))
+
+typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t group __attribute__((aligned(1), may_alias));
+
+/* --- fixed point ------------------------------------------------------------------------------------------ */
+
+INLINE int64_t multiply_high(int64_t a, int64_t b) { return (a * b) >> 32; }
+INLINE int64_t round_shift(int64_t x, int64_t shift) { return ((x >> (shift - 1)) + 1) >> 1; }
+INLINE int64_t at_most(int64_t x, int64_t most) { return x < most ? x : most; }
+INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+INLINE int bit_length(int64_t x) { return x ? 64 - __builtin_clzll((uint64_t)x) : 0; }
+
+/* (a * b) >> 32 in every lane */
+INLINE vector high_product(vector a, vector b) {
+#if defined(__AVX512BW__)
+    __m512i even = _mm512_mul_epi32((__m512i)a, (__m512i)b);
+    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    return (vector)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+    __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
+    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    return (vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+    vector high;
+    for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)((int64_t)a[lane] * b[lane] >> 32);
+    return high;
+#endif
+}
+
+INLINE vector smaller(vector a, vector b) {
+#if defined(__AVX512BW__)
+    return (vector)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vector)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    const vector first = a < b;
+    return (a & first) | (b & ~first);
+#endif
+}
+
+INLINE vector larger(vector a, vector b) { return ~smaller(~a, ~b); }
+INLINE vector all_lanes(int32_t x) { return (vector){0} + x; }
+
+/* --- matrix product --------------------------------------------------------------------------------------- */
+
+/* sum + a0 * b0 + a1 * b1 + ... in every lane, over the GROUP operands of the lane */
+INLINE vector add_products(vector sum, vector a, vector b) {
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+    return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+    return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+/* c[r][0:WIDTH] (+)= sum over k < depth of a[r][k] * b[k][0:WIDTH]; only the first LANES columns if `narrow`. b is packed as
+ * b[k / GROUP][0:WIDTH][GROUP]; if depth is no multiple of GROUP, a or b has zeros after it. Without `add`, c starts from the
+ * columns' `begin`, or from 0 if that is NULL. */
+typedef struct {
+    const left_operand *a;
+    const right_operand *b;
+    int32_t *c;
+    int64_t a_stride, c_stride, depth;
+    int add, narrow;
+    const int32_t *begin;
+} product;
+
+INLINE void tile_rows(const int rows, const int narrow, const product *by) {
+    const left_operand *a = by->a;
+    const right_operand *b = by->b;
+    int32_t *c = by->c;
+    const int64_t a_stride = by->a_stride, c_stride = by->c_stride, depth = by->depth;
+    vector low[ROWS], high[ROWS];
+    const vector begin_low = by->begin ? *(const vector *)by->begin : (vector){0};
+    const vector begin_high = by->begin ? *(const vector *)(by->begin + LANES) : (vector){0};
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        low[r] = by->add ? *(const vector *)(c + r * c_stride) : begin_low;
+        high[r] = by->add && !narrow ? *(const vector *)(c + r * c_stride + LANES) : begin_high;
+    }
+    for (int64_t k = 0; k < depth; k += GROUP) {
+        vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + GROUP * LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vector x = (vector){0} + *(const group *)(a + r * a_stride + k);
+            low[r] = add_products(low[r], x, b_low);
+            if (!narrow) high[r] = add_products(high[r], x, b_high);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        *(vector *)(c + r * c_stride) = low[r];
+        if (!narrow) *(vector *)(c + r * c_stride + LANES) = high[r];
+    }
+}
+
+static void tile_few(int rows, const product *by) {
+    switch (rows) {
+#define CASE(n) \
+    case n: \
+        if (by->narrow) tile_rows(n, 1, by); \
+        else tile_rows(n, 0, by); \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+__attribute__((unused)) static void tile(int rows, product by) {
+    for (; rows > 0; rows -= ROWS, by.a += ROWS * by.a_stride, by.c += ROWS * by.c_stride) tile_few(rows < ROWS ? rows : ROWS, &by);
+}
+
+INLINE int64_t grouped(int64_t n) { return (n + GROUP - 1) / GROUP * GROUP; }
+INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+/* --- memory and threads ------------------------------------------------------------------------------------ */
+
+#define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */
+
+INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+/* The calling thread's part of the tasks: [begin, end). */
+typedef struct {
+    int64_t begin, end;
+} share;
+
+INLINE share share_of(int64_t tasks) {
+#ifdef _OPENMP
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    const int64_t thread = 0, threads = 1;
+#endif
+    return (share){tasks * thread / threads, tasks * (thread + 1) / threads};
+}

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
+from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import backends, quantization, reference
 from qflash.attention_call import int8_call
 from qflash.kernels.cpu import launch as cpu
@@ -180,6 +181,8 @@ def test_other_vector_widths_have_the_reference_bits(
         case = draw_case(number, INTERPRETER)
         arguments = case.arguments(CPU)
         assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
+    for layer in (*map(draw_linear, range(60)), *map(draw_layer_norm, range(30)), *extremes()):
+        assert same_bits(layer.run("cpu"), layer.run("reference")), layer
 
 
 @pytest.mark.parametrize("recipe", PRESETS)

@@ -1,4 +1,7 @@
-"""The operators of an integer network as PyTorch sees them (``torch.ops.qflash``)."""
+"""The operators of an integer network as PyTorch sees them (``torch.ops.qflash``), and what they run.
+
+The reference is :mod:`qflash.network.operators`; the kernels return the same bits wherever its bounds hold.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 
 from ..backends import resolve_backend
+from ..validation import check_backend, check_tensor
 from . import operators as op
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
@@ -23,6 +27,86 @@ _LIBRARY.define(
     "-> Tensor"
 )
 
+MAX_EPSILON = 1 << 53
+"""Largest epsilon of a normalisation, with which its variance stays below 2**55."""
+
+
+def _check_number(name: str, x: int, low: int, high: int) -> None:
+    if not low <= x <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {x}")
+
+
+def _check_constants(like: torch.Tensor, size: int, **tensors: torch.Tensor) -> None:
+    """Require int32 vectors, a number for each output or channel, where ``like`` is."""
+    for name, x in tensors.items():
+        check_tensor(name, x, (torch.int32,), 1)
+        if x.shape != (size,):
+            raise ValueError(f"{name} must have shape ({size},), got {tuple(x.shape)}")
+        _check_device(name, x, like)
+
+
+def _check_device(name: str, x: torch.Tensor, like: torch.Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, the activations are on {like.device}; they must agree")
+
+
+def _check_output(out_dtype: torch.dtype, backend: str) -> None:
+    if out_dtype not in op.LIMITS:
+        raise TypeError(f"out_dtype must be int8, int16 or int32, got {str(out_dtype).removeprefix('torch.')}")
+    check_backend(backend)
+
+
+def _check_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    shift: int,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> None:
+    _check_output(out_dtype, backend)
+    check_tensor("x", x, (torch.int8,), 1)
+    check_tensor("weight", weight, (torch.int8,), 2)
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError(f"weight must be (outputs, inputs) with at least one input, got shape {tuple(weight.shape)}")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must have the weight's {weight.shape[1]} inputs as its last dimension, got shape {tuple(x.shape)}")
+    _check_device("weight", weight, x)
+    _check_constants(x, weight.shape[0], bias=bias, multiplier=multiplier)
+    _check_number("left", left, 0, 30)
+    _check_number("shift", shift, 1, 31)
+    if residual is None:
+        return
+    check_tensor("residual", residual, (torch.int16,), 1)
+    if out_dtype != torch.int16:
+        raise TypeError(f"out_dtype must be int16 with a residual, got {str(out_dtype).removeprefix('torch.')}")
+    expected = (*x.shape[:-1], weight.shape[0])
+    if residual.shape != expected:
+        raise ValueError(f"residual must have the output's shape {tuple(expected)}, got {tuple(residual.shape)}")
+    _check_device("residual", residual, x)
+
+
+def _check_gelu(x: torch.Tensor, outputs: int, bits: int, multiplier: torch.Tensor, offset: torch.Tensor, shift: int) -> None:
+    _check_constants(x, outputs, gelu_multiplier=multiplier, gelu_offset=offset)
+    _check_number("gelu_bits", bits, 0, op.GELU_BITS)
+    _check_number("gelu_shift", shift, 0, 30)
+
+
+def _check_layer_norm(
+    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, backend: str
+) -> None:
+    _check_output(out_dtype, backend)
+    check_tensor("h", h, (torch.int16,), 1)
+    channels = h.shape[-1]
+    if not 1 <= channels <= op.MAX_CHANNELS:
+        raise ValueError(f"h must have 1 to {op.MAX_CHANNELS} channels, got shape {tuple(h.shape)}")
+    _check_constants(h, channels, gain=gain, offset=offset)
+    _check_number("epsilon", epsilon, 0, MAX_EPSILON)
+    _check_number("shift", shift, 1, 31)
+
 
 def int8_linear(
     x: torch.Tensor,
@@ -35,8 +119,32 @@ def int8_linear(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    """Return ``saturate(residual + rescale(x W + b))``; see :class:`qflash.network.modules.Linear`."""
-    resolve_backend(backend, x.device)
+    """Return ``saturate(residual + rescale(x W + b))``; see :class:`qflash.network.modules.Linear`.
+
+    Args:
+        x: int8 (..., inputs).
+        weight: int8 (outputs, inputs).
+        bias, multiplier: int32 (outputs,).
+        left: 0 to 30.
+        shift: 1 to 31.
+        residual: int16 (..., outputs) for int16 outputs, or None.
+        out_dtype: int8, int16 or int32.
+        backend: see :func:`qflash.attention`.
+
+    Raises:
+        TypeError: a tensor or the output has another dtype.
+        ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
+    """
+    _check_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype, backend)
+    resolved = resolve_backend(backend, x.device)
+    if resolved == "cpu":
+        from ..kernels.cpu import network as cpu
+
+        return cpu.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
+    if resolved == "triton":
+        from ..kernels.triton import network as triton
+
+        return triton.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
     out = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
     return op.saturate(out if residual is None else out + residual, out_dtype)
 
@@ -54,29 +162,76 @@ def int8_linear_gelu(
     gelu_shift: int,
     backend: str,
 ) -> torch.Tensor:
-    """Return GELU of a linear layer in int8; see :class:`qflash.network.modules.LinearGelu`."""
-    resolve_backend(backend, x.device)
+    """Return GELU of a linear layer in int8; see :class:`qflash.network.modules.LinearGelu`.
+
+    Args:
+        x, weight, bias, multiplier, left, shift, backend: see :func:`int8_linear`.
+        gelu_bits: 0 to 12.
+        gelu_multiplier, gelu_offset: int32 (outputs,).
+        gelu_shift: 0 to 30.
+
+    Raises:
+        TypeError, ValueError: as :func:`int8_linear`.
+    """
+    _check_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, backend)
+    _check_gelu(x, weight.shape[0], gelu_bits, gelu_multiplier, gelu_offset, gelu_shift)
+    resolved = resolve_backend(backend, x.device)
+    gelu = gelu_bits, gelu_multiplier, gelu_offset, gelu_shift
+    if resolved == "cpu":
+        from ..kernels.cpu import network as cpu
+
+        return cpu.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
+    if resolved == "triton":
+        from ..kernels.triton import network as triton
+
+        return triton.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
     u = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
-    return op.gelu_int8(u, gelu_bits, gelu_multiplier, gelu_offset, gelu_shift)
+    return op.gelu_int8(u, *gelu)
 
 
 def integer_layer_norm(
     h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
-    """Normalise int16 rows; see :class:`qflash.network.modules.LayerNorm`."""
-    resolve_backend(backend, h.device)
+    """Normalise int16 rows; see :class:`qflash.network.modules.LayerNorm`.
+
+    Args:
+        h: int16 (..., channels), 1 to 4096 of these.
+        epsilon: 0 to 2**53.
+        gain, offset: int32 (channels,).
+        shift: 1 to 31.
+        out_dtype: int8, int16 or int32.
+        backend: see :func:`qflash.attention`.
+
+    Raises:
+        TypeError, ValueError: as :func:`int8_linear`.
+    """
+    _check_layer_norm(h, epsilon, gain, offset, shift, out_dtype, backend)
+    resolved = resolve_backend(backend, h.device)
+    if resolved == "cpu":
+        from ..kernels.cpu import network as cpu
+
+        return cpu.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+    if resolved == "triton":
+        from ..kernels.triton import network as triton
+
+        return triton.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
     return op.layer_norm(h, epsilon, gain, offset, shift, out_dtype)
 
 
 def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _check_linear(x, weight, *arguments)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[5])
 
 
-def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    bias, multiplier, left, shift, *gelu, backend = arguments
+    _check_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, backend)
+    _check_gelu(x, weight.shape[0], *gelu)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
 
 
 def _fake_integer_layer_norm(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _check_layer_norm(h, *arguments)
     return h.new_empty(h.shape, dtype=arguments[4])
 
 

@@ -1,6 +1,6 @@
 """The CPU back end's C code, compiled on first use and called through ctypes, and the launches of ``attention.c``.
 
-The same bits as the reference.
+The same bits as the reference. Layers of integer networks are launched by :mod:`.network`.
 
 The machine's own C compiler makes it for the machine's own CPU, which takes a few seconds once; the library is
 kept in the user's cache folder, under a name that says what it was compiled from and what its bytes are. Without a
@@ -34,11 +34,11 @@ from ...memory_format import empty_output
 from ...paths import check_private, make_cache_folder
 from ...quantization import GRANULARITIES, scale_shape
 
-_SOURCES = ("attention.c",)
+_SOURCES = ("attention.c", "network.c")
 """What is compiled, to one library."""
 _HEADERS = ("products.h",)
 _FUNCTIONS = {
-    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7,
+    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7, "linear": 1, "layer_norm": 1,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded

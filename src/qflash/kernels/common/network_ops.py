@@ -1,0 +1,94 @@
+"""The arithmetic of an integer network's layers (Triton device functions).
+
+Every function returns the bits of its namesake in :mod:`qflash.network.operators`, which states the bounds; all of it is
+elementwise, in 32 bits but for :func:`row_statistics`, without a float and without a division. ``GUARD`` is true in Triton's
+interpreter, see :mod:`.fixed_point`.
+"""
+
+import triton
+import triton.language as tl
+
+from ...network import operators as op
+from .fixed_point import bit_length, multiply_high
+
+GELU_BITS = tl.constexpr(op.GELU_BITS)
+GELU_END = tl.constexpr(op.GELU_END)
+GELU_CONSTANT = tl.constexpr(op.GELU_CONSTANT)
+GELU_SLOPE = tl.constexpr(op.GELU_SLOPE)
+ROOT_START = tl.constexpr(op.ROOT_START)
+ROOT_SLOPE = tl.constexpr(op.ROOT_SLOPE << 1)
+
+
+@triton.jit
+def round_shift(x, shift):
+    """``x >> shift``, rounded half up, for ``shift >= 1``."""
+    return ((x >> (shift - 1)) + 1) >> 1
+
+
+@triton.jit
+def rescale(sums, multiplier, left, shift, GUARD: tl.constexpr):
+    """Sums in another unit: ``(mulhi(sums << left, multiplier) + half) >> shift``."""
+    return round_shift(multiply_high(sums << left, multiplier, GUARD), shift)
+
+
+@triton.jit
+def saturate(x, BITS: tl.constexpr):
+    """Clamp to the range of 8, 16 or 32 bits."""
+    if BITS == 32:
+        return x
+    return tl.minimum(tl.maximum(x, -(1 << (BITS - 1))), (1 << (BITS - 1)) - 1)
+
+
+@triton.jit
+def gelu(x, fraction_bits):
+    """GELU of numbers in the int16 range with ``fraction_bits`` fraction bits, in the same unit."""
+    extra = GELU_BITS - fraction_bits
+    a = tl.minimum(tl.maximum(x, -x) << extra, GELU_END)
+    rest = GELU_END - a
+    power = (rest * rest) >> 15
+    power = (power * power) >> 14
+    power = (power * power) >> 13
+    factor = (a * (GELU_CONSTANT + ((GELU_SLOPE * a) >> 14))) >> 12
+    tail = (factor * power) >> 13
+    return tl.maximum(x, 0) - ((tail + ((1 << extra) >> 1)) >> extra)
+
+
+@triton.jit
+def gelu_int8(x, fraction_bits, multiplier, offset, shift):
+    """GELU in int8's range, with a step and a zero point for every channel."""
+    return saturate((gelu(saturate(x, 16), fraction_bits) * multiplier + offset) >> shift, 8)
+
+
+@triton.jit
+def inverse_root(v, GUARD: tl.constexpr):
+    """About ``2**44 / sqrt(v)`` for ``2**28 <= v < 2**30``, in int32."""
+    x = ROOT_START - multiply_high(v << 1, v * 0 + ROOT_SLOPE, GUARD)
+    for _ in tl.static_range(3):
+        square = multiply_high(x << 1, x << 1, GUARD)
+        error = (1 << 28) - multiply_high(square << 1, v << 1, GUARD)
+        x = x + multiply_high(x, error << 3, GUARD)
+    return x
+
+
+@triton.jit
+def row_statistics(total, squares, channels, epsilon, GUARD: tl.constexpr):
+    """(root, k) of rows, from the sums of their channels (int32) and of these squared (int64).
+
+    ``root`` is the inverse root of the variance, which had to be shifted right by ``2 k`` for it.
+    """
+    wide = total.to(tl.int64)
+    variance = squares * channels - wide * wide + epsilon
+    high = (variance >> 31).to(tl.int32)
+    low = (variance & 0x7FFFFFFF).to(tl.int32)
+    bits = tl.where(high > 0, 31 + bit_length(high, GUARD), bit_length(low, GUARD))
+    half = (bits - 29) >> 1
+    up = tl.maximum(-2 * half, 0).to(tl.int64)
+    down = tl.maximum(2 * half, 0).to(tl.int64)
+    v = ((variance << up) >> down).to(tl.int32)
+    return inverse_root(tl.maximum(v, 1 << 28), GUARD), half
+
+
+@triton.jit
+def normalise(difference, root, half, GUARD: tl.constexpr):
+    """``channels * h - total`` over the deviation, with 20 fraction bits; the rest is of :func:`row_statistics`."""
+    return multiply_high(difference << tl.maximum(8 - half, 0), root, GUARD) >> tl.maximum(half - 8, 0)

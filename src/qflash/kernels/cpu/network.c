@@ -1,0 +1,326 @@
+/* Layers of integer networks on the CPU, with the bits of network/operators.py, which states the bounds.
+ *
+ * A linear layer: weights are packed once by all threads, by panels of WIDTH outputs (products.h), then each thread has rows, or
+ * panels where there are few rows:
+ *
+ *     1. a block of its rows becomes operands, which stay in the cache               a         up to BLOCK_BYTES
+ *     2. per panel and tile of ROWS rows: sums, from bias                            sums      ROWS x WIDTH int32
+ *     3. per row of the tile: another unit, residual or GELU, saturation             out
+ *
+ * Compiled on first use by cpu/launch.py.
+ */
+#include "products.h"
+
+#define BLOCK_BYTES (1 << 17) /* of operands: a part of the second cache that leaves room for panels */
+#define PACKED 64             /* inputs that are packed at a time */
+
+#if LANES == 16
+#define FIRST_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define SECOND_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define FIRST_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define SECOND_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define FIRST_HALVES 0, 4, 1, 5
+#define SECOND_HALVES 2, 6, 3, 7
+#endif
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vector){__VA_ARGS__})
+#endif
+
+typedef int8_t vector8 __attribute__((vector_size(LANES)));
+typedef int16_t vector16 __attribute__((vector_size(2 * LANES)));
+
+/* Clamps to [-end - 1, end]. */
+INLINE vector saturated(vector x, int32_t end) { return larger(smaller(x, all_lanes(end)), all_lanes(-end - 1)); }
+
+INLINE vector16 saturated16(vector x) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#else
+    return __builtin_convertvector(saturated(x, 32767), vector16);
+#endif
+}
+
+INLINE vector8 saturated8(vector x) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#else
+    return __builtin_convertvector(saturated(x, 127), vector8);
+#endif
+}
+
+/* n <= LANES numbers of int16 in 32 bits, and 0 */
+INLINE vector load16(const int16_t *from, int64_t n) {
+    vector16 x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, 2 * n);
+    return __builtin_convertvector(x, vector);
+}
+
+/* n <= LANES numbers of int32, and 0 */
+INLINE vector load32(const int32_t *from, int64_t n) {
+    vector x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, 4 * n);
+    return x;
+}
+
+/* Writes n <= LANES numbers of 1, 2 or 4 bytes, saturated. */
+INLINE void store(void *to, vector x, const int64_t bytes, int64_t n) {
+    if (bytes == 1) {
+        vector8 narrow = saturated8(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, n);
+    } else if (bytes == 2) {
+        vector16 narrow = saturated16(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, 2 * n);
+    } else if (n == LANES) {
+        memcpy(to, &x, sizeof x);
+    } else {
+        memcpy(to, &x, 4 * n);
+    }
+}
+
+/* --- linear layers ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int8_t *x, *weight;          /* (rows, inputs), (outputs, inputs) */
+    const int32_t *bias, *multiplier;  /* (outputs) */
+    const int16_t *residual;           /* (rows, outputs) or NULL */
+    const int32_t *gelu_multiplier, *gelu_offset; /* (outputs), or NULL without GELU */
+    void *out;                         /* (rows, outputs) */
+    int64_t rows, inputs, outputs, left, shift, bytes; /* bytes of an output */
+    int64_t gelu_bits, gelu_shift, threads;
+} linear;
+
+/* What the epilogue needs of the outputs of a panel; 0 past the last. */
+typedef struct {
+    int32_t multiplier[WIDTH], gelu_multiplier[WIDTH], gelu_offset[WIDTH];
+} channels;
+
+INLINE void copy_channels(int32_t *to, const int32_t *from, int64_t start, int64_t n) {
+    for (int64_t j = 0; j < WIDTH; j++) to[j] = from && j < n ? from[start + j] : 0;
+}
+
+/* Transposes groups: row j of LANES groups of `from`, `line` groups after the row before, becomes column j of `to`. */
+INLINE void transpose(const group *from, int64_t line, group *to) {
+    vector x[LANES], y[LANES];
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) memcpy(&x[j], from + j * line, sizeof x[j]);
+    /* every round interleaves the first half of the rows with the second */
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+#pragma GCC unroll 8
+        for (int j = 0; j < LANES / 2; j++) {
+            y[2 * j] = SHUFFLE(x[j], x[j + LANES / 2], FIRST_HALVES);
+            y[2 * j + 1] = SHUFFLE(x[j], x[j + LANES / 2], SECOND_HALVES);
+        }
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) x[j] = y[j];
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) memcpy(to + j * WIDTH, &x[j], sizeof x[j]);
+}
+
+/* Packs outputs [start, start + WIDTH); `begin` is what their sums start from. */
+static void pack_panel(const linear *x, int64_t start, right_operand *panel, int32_t *begin) {
+    const int64_t inside = at_most(WIDTH, x->outputs - start), depth = x->inputs;
+    uint32_t total[WIDTH] = {0};
+    for (int64_t from = 0; from < depth; from += PACKED) {
+        const int64_t n = at_most(PACKED, depth - from);
+        right_operand rows[WIDTH][PACKED];
+        if (n < PACKED || inside < WIDTH) memset(rows, 0, sizeof rows);
+        for (int64_t j = 0; j < inside; j++) {
+            const int8_t *weight = x->weight + (start + j) * depth + from;
+            if (n == PACKED)
+                for (int64_t k = 0; k < PACKED; k++) rows[j][k] = weight[k];
+            else
+                for (int64_t k = 0; k < n; k++) rows[j][k] = weight[k];
+            for (int64_t k = 0; SHIFTED && k < PACKED; k++) total[j] += (uint32_t)rows[j][k];
+        }
+        group *to = (group *)(panel + from * WIDTH);
+        const int64_t groups = grouped(n) / GROUP;
+        for (int64_t j = 0; j < WIDTH; j += LANES) {
+            const group *line = (const group *)rows[j];
+            int64_t k = 0;
+            for (; k + LANES <= groups; k += LANES) transpose(line + k, PACKED / GROUP, to + k * WIDTH + j);
+            for (; k < groups; k++)
+                for (int64_t i = 0; i < LANES; i++) to[k * WIDTH + j + i] = line[i * (PACKED / GROUP) + k];
+        }
+    }
+    for (int64_t j = 0; j < WIDTH; j++) begin[j] = j < inside ? (int32_t)((uint32_t)x->bias[start + j] - SHIFTED * total[j]) : 0;
+}
+
+/* Turns rows into operands, `depth` from one to the next, with zeros or what zeros of the weights make harmless at the end. */
+static void convert_rows(const linear *x, int64_t first, int64_t rows, left_operand *restrict a, int64_t depth) {
+    const int64_t inputs = x->inputs;
+    for (int64_t i = 0; i < rows; i++) {
+        const int8_t *restrict from = x->x + (first + i) * inputs;
+        left_operand *restrict to = a + i * depth;
+        for (int64_t k = 0; k < inputs; k++) to[k] = (left_operand)(from[k] + SHIFTED);
+        for (int64_t k = inputs; k < depth; k++) to[k] = 0;
+    }
+}
+
+/* operators.gelu and gelu_int8, not saturated, of numbers in the int16 range */
+INLINE vector gelu(vector x, int extra, vector multiplier, vector offset, int shift) {
+    const vector end = all_lanes(5 << 12), a = smaller(larger(x, -x) << extra, end), rest = end - a;
+    vector power = (rest * rest) >> 15;
+    power = (power * power) >> 14;
+    power = (power * power) >> 13;
+    const vector factor = (a * (1361 + ((4915 * a) >> 14))) >> 12, tail = (factor * power) >> 13;
+    const vector y = larger(x, (vector){0}) - ((tail + (1 << extra >> 1)) >> extra);
+    return (y * multiplier + offset) >> shift;
+}
+
+/* Brings the sums of a tile to their outputs' unit and writes them, from output `start` of row `row` on. */
+INLINE void finish_tile(
+    const linear *x, const int64_t bytes, const int residual, const int activated, const channels *by, const int32_t *sums,
+    int64_t row, int64_t rows, int64_t start
+) {
+    const int left = (int)x->left, shift = (int)x->shift - 1, extra = 12 - (int)x->gelu_bits, gelu_shift = (int)x->gelu_shift;
+    const int64_t outputs = x->outputs;
+    const int16_t *more = x->residual;
+    char *out = x->out;
+    for (int64_t j = 0; j < WIDTH && start + j < outputs; j += LANES) {
+        const int64_t n = at_most(LANES, outputs - start - j);
+        const vector multiplier = *(const vector *)(by->multiplier + j);
+        const vector gelu_multiplier = *(const vector *)(by->gelu_multiplier + j);
+        const vector gelu_offset = *(const vector *)(by->gelu_offset + j);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = (row + r) * outputs + start + j;
+            vector y = ((high_product(*(const vector *)(sums + r * WIDTH + j) << left, multiplier) >> shift) + 1) >> 1;
+            if (residual) y += load16(more + at, n);
+            if (activated) y = gelu(saturated(y, 32767), extra, gelu_multiplier, gelu_offset, gelu_shift);
+            store(out + at * bytes, y, bytes, n);
+        }
+    }
+}
+
+static void finish(const linear *x, const channels *by, const int32_t *sums, int64_t row, int64_t rows, int64_t start) {
+    if (x->gelu_multiplier) finish_tile(x, 1, 0, 1, by, sums, row, rows, start);
+    else if (x->residual) finish_tile(x, 2, 1, 0, by, sums, row, rows, start);
+    else if (x->bytes == 1) finish_tile(x, 1, 0, 0, by, sums, row, rows, start);
+    else if (x->bytes == 2) finish_tile(x, 2, 0, 0, by, sums, row, rows, start);
+    else finish_tile(x, 4, 0, 0, by, sums, row, rows, start);
+}
+
+/* The outputs of panels [panels.begin, panels.end) of rows [rows.begin, rows.end). `a` has room for `most` rows. */
+static void multiply_rows(
+    const linear *x, const right_operand *packed, const int32_t *begin, share rows, share panels, left_operand *a, int64_t most
+) {
+    const int64_t depth = grouped(x->inputs);
+    int32_t sums[ROWS * WIDTH];
+    channels by;
+    for (int64_t first = rows.begin; first < rows.end; first += most) {
+        const int64_t count = at_most(most, rows.end - first);
+        convert_rows(x, first, count, a, depth);
+        for (int64_t panel = panels.begin; panel < panels.end; panel++) {
+            const int64_t start = panel * WIDTH, n = at_most(WIDTH, x->outputs - start);
+            copy_channels(by.multiplier, x->multiplier, start, n);
+            copy_channels(by.gelu_multiplier, x->gelu_multiplier, start, n);
+            copy_channels(by.gelu_offset, x->gelu_offset, start, n);
+            product one = {NULL, packed + start * depth, sums, depth, WIDTH, depth, 0, 0, begin + start};
+            for (int64_t i = 0; i < count; i += ROWS) {
+                const int64_t few = at_most(ROWS, count - i);
+                one.a = a + i * depth;
+                tile_few((int)few, &one);
+                finish(x, &by, sums, first + i, few, start);
+            }
+        }
+    }
+}
+
+/* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
+int qflash_linear(const linear *x) {
+    const int64_t depth = grouped(x->inputs), panels = (x->outputs + WIDTH - 1) / WIDTH;
+    const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / ROWS + 1) * ROWS;
+    const int64_t packed_bytes = whole_lines(sizeof(right_operand) * panels * WIDTH * depth);
+    char *memory = malloc(LINE + packed_bytes + sizeof(int32_t) * panels * WIDTH);
+    if (!memory) return 1;
+    right_operand *packed = (right_operand *)whole_lines((intptr_t)memory);
+    int32_t *begin = (int32_t *)((char *)packed + packed_bytes);
+    int failed = 0;
+#pragma omp parallel num_threads((int)x->threads) reduction(| : failed)
+    {
+        left_operand *a = malloc(line * at_most(most, x->rows) + LINE);
+        share part = share_of(panels), all_rows = {0, x->rows}, all_panels = {0, panels};
+        for (int64_t panel = part.begin; panel < part.end; panel++)
+            pack_panel(x, panel * WIDTH, packed + panel * WIDTH * depth, begin + panel * WIDTH);
+#pragma omp barrier
+        /* whole tiles of rows, unless there are more threads than these */
+        const int64_t tiles = (x->rows + ROWS - 1) / ROWS;
+        failed = !a;
+        if (a && tiles >= 8 * x->threads) {
+            part = share_of(tiles);
+            share rows = {part.begin * ROWS, at_most(part.end * ROWS, x->rows)};
+            multiply_rows(x, packed, begin, rows, all_panels, a, most);
+        } else if (a) {
+            multiply_rows(x, packed, begin, all_rows, part, a, most);
+        }
+        free(a);
+    }
+    free(memory);
+    return failed;
+}
+
+/* --- layer normalisation ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *h;             /* (rows, channels) */
+    const int32_t *gain, *offset; /* (channels) */
+    void *out;                    /* (rows, channels) */
+    int64_t rows, channels, epsilon, shift, bytes, threads;
+} normalisation;
+
+/* operators.inverse_root */
+INLINE int64_t inverse_root(int64_t v) {
+    int64_t x = 1145106637 - multiply_high(v << 1, (int64_t)654339257 << 1);
+    for (int step = 0; step < 3; step++) {
+        int64_t square = multiply_high(x << 1, x << 1), error = (1 << 28) - multiply_high(square << 1, v << 1);
+        x += multiply_high(x, error * 8);
+    }
+    return x;
+}
+
+INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t row) {
+    const int64_t channels = x->channels;
+    const int16_t *h = x->h + row * channels;
+    int32_t total = 0;
+    int64_t squares = 0;
+    for (int64_t c = 0; c < channels; c++) total += h[c];
+    for (int64_t c = 0; c < channels; c++) squares += h[c] * h[c];
+    const int64_t variance = channels * squares - (int64_t)total * total + x->epsilon;
+    const int half = (bit_length(variance) - 29) >> 1;
+    const int64_t v = half < 0 ? variance << (-2 * half) : variance >> (2 * half);
+    const int32_t root = (int32_t)inverse_root(v < 1 << 28 ? 1 << 28 : v);
+    const int up = half < 8 ? 8 - half : 0, down = half > 8 ? half - 8 : 0, shift = (int)x->shift - 1;
+    char *to = (char *)x->out + row * channels * bytes;
+    for (int64_t c = 0; c < channels; c += LANES) {
+        const int64_t n = at_most(LANES, channels - c);
+        const vector difference = load16(h + c, n) * (int32_t)channels - total;
+        const vector wide = high_product(difference << up, all_lanes(root)) >> down;
+        const vector y = high_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
+        store(to + c * bytes, ((y >> shift) + 1) >> 1, bytes, n);
+    }
+}
+
+int qflash_layer_norm(const normalisation *x) {
+#pragma omp parallel num_threads((int)x->threads)
+    {
+        const share rows = share_of(x->rows);
+        for (int64_t row = rows.begin; row < rows.end; row++) {
+            if (x->bytes == 1) normalise_row(x, 1, row);
+            else if (x->bytes == 2) normalise_row(x, 2, row);
+            else normalise_row(x, 4, row);
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,67 @@
+"""Launches of ``network.c``: layers of integer networks on the CPU, with the bits of :mod:`qflash.network.operators`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from . import launch
+
+_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 9)
+_LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 6)
+
+
+def launch_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    shift: int,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None = None,
+) -> torch.Tensor:
+    """Run a linear layer and what is fused with it.
+
+    Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
+
+    Args:
+        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
+    """
+    outputs, inputs = weight.shape
+    out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    # held until the call returns: these may be copies
+    x, weight, bias, multiplier = x.contiguous(), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    bits, gelu_multiplier, gelu_offset, gelu_shift = (0, None, None, 0) if gelu is None else gelu
+    gelu_multiplier = None if gelu_multiplier is None else gelu_multiplier.contiguous()
+    gelu_offset = None if gelu_offset is None else gelu_offset.contiguous()
+    tensors = (x, weight, bias, multiplier, residual, gelu_multiplier, gelu_offset, out)
+    rows = out.numel() // outputs
+    arguments = _Linear(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        (rows, inputs, outputs, left, shift, out.element_size(), bits, gelu_shift, launch.threads_for(rows * inputs * outputs)),
+    )
+    launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")
+    return out
+
+
+def launch_layer_norm(
+    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
+    out = torch.empty(h.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    h, gain, offset = h.contiguous(), gain.contiguous(), offset.contiguous()
+    channels = h.shape[-1]
+    arguments = _LayerNorm(
+        h.data_ptr(), gain.data_ptr(), offset.data_ptr(), out.data_ptr(),
+        (h.numel() // channels, channels, epsilon, shift, out.element_size(), launch.threads_for(8 * h.numel())),
+    )  # fmt: skip
+    launch.load().qflash_layer_norm(ctypes.byref(arguments))
+    return out

@@ -1,0 +1,107 @@
+"""Operators of integer networks refuse what does not fit, with the same words whatever the back end and in shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qflash.network import execution  # noqa: F401 - registers the operators
+
+BACKENDS = ("reference", "cpu", "triton", "auto")
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+LINEAR: dict[str, Any] = {
+    "x": ints(3, 8, dtype=torch.int8), "weight": ints(5, 8, dtype=torch.int8), "bias": ints(5), "multiplier": ints(5),
+    "left": 1, "shift": 2, "residual": None, "out_dtype": torch.int16,
+}  # fmt: skip
+GELU = {name: x for name, x in LINEAR.items() if name not in ("residual", "out_dtype")} | {
+    "gelu_bits": 10, "gelu_multiplier": ints(5), "gelu_offset": ints(5), "gelu_shift": 3,
+}  # fmt: skip
+NORM: dict[str, Any] = {
+    "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "out_dtype": torch.int8,
+}  # fmt: skip
+CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "integer_layer_norm": NORM}
+
+WRONG = [
+    ("int8_linear", "x", ints(3, 8), TypeError, "x must be int8, got int32"),
+    ("int8_linear", "x", ints(3, 7, dtype=torch.int8), ValueError, r"x must have the weight's 8 inputs.*\(3, 7\)"),
+    ("int8_linear", "x", torch.tensor(1, dtype=torch.int8), ValueError, "x must have at least 1 dimensions"),
+    ("int8_linear", "weight", ints(5, 8, dtype=torch.uint8), TypeError, "weight must be int8, got uint8"),
+    ("int8_linear", "weight", ints(1, 5, 8, dtype=torch.int8), ValueError, "weight must be .outputs, inputs."),
+    ("int8_linear", "weight", ints(5, 0, dtype=torch.int8), ValueError, "at least one input"),
+    ("int8_linear", "bias", ints(4), ValueError, r"bias must have shape \(5,\), got \(4,\)"),
+    ("int8_linear", "bias", torch.ones(5), TypeError, "bias must be int32, got float32"),
+    ("int8_linear", "multiplier", ints(1, 5), ValueError, r"multiplier must have shape \(5,\)"),
+    ("int8_linear", "left", 31, ValueError, "left must be 0 to 30, got 31"),
+    ("int8_linear", "shift", 0, ValueError, "shift must be 1 to 31, got 0"),
+    ("int8_linear", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
+    ("int8_linear", "residual", ints(3, 5), TypeError, "residual must be int16, got int32"),
+    ("int8_linear", "residual", ints(1, 5, dtype=torch.int16), ValueError, r"residual must have the output's shape \(3, 5\)"),
+    ("int8_linear_gelu", "x", ints(3, 9, dtype=torch.int8), ValueError, "x must have the weight's 8 inputs"),
+    ("int8_linear_gelu", "gelu_bits", 13, ValueError, "gelu_bits must be 0 to 12, got 13"),
+    ("int8_linear_gelu", "gelu_multiplier", ints(6), ValueError, r"gelu_multiplier must have shape \(5,\)"),
+    ("int8_linear_gelu", "gelu_offset", ints(5, dtype=torch.int64), TypeError, "gelu_offset must be int32, got int64"),
+    ("int8_linear_gelu", "gelu_shift", -1, ValueError, "gelu_shift must be 0 to 30, got -1"),
+    ("integer_layer_norm", "h", ints(3, 8, dtype=torch.int8), TypeError, "h must be int16, got int8"),
+    ("integer_layer_norm", "h", ints(3, 4097, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
+    ("integer_layer_norm", "h", ints(3, 0, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
+    ("integer_layer_norm", "gain", ints(9), ValueError, r"gain must have shape \(8,\)"),
+    ("integer_layer_norm", "epsilon", (1 << 53) + 1, ValueError, "epsilon must be 0 to 9007199254740992"),
+    ("integer_layer_norm", "shift", 32, ValueError, "shift must be 1 to 31, got 32"),
+    ("integer_layer_norm", "out_dtype", torch.uint8, TypeError, "out_dtype must be int8, int16 or int32, got uint8"),
+]
+
+
+def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
+    return getattr(torch.ops.qflash, name)(*arguments.values(), backend)
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "error", "words"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_does_not_fit_is_refused(name: str, argument: str, value: Any, error: type[Exception], words: str) -> None:
+    arguments = CALLS[name] | {argument: value}
+    for backend in BACKENDS:
+        with pytest.raises(error, match=words):
+            call(name, arguments, backend)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        with pytest.raises(error, match=words):
+            call(name, fakes, "auto")
+
+
+def test_a_residual_is_for_int16() -> None:
+    arguments = LINEAR | {"residual": ints(3, 5, dtype=torch.int16), "out_dtype": torch.int8}
+    with pytest.raises(TypeError, match="out_dtype must be int16 with a residual, got int8"):
+        call("int8_linear", arguments, "auto")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_unknown_back_ends_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        call(name, CALLS[name], "gpu")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_devices_are_refused(name: str) -> None:
+    first = next(iter(CALLS[name]))
+    arguments = {key: x.to("meta") if key != first and isinstance(x, torch.Tensor) else x for key, x in CALLS[name].items()}
+    with pytest.raises(ValueError, match="is on meta, the activations are on cpu"):
+        call(name, arguments, "auto")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_empty_batches_and_single_rows_work(name: str, backend: str) -> None:
+    arguments = CALLS[name]
+    first = next(iter(arguments))
+    rows = arguments[first]
+    expected = call(name, arguments, "reference")
+    for shape in ((0,), (2, 0), (0, 4)):
+        got = call(name, arguments | {first: rows[:0].reshape(*shape, rows.shape[1])}, backend)
+        assert got.shape == (*shape, expected.shape[1]) and got.dtype == expected.dtype
+    assert torch.equal(call(name, arguments | {first: rows[0]}, backend), expected[0])

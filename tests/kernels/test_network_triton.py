@@ -1,0 +1,41 @@
+"""The Triton kernels of integer networks have the bits of :mod:`qflash.network.operators`, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from helpers import DEVICE, same_bits
+from network_cases import KINDS, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+
+
+def check(layer: Layer) -> None:
+    assert same_bits(layer.run("triton", DEVICE), layer.run("reference")), layer
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_linear_layers_have_the_reference_bits(first: int) -> None:
+    for number in range(first, first + 20):
+        check(draw_linear(number))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_every_size(kind: str) -> None:
+    """Small blocks and, with enough rows, large ones; inputs that fill blocks and such that do not."""
+    chance = random.Random(kind)
+    for rows, inputs, outputs in ((70, 128, 65), (130, 100, 16 * 132 * 8), (200, 17, 70)):
+        x = integers(-128, 128, (rows, inputs), torch.int8, chance)
+        check(linear(x, integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance))
+
+
+def test_layer_norms_have_the_reference_bits() -> None:
+    for number in range(40):
+        check(draw_layer_norm(number))
+
+
+def test_layers_at_the_ends_of_their_ranges() -> None:
+    # the interpreter takes a tenth of a second for each; 7 divides none of the ways in which they differ
+    for layer in (*extremes()[:-15:7], *extremes()[-15:]):
+        check(layer)

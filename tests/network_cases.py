@@ -1,0 +1,176 @@
+"""Random layers of an integer network, within the bounds of :mod:`qflash.network.operators`, and what they must give."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+
+from qflash.fixed_point import Checker
+from qflash.network import execution  # noqa: F401 - registers the operators
+from qflash.network import operators as op
+
+DTYPES = (torch.int8, torch.int16, torch.int32)
+BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 31}
+CHECK = Checker(True)
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype, chance: random.Random) -> torch.Tensor:
+    """Return random integers of ``[low, high)``."""
+    generator = torch.Generator().manual_seed(chance.getrandbits(40))
+    return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+
+def spread_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return equal numbers that lie elsewhere: as they are, the dimensions the other way round, every other one, or odd."""
+    if layout == "transposed":
+        return x.mT.contiguous().mT if x.dim() > 1 else x
+    if layout == "strided":
+        wide = torch.stack((x, torch.ones_like(x)), dim=-1)
+        return wide[..., 0]
+    if layout == "misaligned":
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    return x
+
+
+LAYOUTS = ("contiguous", "contiguous", "transposed", "strided", "misaligned")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A call of one of the operators.
+
+    Attributes:
+        name: of the operator.
+        arguments: without the back end.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def run(self, backend: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return what a back end makes of it, on the CPU."""
+        arguments = [x.to(device) if isinstance(x, torch.Tensor) else x for x in self.arguments]
+        return getattr(torch.ops.qflash, self.name)(*arguments, backend).cpu()
+
+    def check_bounds(self) -> None:
+        """Run the specification with its bounds looked at."""
+        if self.name == "integer_layer_norm":
+            op.layer_norm(*self.arguments, CHECK)
+            return
+        x, weight, bias, multiplier, left, shift, *rest = self.arguments
+        sums = op.rescale(op.accumulate(x, weight, bias, left, CHECK), multiplier, left, shift)
+        if self.name == "int8_linear_gelu":
+            op.gelu_int8(sums, *rest, CHECK)
+
+    def __repr__(self) -> str:
+        about = (f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(x) for x in self.arguments)
+        return f"{self.name}({', '.join(about)})"
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    chance: random.Random,
+    left: int | None = None,
+    gelu_bits: int | None = None,
+) -> Layer:
+    """Return a linear layer with constants that suit its sums.
+
+    Args:
+        x: int8 (..., inputs).
+        weight: int8 (outputs, inputs).
+        kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or ``"gelu"``.
+        chance: for the constants.
+        left: as far as sums allow if None.
+        gelu_bits: random if None.
+    """
+    outputs = weight.shape[0]
+    largest = int((weight.long().abs().sum(dim=1) * 128).max()) if outputs else 1
+    room = 30 - largest.bit_length()
+    most = room if left is None else left
+    # the bias doubles the sums at most, which `room` allows for
+    bias = integers(-min(largest, 1 << 20), min(largest, 1 << 20) + 1, (outputs,), torch.int32, chance)
+    left = chance.choice((0, most, chance.randint(0, most))) if left is None else left
+    assert left <= room
+    multiplier = integers(1 << 28, 1 << 31, (outputs,), torch.int32, chance)
+    if chance.random() < 0.2:
+        multiplier = integers(0, 1 << 31, (outputs,), torch.int32, chance)
+    wanted = {"int8": 8, "int16": 16, "residual": 14, "gelu": 14, "int32": 30}[kind]
+    shift = min(31, max(1, largest.bit_length() + left - 4 - wanted + chance.randint(-2, 3)))
+    constants = (x, weight, bias, multiplier, left, shift)
+    if kind == "gelu":
+        bits = chance.randint(0, 12) if gelu_bits is None else gelu_bits
+        gelu_shift = chance.choice((0, 30, chance.randint(8, 22)))
+        gelu_multiplier = integers(0, 1 << 14, (outputs,), torch.int32, chance)
+        high = min(30, gelu_shift + 7)
+        offset = integers(-(1 << high) + 1, 1 << high, (outputs,), torch.int32, chance)
+        return Layer("int8_linear_gelu", (*constants, bits, gelu_multiplier, offset, gelu_shift))
+    dtype = torch.int16 if kind == "residual" else getattr(torch, kind)
+    residual = None
+    if kind == "residual":
+        residual = integers(-32768, 32768, (*x.shape[:-1], outputs), torch.int16, chance)
+        if chance.random() < 0.3:
+            residual = torch.where(residual > 0, 32767, -32768).to(torch.int16)
+        residual = spread_out(residual, chance.choice(LAYOUTS))
+    return Layer("int8_linear", (*constants, residual, dtype))
+
+
+KINDS = ("int8", "int16", "int32", "residual", "gelu")
+
+
+def draw_linear(number: int, most: int = 150) -> Layer:
+    """Return a random linear layer of up to ``most`` rows, inputs and outputs."""
+    chance = random.Random(number)
+    shape = chance.choice(((chance.randint(1, most),), (chance.randint(0, 3), chance.randint(1, most // 2)), ()))
+    inputs = chance.choice((chance.randint(1, 40), chance.randint(1, 2 * most), 16 * chance.randint(1, 12)))
+    outputs = chance.choice((chance.randint(1, most), 16 * chance.randint(1, 8)))
+    x = integers(-128, 128, (*shape, inputs), torch.int8, chance)
+    weight = integers(-128, 128, (outputs, inputs), torch.int8, chance)
+    if chance.random() < 0.15:
+        x = torch.full_like(x, chance.choice((-128, 127)))
+    if chance.random() < 0.15:
+        weight = torch.full_like(weight, chance.choice((-128, 127)))
+    x, weight = spread_out(x, chance.choice(LAYOUTS)), spread_out(weight, chance.choice(LAYOUTS))
+    return linear(x, weight, KINDS[number % len(KINDS)], chance)
+
+
+def draw_layer_norm(number: int, channels: int | None = None, rows: int = 13) -> Layer:
+    """Return a random normalisation; some rows are constant, at the ends, or zero but for one channel."""
+    chance = random.Random(number)
+    channels = channels or chance.choice((1, 2, chance.randint(1, 40), chance.randint(1, 700), 64 * chance.randint(1, 8)))
+    shape = chance.choice(((rows, channels), (chance.randint(0, 2), rows, channels)))
+    spread = chance.choice((1, 30, 3000, 32768))
+    h = integers(-spread, spread, shape, torch.int16, chance)
+    if h.numel():
+        first = h.view(-1, channels)
+        first[0], first[1], first[2], first[3] = 0, -32768, 32767, chance.randint(-9, 9)
+        first[4, ::2], first[4, 1::2] = 32767, -32768
+        first[5], first[5, 0] = 0, 32767
+        first[6], first[6, -1] = 5, 6
+    epsilon = chance.choice((0, 1, 7, channels * channels, chance.getrandbits(40), 1 << 53))
+    gain = integers(-(1 << 31), 1 << 31, (channels,), torch.int32, chance)
+    offset = integers(-(1 << 30) + 1, 1 << 30, (channels,), torch.int32, chance)
+    if chance.random() < 0.7:
+        offset = offset >> 8
+    shift = chance.choice((1, 31, chance.randint(8, 28)))
+    return Layer(
+        "integer_layer_norm", (spread_out(h, chance.choice(LAYOUTS)), epsilon, gain, offset, shift, DTYPES[number % 3])
+    )
+
+
+def extremes() -> list[Layer]:
+    """Return layers at the ends of their ranges."""
+    chance = random.Random(1)
+    found = []
+    for value, weights in ((-128, -128), (-128, 127), (127, -128), (127, 127)):
+        for inputs in (1, 31, 64, 200):
+            x, weight = torch.full((7, inputs), value, dtype=torch.int8), torch.full((33, inputs), weights, dtype=torch.int8)
+            found += [linear(x, weight, kind, chance, left) for kind in KINDS for left in (0, 3, None)]
+    x, weight = (integers(-128, 128, (20, 48), torch.int8, chance) for _ in range(2))
+    found += [linear(x, weight, "gelu", chance, gelu_bits=bits) for bits in range(6, 13)]
+    found += [draw_layer_norm(number, channels) for number, channels in enumerate((1, 1, 1, 2, 3, 4096, 4096, 4096))]
+    return found

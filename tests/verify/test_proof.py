@@ -103,6 +103,21 @@ def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
         assert "MMA" in (tmp_path / f"swin.{report['target']}.sass").read_text()
 
 
+@pytest.mark.slow
+def test_layers_of_networks_hold_no_float() -> None:
+    targets = ("sm_80", "sm_90")
+    done = run_compiling(
+        "-m", "qflash", "verify", "--case", "layer-norm", "--case", "linear-gelu", "--case", "linear-patches",
+        "--format", "json", *(part for target in targets for part in ("--target", target)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads(done.stdout)
+    assert len(reports) == 6
+    for report in reports:
+        assert report["passed"] and report["integer"] and report["float_count"] == 0
+        assert bool(report["tensor_core"]) == report["case"].startswith("linear")
+
+
 def test_every_case_spells_out_a_call() -> None:
     vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
@@ -111,6 +126,10 @@ def test_every_case_spells_out_a_call() -> None:
     anywhere |= {"pack-value": "pack_value_kernel"}
     for case in verify_cases.CASES:
         call = verify_cases.kernel_call(case, "sm_90")
+        if isinstance(case, verify_cases.LayerCase):
+            assert call.kernel.__name__ == ("int8_linear_kernel" if case.outputs else "integer_layer_norm_kernel")
+            assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
+            continue
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")
         assert {"BLOCK_N", "KEYS", "SPAN"} & set(call.arguments)
         general = "long_kernel" if case.tokens > 256 else "short_kernel"

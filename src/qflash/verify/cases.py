@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -59,7 +59,34 @@ class Case:
     launch: int = -1
 
 
-CASES = (
+@dataclasses.dataclass(frozen=True)
+class LayerCase:
+    """One launch of a layer of an integer network.
+
+    Attributes:
+        name: what ``--case`` takes.
+        tokens: rows.
+        inputs: channels of a row.
+        outputs: of a linear layer; 0 for a normalisation.
+        epilogue: of a linear layer: ``"none"``, ``"residual"`` or ``"gelu"``.
+        output: dtype of the output.
+        layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
+        launch: which of the call's launches.
+    """
+
+    name: str
+    tokens: int
+    inputs: int
+    outputs: int = 0
+    epilogue: str = "none"
+    output: str = "int8"
+    layout: str = "contiguous"
+    launch: int = -1
+
+
+AnyCase: TypeAlias = Case | LayerCase
+
+CASES: tuple[AnyCase, ...] = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
     Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: held whole on Hopper alone
@@ -83,6 +110,13 @@ CASES = (
     Case("long-causal-gqa", 4096, 64, mask="causal", key_heads=1),
     Case("long-accurate", 4096, 64, recipe="accurate"),
     Case("pack-value", 4096, 64, launch=0),
+    LayerCase("linear", 64 * 197, 384, 1152),  # DeiT-S, batch 64
+    LayerCase("linear-few", 197, 384, 1152),  # batch 1: smaller blocks
+    LayerCase("linear-patches", 64 * 256, 588, 384, "residual", "int16"),  # DINOv2: no whole number of blocks of inputs
+    LayerCase("linear-residual", 64 * 197, 1536, 384, "residual", "int16"),
+    LayerCase("linear-gelu", 64 * 197, 384, 1536, "gelu"),
+    LayerCase("linear-logits", 64, 384, 1000, output="int32"),
+    LayerCase("layer-norm", 64 * 197, 384),
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -118,11 +152,30 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 """Changes of a call with the default recipe, one at a time."""
 
 
-def calls() -> Iterator[Case]:
+LAYER_ROWS = (1, 197, 64 * 197)
+LAYER_WIDTHS = (24, 48, 192, 384, 588, 768, 1000, 1536, 3072, 4096)
+EPILOGUES = (("none", "int8"), ("none", "int16"), ("none", "int32"), ("residual", "int16"), ("gelu", "int8"))
+NORM_OUTPUTS = ("int8", "int16", "int32")
+
+
+def layer_calls() -> Iterator[LayerCase]:
+    """Return calls of integer networks' layers, of usual widths and such that are no multiple of anything."""
+    for rows, width, layout in itertools.product(LAYER_ROWS, LAYER_WIDTHS, ("contiguous", "misaligned")):
+        tail = "" if layout == "contiguous" else f"-{layout}"
+        for output in NORM_OUTPUTS:
+            yield LayerCase(f"layer-norm-{rows}x{width}-{output}{tail}", rows, width, output=output, layout=layout)
+        for outputs, (epilogue, output) in itertools.product((1000, 1536), EPILOGUES):
+            kind = output if epilogue == "none" else epilogue
+            name = f"linear-{rows}x{width}x{outputs}-{kind}{tail}"
+            yield LayerCase(name, rows, width, outputs, epilogue, output, layout)
+
+
+def calls() -> Iterator[AnyCase]:
     """Return the calls whose launches are compiled, besides :data:`CASES`.
 
     Every combination of lengths, head dimensions, masks and presets, each with the preset's scales and with one a tensor; with
     the default preset every batch; from floats, too; and of it every variation, with and without a bias, at some of the sizes.
+    Then :func:`layer_calls`.
     """
     for tokens, head_dim, mask, recipe in itertools.product(TOKENS, HEAD_DIMS, MASKS, PRESETS):
         case = Case("", tokens, head_dim, recipe, mask)
@@ -136,6 +189,7 @@ def calls() -> Iterator[Case]:
     for tokens, head_dim, mask in itertools.product(VARIED_TOKENS, VARIED_HEAD_DIMS, ("none", "bias")):
         case = Case("", tokens, head_dim, mask=mask)
         yield from (_named(case, variation, **changes) for variation, changes in VARIATIONS.items())
+    yield from layer_calls()
 
 
 def _named(case: Case, *parts: str, **changes: Any) -> Case:
@@ -143,11 +197,52 @@ def _named(case: Case, *parts: str, **changes: Any) -> Case:
     return dataclasses.replace(case, name="-".join(part for part in about if part not in ("default", "none")), **changes)
 
 
-def launches(case: Case, target: str) -> list[KernelLaunch]:
+def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
     """Return the launches of a case's call, spelt out by the operator itself, on tensors without memory."""
-    from .. import execution
     from ..kernels.device import STAND_IN
     from ..kernels.launch_recorder import LaunchRecorder
+
+    number = int(target.removeprefix("sm_"))
+    token = STAND_IN.set((number // 10, number % 10))
+    try:
+        with LaunchRecorder(launching=False) as recording:
+            if isinstance(case, Case):
+                _attend(case)
+            else:
+                _run_layer(case)
+    finally:
+        STAND_IN.reset(token)
+    return recording.launches
+
+
+def _run_layer(case: LayerCase) -> None:
+    """Call the operator of a layer."""
+    from ..network import execution
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def activations(dtype: torch.dtype) -> torch.Tensor:
+        spare = 0 if case.layout == "contiguous" else 1
+        return tensor(case.tokens * case.inputs + spare, dtype=dtype)[spare:].view(case.tokens, case.inputs)
+
+    output = getattr(torch, case.output)
+    if not case.outputs:
+        vectors = tensor(case.inputs), tensor(case.inputs)
+        execution.integer_layer_norm(activations(torch.int16), 1, *vectors, 18, output, "triton")
+        return
+    outputs = tensor(case.outputs), tensor(case.outputs)
+    linear = (activations(torch.int8), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2, 9)
+    if case.epilogue == "gelu":
+        execution.int8_linear_gelu(*linear, 10, *outputs, 12, "triton")
+    else:
+        residual = tensor(case.tokens, case.outputs, dtype=torch.int16) if case.epilogue == "residual" else None
+        execution.int8_linear(*linear, residual, output, "triton")
+
+
+def _attend(case: Case) -> None:
+    """Call the operator of attention."""
+    from .. import execution
 
     recipe = resolve_recipe(case.recipe)
     batch, heads, keys, head_dim = case.batch, 4, case.tokens, case.head_dim
@@ -180,7 +275,6 @@ def launches(case: Case, target: str) -> list[KernelLaunch]:
         "windows": empty_bias(query, (max(1, batch // 2), heads, queries, keys), bias),
     }.get(case.mask)
     options = case.mask == "causal", head_dim**-0.5
-    number = int(target.removeprefix("sm_"))
     if case.input != "int8":
         call = float_call(query, key, value, mask, *options, recipe)
     else:
@@ -194,16 +288,10 @@ def launches(case: Case, target: str) -> list[KernelLaunch]:
             None if output is None else scale(output, recipe.value_granularity), getattr(torch, case.output), recipe,
             value_offset=offset,
         )  # fmt: skip
-    token = STAND_IN.set((number // 10, number % 10))
-    try:
-        with LaunchRecorder(launching=False) as recording:
-            execution.attend(call, "triton")
-    finally:
-        STAND_IN.reset(token)
-    return recording.launches
+    execution.attend(call, "triton")
 
 
-def kernel_call(case: Case, target: str) -> KernelLaunch:
+def kernel_call(case: AnyCase, target: str) -> KernelLaunch:
     """Return a case's launch; see :func:`launches`."""
     return launches(case, target)[case.launch]
 
@@ -225,7 +313,7 @@ def signature(call: KernelLaunch) -> Hashable:
     return tuple(about)
 
 
-def distinct(target: str, patterns: Sequence[str] = ()) -> dict[Hashable, Case]:
+def distinct(target: str, patterns: Sequence[str] = ()) -> dict[Hashable, AnyCase]:
     """Return, by :func:`signature`, a case for everything that is compiled for a target: of :data:`CASES`, else of a call.
 
     With ``patterns`` only of what has a name that one of them fits.
@@ -252,6 +340,6 @@ def may_fit_pattern(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(name.startswith(re.split(r"[:*?[]", pattern)[0]) for pattern in patterns)
 
 
-def distinct_cases(target: str, patterns: Sequence[str]) -> list[Case]:
+def distinct_cases(target: str, patterns: Sequence[str]) -> list[AnyCase]:
     named = [case for case in CASES if fits_pattern(case.name, patterns)]
     return [*named, *(case for case in distinct(target, patterns).values() if case not in CASES)]

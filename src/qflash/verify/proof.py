@@ -1,4 +1,4 @@
-"""Proof by disassembly: the int8 -> int8 attention kernels hold no floating-point instruction.
+"""Proof by disassembly: kernels of int8 attention and of integer networks hold no floating-point instruction.
 
 Every case is compiled for each target architecture without a GPU: an operator's own code is run on tensors without memory,
 which spells out its launches (:func:`launches`), and Triton's JIT is given a driver that only knows the target. The machine
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 from ..kernels.launch_recorder import KernelLaunch
-from .cases import CASES, Case, calls, distinct_cases, fits_pattern, kernel_call, may_fit_pattern
+from .cases import CASES, AnyCase, calls, distinct_cases, fits_pattern, kernel_call, may_fit_pattern
 from .compile import TARGETS, compile_call
 from .sass import (
     DisassemblyError,
@@ -192,7 +192,7 @@ def examine(call: KernelLaunch, name: str, target: str, dump: pathlib.Path | Non
     )
 
 
-def _examine_case(case: Case, target: str, dump: pathlib.Path | None) -> Report:
+def _examine_case(case: AnyCase, target: str, dump: pathlib.Path | None) -> Report:
     try:
         return examine(kernel_call(case, target), case.name, target, dump)
     except VerificationError:
@@ -213,7 +213,7 @@ def _refuse_pattern(pattern: str) -> VerificationError:
     return VerificationError(f"unknown case {pattern}; known: {named}, and others of which '197x64-*' fits some")
 
 
-def _pick_jobs(patterns: Sequence[str], targets: Sequence[str], apply: Callable[..., Any]) -> list[tuple[Case, str]]:
+def _pick_jobs(patterns: Sequence[str], targets: Sequence[str], apply: Callable[..., Any]) -> list[tuple[AnyCase, str]]:
     """Return (case, target) for what is compiled and has a name that a pattern fits, in the order of the cases.
 
     Args:

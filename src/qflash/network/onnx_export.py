@@ -41,7 +41,7 @@ def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
         raise ValueError(f"batch must be 'dynamic' or an integer of at least 1, got {batch!r}")
     if parts := network.float_parts():
         raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
-    require_packages("export_onnx", "onnx", extra="onnx")
+    require_packages("export_onnx", "onnx")
 
     import numpy as np
     import onnx

@@ -249,15 +249,16 @@ def attention(graph: Graph, module: Attention, x: Value, tokens: int, windows: i
     up, down = np.maximum(8 - fraction_bits, 0), np.maximum(fraction_bits - 8, 0)
     t = graph.multiply(t, 1 << up) if up.any() else t
     index = graph.cast(graph.shift_unsigned(graph.cast(t, np.uint32), down), np.int32)
-    w = graph.gather(graph.constant(table, np.uint32 if exact else np.uint8, "probability"), graph.minimum(index, last))
+    w = graph.gather(graph.constant(table, np.int32 if exact else np.uint8, "probability"), graph.minimum(index, last))
     p = w
     if exact:
-        p = graph.cast(graph.shift_unsigned(graph.add(w, 1 << (fp.FINE_BITS - 1)), fp.FINE_BITS), np.uint8)
+        wide = graph.cast(graph.add(w, 1 << (fp.FINE_BITS - 1)), np.uint32)
+        p = graph.cast(graph.shift_unsigned(wide, fp.FINE_BITS), np.uint8)
     numerator = graph.matmul(p, value, x_zero=0)
     denominator = graph.matmul(p, graph.constant(np.ones((tokens, 1)), np.uint8), x_zero=0, y_zero=0)
     if exact:
         rounded = graph.multiply(denominator, 1 << fp.FINE_BITS)
-        total = graph.maximum(graph.reduce("ReduceSum", graph.cast(w, np.int32), -1), rounded)
+        total = graph.maximum(graph.reduce("ReduceSum", w, -1), rounded)
         lost = graph.cast(graph.subtract(total, rounded), np.uint32)
         missing = graph.cast(graph.shift_unsigned(lost, fp.FINE_BITS + 1), np.int32)
         numerator = graph.add(numerator, graph.multiply(missing, _twice_mean(graph, value, tokens)))

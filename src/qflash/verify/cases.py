@@ -163,10 +163,10 @@ def layer_calls() -> Iterator[LayerCase]:
     for rows, width, layout in itertools.product(LAYER_ROWS, LAYER_WIDTHS, ("contiguous", "misaligned")):
         tail = "" if layout == "contiguous" else f"-{layout}"
         for output in NORM_OUTPUTS:
-            yield LayerCase(f"layer-norm-{rows}x{width}-{output}{tail}", rows, width, output=output, layout=layout)
+            yield LayerCase(f"{rows}x{width}-layer-norm-{output}{tail}", rows, width, output=output, layout=layout)
         for outputs, (epilogue, output) in itertools.product((1000, 1536), EPILOGUES):
             kind = output if epilogue == "none" else epilogue
-            name = f"linear-{rows}x{width}x{outputs}-{kind}{tail}"
+            name = f"{rows}x{width}x{outputs}-linear-{kind}{tail}"
             yield LayerCase(name, rows, width, outputs, epilogue, output, layout)
 
 

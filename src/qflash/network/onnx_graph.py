@@ -233,7 +233,7 @@ class Graph:
 
         Args:
             x, y: uint8. Not one uint8 and one int8: on x86 processors without VNNI onnxruntime adds pairs of such products in
-                16 bits, which saturate. uint8 by uint8 is exact everywhere.
+                16 bits, which saturate. uint8 by uint8 was exact wherever it was run (docs/onnx.md).
             x_zero, y_zero: their zero points.
         """
         zeros = (self.constant(zero, np.uint8) for zero in (x_zero, y_zero))

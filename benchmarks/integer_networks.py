@@ -66,12 +66,14 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
     from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
 
     scales: dict[str, float] = {}
+    dims: dict[str, int] = {}
     handles = []
     for name, layer in quantised.named_modules():
         if isinstance(layer, nn.Linear):
 
             def watch(_: nn.Module, arguments: Any, name: str = name) -> None:
                 scales[name] = max(scales.get(name, 0.0), float(arguments[0].abs().max()) / 127)
+                dims[name] = arguments[0].dim()
 
             handles.append(layer.register_forward_pre_hook(watch))
     quantised(normalise(calibration, mean, std))
@@ -79,7 +81,9 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
         handle.remove()
     for name, scale in scales.items():
         layer = quantised.get_submodule(name)
-        config = Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor([[scale]]), granularity=PerTensor())
+        config = Int8StaticActivationInt8WeightConfig(
+            act_quant_scale=torch.full((1,) * dims[name], scale), granularity=PerTensor()
+        )
         quantize_(layer, config)
     return lambda images: quantised(normalise(images, mean, std))
 
@@ -145,9 +149,7 @@ def measure(
     rows = []
     for method, make in {"float32": None, **METHODS}.items():
         if make is not None:
-            missing = next(
-                (p for word, p in NEEDS.items() if method.startswith(word) and not importlib.util.find_spec(p)), None
-            )
+            missing = [package for package in NEEDS if method.startswith(package) and not importlib.util.find_spec(package)]
             if missing:
                 rows.append({"network": name, "method": method, "left_out": f"{missing[0]} is not installed"})
                 continue

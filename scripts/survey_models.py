@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -603,14 +604,12 @@ def meta_table(data: dict[str, Any]) -> list[str]:
             whole += not left
             for kind, text in sorted(left):
                 reasons.setdefault(f"{kind.partition(':')[2]}: {text}", []).append(name)
-    lines = [
+    sentence = (
         f"{len(runs)} vision models of transformers, from their usual configs and without memory for weights: {whole} are "
         f"wholly in integers, {none} have no attention, {len(unknown)} were not run to their end (they need other inputs than "
-        "pixels, or values that the meta device has not), and nothing is said of these. Attention stays in floating point in:",
-        "",
-        "| Class and reason | Models |",
-        "|---|---|",
-    ]
+        "pixels, or values that the meta device has not), and nothing is said of these. Attention stays in floating point in:"
+    )
+    lines = [*textwrap.wrap(sentence, 118), "", "| Class and reason | Models |", "|---|---|"]
     return lines + [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
 
 
@@ -635,7 +634,7 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     )
     return {
         "recipes": "\n".join(recipe_table()),
-        "timm": "\n".join([sentence, "", *timm_table(data)]),
+        "timm": "\n".join([*textwrap.wrap(sentence, 118), "", *timm_table(data)]),
         "torchvision": "\n".join(run_table(data["torchvision_runs"], False)),
         "transformers": "\n".join(run_table(data["transformers_runs"], True)),
         "transformers-meta": "\n".join(meta_table(data)),

@@ -191,7 +191,7 @@ def test_models_refuses_what_it_cannot_patch_before_timing(tmp_path: Path) -> No
     pytest.importorskip("timm")
     result = runner.invoke(app, ["models", "--model", "resnet18", "--device", "cpu", "--output", str(tmp_path)])
     assert result.exit_code == 2
-    assert "model 'resnet18' cannot be compared: ResNet holds no attention module" in result.output
+    assert "model 'resnet18' cannot be compared: ResNet holds no attention that QFlash can replace" in result.output
     assert not list(tmp_path.iterdir())
 
 

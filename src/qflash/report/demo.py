@@ -400,10 +400,9 @@ def _cards(shown: Sequence[dict[str, Any]]) -> str:
 
 def _noise_cards(image: Sequence[Sequence[float]]) -> str:
     """Return one digit with noise of several SQNRs, so that a reader sees what a number of decibels is."""
-    clean = nn.functional.interpolate(torch.tensor(image)[None, None], size=(28, 28), mode="bilinear", align_corners=False)[
-        0, 0
-    ]
-    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    pixels = torch.tensor(image, dtype=torch.float32, device="cpu")[None, None]
+    clean = nn.functional.interpolate(pixels, size=(28, 28), mode="bilinear", align_corners=False)[0, 0]
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     cards = []
     for decibels in NOISES_DB:
         level = float(clean.norm() / noise.norm()) * 10.0 ** (-decibels / 20)

@@ -209,7 +209,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
     query, key = last.query[:, :, :1], last.key
     factor = query.shape[-1] ** -0.5 if last.scale is None else last.scale
     wanted = torch.softmax(query.double() @ key.double().mT * factor, dim=-1)
-    units = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)
+    units = torch.eye(key.shape[2], dtype=key.dtype, device="cpu").expand(*key.shape[:2], -1, -1)
     got = attention(query.to(device), key.to(device), units.to(device), scale=last.scale).cpu()
     shown = []
     for index, image in enumerate(few):

@@ -108,6 +108,20 @@ def _check_layer_norm(
     _check_number("shift", shift, 1, 31)
 
 
+def _kernels(backend: str, device: torch.device) -> Any:
+    """Return the module with a back end's launches of layers; None for the reference, which has none."""
+    resolved = resolve_backend(backend, device)
+    if resolved == "cpu":
+        from ..kernels.cpu import network as cpu
+
+        return cpu
+    if resolved == "triton":
+        from ..kernels.triton import network as triton
+
+        return triton
+    return None
+
+
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -136,15 +150,10 @@ def int8_linear(
         ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
     """
     _check_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype, backend)
-    resolved = resolve_backend(backend, x.device)
-    if resolved == "cpu":
-        from ..kernels.cpu import network as cpu
-
-        return cpu.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
-    if resolved == "triton":
-        from ..kernels.triton import network as triton
-
-        return triton.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
+    kernels = _kernels(backend, x.device)
+    if kernels is not None:
+        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
+        return launched
     out = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
     return op.saturate(out if residual is None else out + residual, out_dtype)
 
@@ -175,16 +184,11 @@ def int8_linear_gelu(
     """
     _check_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, backend)
     _check_gelu(x, weight.shape[0], gelu_bits, gelu_multiplier, gelu_offset, gelu_shift)
-    resolved = resolve_backend(backend, x.device)
     gelu = gelu_bits, gelu_multiplier, gelu_offset, gelu_shift
-    if resolved == "cpu":
-        from ..kernels.cpu import network as cpu
-
-        return cpu.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
-    if resolved == "triton":
-        from ..kernels.triton import network as triton
-
-        return triton.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
+    kernels = _kernels(backend, x.device)
+    if kernels is not None:
+        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
+        return launched
     u = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
     return op.gelu_int8(u, *gelu)
 
@@ -206,15 +210,10 @@ def integer_layer_norm(
         TypeError, ValueError: as :func:`int8_linear`.
     """
     _check_layer_norm(h, epsilon, gain, offset, shift, out_dtype, backend)
-    resolved = resolve_backend(backend, h.device)
-    if resolved == "cpu":
-        from ..kernels.cpu import network as cpu
-
-        return cpu.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
-    if resolved == "triton":
-        from ..kernels.triton import network as triton
-
-        return triton.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+    kernels = _kernels(backend, h.device)
+    if kernels is not None:
+        launched: torch.Tensor = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+        return launched
     return op.layer_norm(h, epsilon, gain, offset, shift, out_dtype)
 
 

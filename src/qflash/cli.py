@@ -46,12 +46,12 @@ def _explained(command: str, *errors: type[Exception], status: int = 2) -> Itera
         raise typer.Exit(status) from error
 
 
-def _make_ready(output: pathlib.Path | None) -> None:
+def _check_output(output: pathlib.Path | None) -> None:
     """See that results can be written, before anything is measured."""
     if output is not None:
-        from .paths import make_output_folder
+        from .paths import check_output_folder
 
-        make_output_folder(output)
+        check_output_folder(output)
 
 
 def _version(wanted: bool) -> None:
@@ -80,7 +80,7 @@ def demo(
     with _explained("demo", ImportError, status=1):
         from .report.demo import run_demo
 
-        _make_ready(output)
+        _check_output(output)
         run_demo(output, limit)
 
 
@@ -122,7 +122,7 @@ def verify(
     from .verify.proof import verify as run_verify
 
     with _explained("verify", VerificationError):
-        _make_ready(dump)
+        _check_output(dump)
         reports = run_verify(case or (), target or (), dump=dump, workers=jobs, progress=True, sample=sample, seed=seed)
     failed = [report for report in reports if not report.passed]
     if output_format is Format.JSON:
@@ -209,14 +209,14 @@ def bench(
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
-            _make_ready(output)
+            _check_output(output)
             revisions.run_revisions(
                 problems, base, modes=mode or ("kernel", "end-to-end"), recipes=recipe or ("default",), kind=inputs,
                 dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds or 15, output=output,
             )  # fmt: skip
             return
         methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
-        _make_ready(output)
+        _check_output(output)
         latency.run_bench(
             problems,
             methods,
@@ -258,14 +258,14 @@ def models(
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")
-            _make_ready(output)
+            _check_output(output)
             revisions.run_model_revisions(
                 model or own.MODELS, batches, base, recipes=recipe or ("default",), dtype=console.pick_dtype(dtype, where),
                 device=where, rounds=rounds, pretrained=pretrained, output=output,
             )  # fmt: skip
             return
         methods = own.make_methods(where, recipe or ("default",), peer or (), method or ())
-        _make_ready(output)
+        _check_output(output)
         own.run_models(
             model or own.MODELS,
             batches,
@@ -304,7 +304,7 @@ def energy(
         where = console.pick_device(device)
         methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
         problems = bench_problems.make_problems(workload or (() if shape else ("A2",)), shape or (), batch or (8,))
-        _make_ready(output)
+        _check_output(output)
         run_energy(
             problems,
             bench_methods.select(methods, method or ()),
@@ -340,7 +340,7 @@ def profile(
         where = console.pick_device(device)
         methods = bench_methods.make_methods(where, recipe or ("default",), peer or (), method or ())
         problems = bench_problems.make_problems(workload or (() if shape else ("A2", "A7")), shape or (), batch or (8,))
-        _make_ready(output)
+        _check_output(output)
         run_profile(
             problems,
             bench_methods.select(methods, method or ()),
@@ -396,7 +396,7 @@ def evaluate(
         with _explained("evaluate", ImportError, ValueError, status=1):
             from .evaluation.top1 import run_evaluate
 
-            _make_ready(output)
+            _check_output(output)
             run_evaluate(
                 model,
                 method or ["all"],
@@ -441,7 +441,7 @@ def accuracy(
         from .bench.console import pick_device
 
         cases = accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch)
-        _make_ready(output)
+        _check_output(output)
         accuracy.run_accuracy(
             cases,
             method or (),
@@ -507,7 +507,7 @@ def real(
         from .bench.real import Options, run_real
 
         where = console.pick_device(device)
-        _make_ready(output)
+        _check_output(output)
         run_real(
             Options(
                 methods=method or (),
@@ -545,7 +545,7 @@ def ablate(
 
     with _explained("ablate", ValueError):
         where = pick_device(device)
-        _make_ready(output)
+        _check_output(output)
         ablation.run_ablate(parts=part or ablation.PARTS, device=where, batch=batch, rounds=rounds, output=output)
 
 
@@ -565,7 +565,7 @@ def report(
     with _explained("report", ImportError, ValueError, status=1):
         from .report.reproduction import run_report
 
-        _make_ready(output)
+        _check_output(output)
         run_report(output, results=results, gpu_results=gpu_results)
 
 

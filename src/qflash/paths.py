@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import stat
@@ -47,20 +48,24 @@ def make_cache_folder() -> pathlib.Path:
     return folder
 
 
-def make_output_folder(path: pathlib.Path) -> pathlib.Path:
-    """Make a folder for results if it is not there, and see that files can be written: before they are measured.
+def check_output_folder(path: pathlib.Path) -> None:
+    """See that a folder for results can be made and written to, before they are measured; leave nothing behind.
 
     Raises:
-        OSError: it cannot be made, or not written to; the message names it.
+        OSError: it cannot; the message names it.
     """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         beside = path / f".{uuid.uuid4().hex}.new"
         beside.touch()
         beside.unlink()
+        for folder in missing:
+            # another process may have put something there meanwhile
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     except OSError as error:
         raise type(error)(f"the folder for the results, {str(path)!r}, cannot be used: {error.strerror or error}") from error
-    return path
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

@@ -11,7 +11,7 @@ from qflash.bench.workloads import get_workload
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 from qflash.evaluation import digits
-from qflash.integrations import patching
+from qflash.integrations import adapter
 
 torch.set_num_threads(2)
 FLOAT_IMAGES, IMAGES = 192, 48
@@ -44,7 +44,7 @@ def test_attention_shapes_are_the_papers(name: str, workloads: tuple[str, ...], 
         shapes.append(tuple(query.flatten(0, -4).shape))
         return torch.zeros_like(query)
 
-    monkeypatch.setattr(patching, "attention", spy)
+    monkeypatch.setattr(adapter, "attention", spy)
     qflash.patch(digits.build_model(name).eval())(torch.zeros(2, 1, 8, 8))
     assert shapes == [get_workload(workload).shape(2) for workload in workloads]
 

@@ -127,6 +127,19 @@ class IntegerNetwork(IntegerModule):
         return output.to(torch.float32) * self.output_scale
 
 
+def check_integer(network: object) -> None:
+    """Require a network without parts in floating point, as files hold them.
+
+    Raises:
+        TypeError: ``network`` is none.
+        ValueError: it has such parts; the message names them.
+    """
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    if parts := network.float_parts():
+        raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
+
+
 class VisionTransformer(IntegerNetwork):
     """A ViT, DeiT or DINOv2 whose every operation is one of integers.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .models import IntegerNetwork
+from .models import IntegerNetwork, check_integer
 
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 """Names of the input, the output, and of a batch dimension that is left open."""
@@ -31,16 +31,13 @@ def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
     """
     from ..optional_packages import require_packages
 
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    check_integer(network)
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
     if batch != "dynamic" and (isinstance(batch, str) or batch < 1):
         raise ValueError(f"batch must be 'dynamic' or an integer of at least 1, got {batch!r}")
-    if parts := network.float_parts():
-        raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
     require_packages("export_onnx", "onnx")
 
     import numpy as np

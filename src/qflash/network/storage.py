@@ -17,6 +17,7 @@ from .models import (
     SwinTransformerShape,
     VisionTransformer,
     VisionTransformerShape,
+    check_integer,
 )
 from .modules import IntegerModule
 
@@ -48,10 +49,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
-    if parts := network.float_parts():
-        raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")
+    check_integer(network)
     header = {
         "version": VERSION,
         "kind": type(network).__name__,

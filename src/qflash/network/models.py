@@ -180,6 +180,13 @@ class VisionTransformer(IntegerNetwork):
             h = torch.cat((self.prefix.expand(x.shape[0], -1, -1), h), dim=1)
         return h if self.norm_pre is None else self.norm_pre(h, self.backend)
 
+    def stream(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream behind the last block, int16 (batch, tokens, channels)."""
+        h = self.embed_patches(images)
+        for block in self.blocks:
+            h = block(h, self.backend)
+        return h
+
     def pool(self, h: torch.Tensor) -> torch.Tensor:
         """Return what the head takes: int8 (or int32 features) (batch, channels) of the last residual stream."""
         if self.mean is None:
@@ -202,20 +209,14 @@ class VisionTransformer(IntegerNetwork):
         Raises:
             TypeError, ValueError: images are of another type or size.
         """
-        h = self.embed_patches(images)
-        for block in self.blocks:
-            h = block(h, self.backend)
-        x = self.pool(h)
+        x = self.pool(self.stream(images))
         return x if self.head is None else self.head(x, None, self.backend)
 
     def forward_features(self, images: torch.Tensor) -> torch.Tensor:
         """Return the normalised features of all tokens, int32 (batch, tokens, channels), of a network without a head."""
         if self.head is not None or self.mean is not None:
             raise ValueError("forward_features is for a network of num_classes=0 whose feature is the class token")
-        h = self.embed_patches(images)
-        for block in self.blocks:
-            h = block(h, self.backend)
-        return self.norm(h, self.backend)
+        return self.norm(self.stream(images), self.backend)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,7 +151,7 @@ def fit_ratio(ratio: torch.Tensor, bound: int) -> tuple[torch.Tensor, int, int]:
     return multiplier.to(torch.int32), left, shift
 
 
-def finish_linear(module: Linear, sums: Sums, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
+def finish_linear(module: Linear, sums: Sums, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0) -> None:
     """Fill a linear module in, with outputs ``step * q + middle``."""
     bias = ((sums.bias - middle) / sums.unit).round()
     if float(bias.abs().max()) >= 1 << 30:
@@ -194,26 +194,18 @@ def gelu_steps(module: LinearGelu, output: Range, largest: float, weight: torch.
 
 
 def finish_norm(
-    module: LayerNorm,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    epsilon: float,
-    unit: float,
-    step: torch.Tensor,
-    middle: torch.Tensor | float = 0.0,
+    module: LayerNorm, norm: Any, unit: float, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0
 ) -> None:
     """Fill a layer normalisation in, with outputs ``step * q + middle``.
 
     Args:
         module: to fill in.
-        weight, bias: float64 (channels,).
-        epsilon: added to the variance.
+        norm: the float one.
         unit: of the residual stream.
         step, middle: of the outputs.
     """
-    channels = weight.numel()
-    gain = weight / step
-    offset = (bias - middle) / step
+    gain = double(norm.weight) / step
+    offset = (double(norm.bias) - middle) / step
     shift = 31
     while shift > 1 and (
         float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
@@ -222,7 +214,7 @@ def finish_norm(
     if float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1:
         raise ValueError("a normalisation's gain is too large for its unit; the network's scales are degenerate")
     module.shift = shift
-    module.epsilon = min(round(channels**2 * epsilon / unit**2), 1 << 53)
+    module.epsilon = min(round(gain.numel() ** 2 * norm.eps / unit**2), 1 << 53)
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
     module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
 
@@ -272,7 +264,7 @@ def convert_norm_linear(
 ) -> Grid:
     """Fill in a normalisation whose int8 outputs go into a linear layer; return where these lie."""
     grid = Grid(spread.steps(inputs.half, weight), inputs.middle)
-    finish_norm(norm, double(float_norm.weight), double(float_norm.bias), float_norm.eps, unit, grid.step, grid.middle)
+    finish_norm(norm, float_norm, unit, grid.step, grid.middle)
     return grid
 
 
@@ -312,11 +304,7 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
     middle = value_middle.flatten()
     half = torch.maximum(out.high - middle, middle - out.low).clamp(min=1e-12)
     grid = Grid(SPREADS["proj"].steps(half, weight), middle)
-    finish_linear(
-        module.proj,
-        quantize_linear(weight, bias, grid, out.mean),
-        torch.full((weight.shape[0],), unit, dtype=torch.float64, device="cpu"),
-    )
+    finish_linear(module.proj, quantize_linear(weight, bias, grid, out.mean), unit)
 
     module.query_scale.copy_(scale_bits(query_scale)[None, :, None])
     module.key_scale.copy_(scale_bits(key_scale)[None, :, None])
@@ -334,9 +322,9 @@ def convert_mlp(ours: Block, block: Any, name: str, ranges: Ranges, unit: float,
     behind, behind_bias = scaled_parameters(block.mlp.fc2, factor)
     outputs, before = ranges[f"{name}.mlp.fc2:in"], ranges[f"{name}.mlp.fc1:out"]
     grid = gelu_steps(fc1, outputs, float(before.high.max()), behind)
-    finish_linear(fc1, sums, torch.full((weight.shape[0],), 2.0**-fc1.gelu_bits, dtype=torch.float64, device="cpu"))
+    finish_linear(fc1, sums, 2.0**-fc1.gelu_bits)
     sums = quantize_linear(behind, behind_bias, grid, outputs.mean)
-    finish_linear(fc2, sums, torch.full((behind.shape[0],), unit, dtype=torch.float64, device="cpu"))
+    finish_linear(fc2, sums, unit)
 
 
 def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation: Sequence[float], unit: float) -> None:
@@ -349,7 +337,7 @@ def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation:
     )
     grid = Grid((1 / (255 * spread)).flatten(), ((128 / 255 - centre) / spread).flatten())
     sums = quantize_linear(weight.flatten(1), bias, grid, grid.middle)
-    finish_linear(module, sums, torch.full((weight.shape[0],), unit, dtype=torch.float64, device="cpu"))
+    finish_linear(module, sums, unit)
 
 
 # --- what both families share -------------------------------------------------------------------------------
@@ -421,7 +409,7 @@ def _convert_head(network: Any, sums: Sums) -> None:
     """Fill the last layer in: logits share a unit, the coarsest sum's or down to a 256th of it, as far as 32 bits go."""
     room = 31 - sums.bound((sums.bias / sums.unit).round()).bit_length()
     network.output_scale = float(sums.unit.max()) / 2.0 ** max(0, min(8, room - 3))
-    finish_linear(network.head, sums, torch.full_like(sums.unit, network.output_scale))
+    finish_linear(network.head, sums, network.output_scale)
 
 
 def _feature_unit(made: Range) -> float:
@@ -439,10 +427,9 @@ def convert_norm_head(network: Any, norm: Any, made: Range, inputs: Range, unit:
         unit: of the residual stream.
         layer: the float head, or a placeholder.
     """
-    weight, bias = double(norm.weight), double(norm.bias)
     if network.head is None:
         network.output_scale = _feature_unit(made)
-        finish_norm(network.norm, weight, bias, norm.eps, unit, torch.full_like(weight, network.output_scale))
+        finish_norm(network.norm, norm, unit, network.output_scale)
         return
     head, head_bias = parameters_of(layer)
     grid = convert_norm_linear(network.norm, norm, unit, head, inputs.widened(HEAD_ROOM), SPREADS["head"])
@@ -453,7 +440,7 @@ def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, 
     """Fill in the last normalisation, a mean over tokens behind it, and the head; arguments as in :func:`convert_norm_head`."""
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
-    finish_norm(network.norm, double(norm.weight), double(norm.bias), norm.eps, unit, fine)
+    finish_norm(network.norm, norm, unit, fine)
     if network.head is None:
         network.output_scale = _feature_unit(made)
         finish_mean(network.mean, tokens, fine, torch.full_like(fine, network.output_scale))

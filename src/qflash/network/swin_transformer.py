@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from ..integrations.swin_bias import window_bias
 from ..quantization import bias_to_fixed
 from ..recipe import Recipe
@@ -77,9 +75,7 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
 
     before = cv.unit_of(ranges["patch_embed.norm:in"])
     cv.convert_pixels(network.embed, embed.proj, mean, deviation, before)
-    steps = torch.full((stages[0].channels,), network.units[0], dtype=torch.float64, device="cpu")
-    norm = embed.norm
-    cv.finish_norm(network.embed_norm, cv.double(norm.weight), cv.double(norm.bias), norm.eps, before, steps)
+    cv.finish_norm(network.embed_norm, embed.norm, before, network.units[0])
     for number, (stage, ours) in enumerate(zip(model.layers, network.stages, strict=True)):
         unit = network.units[number]
         if number:
@@ -89,7 +85,7 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
                 merge.norm, stage.downsample.norm, network.units[number - 1], weight, ranges[name], cv.SPREADS["fc1"]
             )
             sums = cv.quantize_linear(weight, bias, grid, ranges[name].mean)
-            cv.finish_linear(merge.reduction, sums, torch.full((weight.shape[0],), unit, dtype=torch.float64, device="cpu"))
+            cv.finish_linear(merge.reduction, sums, unit)
         for name, block, our in zip(names[number], stage.blocks, ours, strict=True):
             cv.convert_attention(our, block, name, ranges, unit, 1.0)
             cv.convert_mlp(our, block, name, ranges, unit, 1.0)

@@ -74,9 +74,7 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
     before = unit
     if network.norm_pre is not None:
         before = cv.unit_of(ranges["norm_pre:in"])
-        norm = model.norm_pre
-        steps = torch.full((shape.channels,), unit, dtype=torch.float64, device="cpu")
-        cv.finish_norm(network.norm_pre, cv.double(norm.weight), cv.double(norm.bias), norm.eps, before, steps)
+        cv.finish_norm(network.norm_pre, model.norm_pre, before, unit)
     cv.convert_pixels(network.embed, embed.proj, mean, deviation, before)
     position = cv.double(model.pos_embed)
     tokens = [cv.double(x) for x in (model.cls_token, model.reg_token) if x is not None]

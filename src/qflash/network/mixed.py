@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def _pairs(network: Any, model: Any) -> list[tuple[str, str, Block, Any, float]]
 
 
 def keep_in_float(network: IntegerNetwork, model: Any, names: Sequence[str]) -> None:
-    """Let parts of a network be computed by a float model, which becomes a part of it.
+    """Let parts of a network be computed by those of a float model, of which the network gets copies.
 
     Raises:
         ValueError: there is no such part.
@@ -73,7 +74,7 @@ def keep_in_float(network: IntegerNetwork, model: Any, names: Sequence[str]) -> 
         if name not in known:
             raise ValueError(f"keep_float must name parts such as {next(iter(known))!r} or {list(known)[-1]!r}, got {name!r}")
         ours, block, kind, unit = known[name]
-        setattr(ours, f"float_{kind}", FloatPart(block, kind, unit, getattr(ours, "grid", None)))
+        setattr(ours, f"float_{kind}", FloatPart(copy.deepcopy(block), kind, unit, getattr(ours, "grid", None)))
 
 
 @dataclasses.dataclass(frozen=True)

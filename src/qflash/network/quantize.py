@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
@@ -116,7 +115,7 @@ def quantize_model(
         raise ValueError("calibration_batches must hold at least one image, got none")
     ranges = {name: observer.range(method, percentile) for name, observer in observers.items() if observer.count}
     network: IntegerNetwork = family.convert(model, ranges, means, deviations, choices)
-    keep_in_float(network, copy.deepcopy(model), keep_float)
+    keep_in_float(network, model, keep_float)
     return network.to(parameter.device)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -119,20 +119,15 @@ def quantize_model(
     return network.to(parameter.device)
 
 
-def _bar(shown: bool) -> Any:
+@contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show how many images have been seen; yields what is told of each batch."""
     if not shown:
-        return nullcontext(lambda count: None)
+        yield lambda count: None
+        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    class Bar:
-        def __enter__(self) -> Any:
-            columns = TextColumn("calibrating"), BarColumn(), TextColumn("{task.completed} images"), TimeElapsedColumn()
-            self.progress = Progress(*columns, transient=True)
-            self.progress.start()
-            task = self.progress.add_task("", total=None)
-            return lambda count: self.progress.advance(task, count)
-
-        def __exit__(self, *_: object) -> None:
-            self.progress.stop()
-
-    return Bar()
+    columns = TextColumn("calibrating"), BarColumn(), TextColumn("{task.completed} images"), TimeElapsedColumn()
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda count: progress.advance(task, count)

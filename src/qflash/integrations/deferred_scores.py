@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .sdpa import call_alone
+
 LEAST_MASK = -1e4
 """A number that is written in place of scores hides a key if it is this low or lower."""
 
@@ -84,7 +86,7 @@ class Deferred:
         """Return the tensor, by the calls that the module made."""
         if self.value is None:
             function, args, kwargs = self.call
-            self.value = self.owner.call_alone(function, work_out(args), work_out(kwargs))
+            self.value = call_alone(function, work_out(args), work_out(kwargs))
         return self.value
 
     @property

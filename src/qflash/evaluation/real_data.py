@@ -359,8 +359,8 @@ def _pillow() -> Any:
     return Image
 
 
-def prepare_photos(photos: Sequence[Any], side: int) -> torch.Tensor:
-    """Return the middle square of each photo as a float32 tensor (count, 3, side, side), normalised by channel.
+def square_photos(photos: Sequence[Any], side: int) -> torch.Tensor:
+    """Return the middle square of each photo as a uint8 tensor (count, 3, side, side).
 
     Args:
         photos: PIL images in RGB.
@@ -375,13 +375,18 @@ def prepare_photos(photos: Sequence[Any], side: int) -> torch.Tensor:
         left, top = (photo.width - short) // 2, (photo.height - short) // 2
         square = photo.crop((left, top, left + short, top + short)).resize((side, side), image.Resampling.BICUBIC)
         found.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
-    return normalise(torch.stack(found).float() / 255.0)
+    return torch.stack(found)
 
 
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """Return images (count, 3, height, width) in [0, 1] with ImageNet's mean and deviation taken out."""
-    mean, deviation = (torch.tensor(each, dtype=images.dtype, device=images.device) for each in (MEAN, DEVIATION))
-    return (images - mean[:, None, None]) / deviation[:, None, None]
+def prepare_photos(photos: Sequence[Any], side: int) -> torch.Tensor:
+    """Return :func:`square_photos` as a float32 tensor, normalised by channel."""
+    return normalise(square_photos(photos, side).float() / 255.0)
+
+
+def normalise(images: torch.Tensor, mean: Sequence[float] = MEAN, deviation: Sequence[float] = DEVIATION) -> torch.Tensor:
+    """Return images (count, channels, height, width) in [0, 1] with each channel's mean and deviation taken out."""
+    centre, spread = (torch.tensor(each, dtype=images.dtype, device=images.device) for each in (mean, deviation))
+    return (images - centre[:, None, None]) / spread[:, None, None]
 
 
 # --- sentences ----------------------------------------------------------------------------------------------

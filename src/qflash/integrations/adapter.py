@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -48,15 +48,20 @@ class Adapter:
         return False
 
 
+def refuse_dropout(rate: float) -> NoReturn:
+    """Refuse dropout of probabilities, which are never formed."""
+    raise RuntimeError(
+        f"attention dropout {rate} is active, and QFlash is for inference: call model.eval(), or qflash.unpatch(model) "
+        "before training"
+    )
+
+
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
 ) -> torch.Tensor:
     """Call the attention an adapter's module was patched to; arguments and shapes are those of :func:`qflash.attention`."""
     if module.training and module.attn_drop.p > 0.0:
-        raise RuntimeError(
-            f"attention dropout {module.attn_drop.p} is active, and QFlash is for inference: call model.eval(), "
-            "or qflash.unpatch(model) before training"
-        )
+        refuse_dropout(module.attn_drop.p)
     return call_chosen(module, query, key, value, mask, is_causal, module.scale, False)
 
 

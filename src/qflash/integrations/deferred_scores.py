@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .adapter import refuse_dropout
 from .sdpa import call_alone
 
 LEAST_MASK = -1e4
@@ -432,7 +433,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     if training and rate > 0.0:
         if not x.is_softmax:
             return None
-        x.owner.refuse_dropout(rate)
+        refuse_dropout(rate)
     return x.after((func, args, kwargs))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import deferred_scores
+from .adapter import refuse_dropout
 from .deferred_scores import Deferred, work_out
 from .sdpa import _FLOAT, _MULTI_HEAD, _multi_head_body, _process_attention, _process_multi_head, _thread, call_alone
 
@@ -70,7 +71,7 @@ class IntegerAttention(TorchFunctionMode):
     ) -> torch.Tensor:
         """Stand for a call of scaled_dot_product_attention."""
         if dropout_p > 0.0:
-            self.refuse_dropout(dropout_p)
+            refuse_dropout(dropout_p)
         heads = query.shape[-3] if query.dim() > 2 else 1
         if not enable_gqa and heads > 1 and key.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:
             # one head of keys for all of the query's, which SDPA broadcasts
@@ -121,10 +122,3 @@ class IntegerAttention(TorchFunctionMode):
         elif not x.is_noted:
             x.is_noted = True
             self.note(f"its probabilities go into {name}")
-
-    def refuse_dropout(self, rate: float) -> None:
-        """Refuse dropout of probabilities, which are never formed."""
-        raise RuntimeError(
-            f"attention dropout {rate} is active, and QFlash is for inference: call model.eval(), or qflash.unpatch(model) "
-            "before training"
-        )

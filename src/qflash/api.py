@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import execution, ops, plan_cache  # noqa: F401 - ops registers torch.ops.qflash
+from . import execution, ops, plan_cache, sharding  # noqa: F401 - ops registers torch.ops.qflash
 from .memory_format import as_four, broadcast_heads, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
@@ -137,7 +137,7 @@ def attention(
     query, key, value = broadcast_heads(query, key, value)
     views = as_four(query), as_four(key), as_four(value), _four_mask(attn_mask, query)
     given = is_causal, factor, choices.key, backend
-    out = torch.ops.qflash.attention(*views, *given)
+    out = (sharding.attention if sharding.prepare(query) else torch.ops.qflash.attention)(*views, *given)
     shape = (*query.shape[:-1], value.shape[-1])
     plan_cache.remember(
         tensors, options, views, shape, lambda: _shaped(execution.kept(execution.attention, views, given), shape)
@@ -186,6 +186,7 @@ def quantize(
             "center=True finds a scale per tensor, head or channel of at least 2 dimensions, got "
             f"granularity={granularity!r}, scale={'None' if scale is None else 'one that is given'} and shape {tuple(x.shape)}"
         )
+    sharded = sharding.prepare(x)
     if scale is None:
         if granularity != "tensor" and x.dim() < 2:
             raise ValueError(f"granularity={granularity!r} needs at least 2 dimensions, got shape {tuple(x.shape)}")
@@ -193,6 +194,8 @@ def quantize(
             raise ValueError(f"x must have at least one channel, got shape {tuple(x.shape)}")
         if center:
             return QuantizedTensor.from_kernel(*torch.ops.qflash.quantize_centered(x, granularity, backend))
+        if sharded and granularity == "tensor":
+            return QuantizedTensor.from_kernel(*sharding.quantize_tensor(x, backend))
         return QuantizedTensor.from_kernel(*torch.ops.qflash.quantize(x, granularity, backend))
     scales = _scale_tensor(scale, "scale", x.device)
     try:
@@ -343,6 +346,7 @@ def int8_attention(
     out_scale = None if given is None else _four_scale(given, query_values)
     offset = None if value.offset is None or out_dtype is None else _four_scale(value.offset, value_values)
     stored = torch.int8 if out_dtype is None else out_dtype
+    sharding.prepare(q)
     out = torch.ops.qflash.int8_attention(
         q, query_scale, k, key_scale, v, value_scale, mask, is_causal, factor, out_scale, stored, choices.key, backend, offset
     )
@@ -402,6 +406,7 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
         return handle_torch_function(quantize_bias, (bias,), bias)
     check_tensor("bias", bias, FLOAT_DTYPES, 0)
     check_no_derivative(bias)
+    sharding.prepare(bias)
     return torch.ops.qflash.quantize_bias(bias)
 
 

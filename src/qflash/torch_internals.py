@@ -1,7 +1,8 @@
-"""Names of PyTorch that are not public, looked up once. If a release has one no longer, repeated calls are slower, no more.
+"""Names of PyTorch that are not public. Where a release has one no longer, no result changes.
 
-They tell whether anything but a kernel is on a call's way: a mode, a transform, a tangent, a lazily negated view. Without
-them no call counts as ordinary, so that each goes through PyTorch's dispatcher and all checks.
+Most tell whether anything but a kernel is on a call's way: a mode, a transform, a tangent, a lazily negated view. Without
+them no call counts as ordinary, so that each goes through PyTorch's dispatcher and all checks, which is slower. Without those
+of DTensor it does not take the operators.
 """
 
 from __future__ import annotations
@@ -87,6 +88,24 @@ def has_transform_gradient(x: torch.Tensor) -> bool:
     An operator's own derivative then says that there is none.
     """
     return _has_transform_gradient is not None and bool(_has_transform_gradient(x)) and x.requires_grad
+
+
+def register_sharding(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+    """Register a rule for DTensor as ``torch.distributed.tensor.experimental.register_sharding`` does.
+
+    That function has DTensor keep what a rule answers for tensors and integers, and give the same answer for other strings
+    and flags. Where it cannot be told to look at all arguments no rule is registered: DTensor then refuses the operator.
+    """
+    try:
+        from torch.distributed.tensor import DTensor, experimental
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+        looked_at = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+        everything = RuntimeSchemaInfo(static_argnum=0, needs_pytree=True)
+    except (ImportError, AttributeError, TypeError):
+        return
+    experimental.register_sharding(operator)(rule)
+    looked_at[operator] = everything
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

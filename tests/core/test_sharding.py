@@ -1,0 +1,201 @@
+"""DTensors on two processes: the bits of one, and no more communication than a scale of a whole tensor takes.
+
+The processes run this file as a script. Each case compares DTensors with the same call on whole tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qflash
+
+GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
+BATCH, HEADS, QUERIES, KEYS = 0, 1, 2, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of attention.
+
+    Attributes:
+        placements: dimension along which query, key and value lie apart, None where each process has the whole.
+        out: the same of the output.
+        communication: what DTensor sends, and how often.
+        groups: heads of key and value; the query has four.
+        mask: shape of a bool mask, and how it lies.
+        options: of :func:`qflash.attention`.
+        lead: dimensions before the heads.
+    """
+
+    placements: tuple[int | None, int | None, int | None]
+    out: int | None
+    recipe: str = "default"
+    communication: dict[str, int] = dataclasses.field(default_factory=dict)
+    groups: int = 4
+    mask: tuple[tuple[int, ...], int | None] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lead: tuple[int, ...] = (4,)
+
+
+BATCHES, ALL_HEADS = (BATCH,) * 3, (HEADS,) * 3
+SOME_QUERIES = (QUERIES, None, None)
+CASES = (
+    Case(BATCHES, BATCH),
+    Case(ALL_HEADS, HEADS),
+    Case(ALL_HEADS, HEADS, groups=2),
+    Case((HEADS, None, None), HEADS, groups=1),
+    Case(ALL_HEADS, HEADS, options={"is_causal": True}),
+    Case(BATCHES, BATCH, mask=((4, 1, 1, 70), BATCH)),
+    # windows: one mask for each, which repeats over the images
+    Case(BATCHES, BATCH, mask=((2, 1, 6, 70), None), lead=(4, 2)),
+    Case(BATCHES, BATCH, mask=((1, 1, 6, 70), None)),
+    Case(ALL_HEADS, HEADS, mask=((1, 4, 6, 70), HEADS)),
+    Case(SOME_QUERIES, QUERIES),
+    Case(SOME_QUERIES, QUERIES, mask=((4, 1, 1, 70), None)),
+    Case((QUERIES, KEYS, KEYS), QUERIES, communication={GATHER: 2}),
+    # keys that half of the queries see, and an order among all
+    Case(SOME_QUERIES, None, mask=((1, 1, 6, 70), None), communication={GATHER: 1}),
+    Case(SOME_QUERIES, None, communication={GATHER: 1}, options={"is_causal": True}),
+    Case(BATCHES, BATCH, "accurate"),
+    Case(ALL_HEADS, HEADS, "accurate"),
+    # factors that balance query and key come of all queries
+    Case(SOME_QUERIES, None, "accurate", {GATHER: 1}),
+    Case(BATCHES, BATCH, "paper", {REDUCE: 1}),
+    Case(ALL_HEADS, HEADS, "paper", {REDUCE: 1}),
+    Case(SOME_QUERIES, QUERIES, "paper", {REDUCE: 1}),
+    Case(BATCHES, None, "paper", {GATHER: 3}, options={"is_causal": True}),
+    Case((None, None, None), None, "paper", {REDUCE: 1}),
+)
+
+
+class Block(nn.Module):
+    """Attention as tensor parallelism splits it: a layer each for query, key and value, and one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, tokens, 64)."""
+        query, key, value = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+def cases_in_two_processes() -> Iterator[dict[str, Any]]:
+    """Run every case in this process, which is one of two, and yield what it gave."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+
+    def parts(x: torch.Tensor, dim: int | None) -> Any:
+        return distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
+
+    def shape_of(x: Any) -> int | None:
+        (placement,) = x.placements
+        return placement.dim if isinstance(placement, Shard) else None
+
+    for case in CASES:
+        shapes = (4, 6, 16), (case.groups, 70, 16), (case.groups, 70, 24)
+        tensors = [torch.randn(*case.lead, *shape, generator=generator) for shape in shapes]
+        mask = None if case.mask is None else torch.rand(case.mask[0], generator=generator) > 0.4
+        options = {"recipe": case.recipe, "enable_gqa": case.groups < 4, **case.options}
+        want = qflash.attention(*tensors, mask, **options)
+        lying = [parts(x, dim) for x, dim in zip(tensors, case.placements, strict=True)]
+        lying.append(None if case.mask is None or mask is None else parts(mask, case.mask[1]))
+        with CommDebugMode() as sent:
+            got = qflash.attention(*lying, **options)
+        counts = {str(name).split(".")[-1].strip("')>"): count for name, count in sent.get_comm_counts().items()}
+        yield {"equal": torch.equal(got.full_tensor(), want), "out": shape_of(got), "communication": counts}  # type: ignore[attr-defined]
+
+        if case.recipe == "default" and mask is None:
+            quantised = [qflash.quantize(each, "head") for each in tensors]
+            values = [qflash.quantize(each, "head") for each in lying[:3]]
+            given = {**options, "output_scale": 0.02}
+            whole, apart = (qflash.int8_attention(*each, **given) for each in (quantised, values))
+            yield {"equal": torch.equal(apart.values.full_tensor(), whole.values)}
+
+    bias = torch.randn(4, 6, 8, generator=generator) * 900
+    for dim in (0, 1, 2, None):
+        yield {"equal": torch.equal(qflash.quantize_bias(parts(bias, dim)).full_tensor(), qflash.quantize_bias(bias))}
+
+    x = torch.randn(4, 6, 8, generator=generator)
+    for granularity in ("tensor", "head", "token", "channel"):
+        for center in (False, True)[: 1 if granularity == "token" else 2]:
+            want_values = qflash.quantize(x, granularity, center=center)
+            for dim in (0, 1, 2, None):
+                got_values = qflash.quantize(parts(x, dim), granularity, center=center)
+                same = (
+                    torch.equal(a.full_tensor(), b)  # type: ignore[attr-defined]
+                    for a, b in ((got_values.values, want_values.values), (got_values.scale, want_values.scale))
+                )
+                yield {"equal": all(same)}
+    # sums that are still to be made
+    halves = parts(x, None) / 2
+    partial = type(halves).from_local(halves.to_local(), mesh, [Partial("sum")])
+    yield {"equal": torch.equal(qflash.quantize(partial).values.full_tensor(), qflash.quantize(x).values)}  # type: ignore[attr-defined]
+
+    with torch.no_grad():
+        block, given = Block().eval(), torch.randn(2, 70, 64, generator=generator)
+        for layer in block.parameters():
+            layer.copy_(torch.randn(layer.shape, generator=generator) / 8)
+        with qflash.sdpa(fallback="error"):
+            whole = block(given)
+            apart = ColwiseParallel(use_local_output=False)
+            plan = {"query": apart, "key": apart, "value": apart, "out": RowwiseParallel()}
+            split = parallelize_module(block, mesh, plan)(given)  # type: ignore[arg-type]
+        # the last layer's sums are made in another order
+        yield {"equal": torch.allclose(whole, split, rtol=0, atol=1e-5)}
+
+
+def test_two_processes_give_the_bits_of_one() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = [str(Path(qflash.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, "RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        # one waits for the other, which may have failed: an hour is a limit for that, not for a busy machine
+        outputs = [process.communicate(timeout=3600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for printed, _ in outputs:
+        found = json.loads(printed.splitlines()[-1])
+        for case, result in zip(CASES, (each for each in found if "out" in each), strict=True):
+            assert result == {"equal": True, "out": case.out, "communication": case.communication}, case
+        others = [each["equal"] for each in found if "out" not in each]
+        # int8 tensors, biases, scales of four granularities (all but per token also centred), sums to be made, a module
+        assert others == [True] * (sum(case.recipe == "default" and case.mask is None for case in CASES) + 4 + 7 * 4 + 1 + 1)
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
+    print(json.dumps(list(cases_in_two_processes())))
+    torch.distributed.destroy_process_group()

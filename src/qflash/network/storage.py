@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..reference import ARITHMETIC_VERSION
 from .models import (
     IntegerNetwork,
     SwinStage,
@@ -24,7 +25,7 @@ from .modules import IntegerModule
 KEY = "qflash integer network"
 """Where the file's header has ours."""
 VERSION = 1
-"""Of the file and of the arithmetic: a network of another version would give other integers."""
+"""Of the file's form."""
 _KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "VisionTransformer": (VisionTransformer, VisionTransformerShape),
     "SwinTransformer": (SwinTransformer, SwinTransformerShape),
@@ -39,6 +40,19 @@ def _constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
     }
 
 
+def network_header(network: IntegerNetwork) -> dict[str, Any]:
+    """Return what a file's header says of a network, as JSON holds it."""
+    return {
+        "version": VERSION,
+        "arithmetic_version": ARITHMETIC_VERSION,
+        "kind": type(network).__name__,
+        "shape": dataclasses.asdict(network.shape),
+        "constants": _constants(network),
+        "output_scale": network.output_scale,
+        "units": network.units,
+    }
+
+
 def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     """Write an integer network to a safetensors file: integers, and a header with its shape and shifts.
 
@@ -50,14 +64,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save_file
 
     check_integer(network)
-    header = {
-        "version": VERSION,
-        "kind": type(network).__name__,
-        "shape": dataclasses.asdict(network.shape),
-        "constants": _constants(network),
-        "output_scale": network.output_scale,
-        "units": network.units,
-    }
+    header = network_header(network)
     tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
     save_file(tensors, Path(path), metadata={KEY: json.dumps(header)})
 
@@ -93,14 +100,27 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         raise ValueError(f"{path} holds no whole integer network: {error}") from error
     if version != VERSION:
         raise ValueError(f"{path} is of version {version}, this QFlash reads {VERSION}; quantise the model again")
+    # files from before the entry are of the first
+    arithmetic = header.get("arithmetic_version", 1)
+    if arithmetic != ARITHMETIC_VERSION:
+        raise ValueError(
+            f"{path} is for arithmetic version {arithmetic}, this QFlash computes version {ARITHMETIC_VERSION}, which gives "
+            "other integers; quantise the model again"
+        )
     try:
-        network = _from_header(header, tensors)
+        network = network_from_header(header, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} holds no whole integer network: {error}") from error
     return network.to(device).eval()
 
 
-def _from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> IntegerNetwork:
+def network_from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> IntegerNetwork:
+    """Return the network that :func:`network_header` and its tensors describe.
+
+    Raises:
+        ValueError: tensors are missing, not known, or do not fit the header. What else is wrong with a header raises KeyError,
+            TypeError, AttributeError or RuntimeError.
+    """
     kind, shape_type = _KINDS[header["kind"]]
     shape = {name: _tuples(value) for name, value in header["shape"].items()}
     if "stages" in shape:

@@ -1,0 +1,252 @@
+"""Golden vectors: the committed bits, by the reference, the back ends and the independent checker; and that errors show."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from helpers import DEVICE
+from qflash.reference import ARITHMETIC_VERSION
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "golden"
+CHECKER = GOLDEN / "checker.py"
+FILES = ("attention", "floats", "networks")
+
+pytestmark = pytest.mark.skipif(not CHECKER.is_file(), reason="only the repository has the golden vectors")
+
+
+def load(path: pathlib.Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module  # where dataclasses look for their annotations
+    specification.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def make_golden() -> ModuleType:
+    return load(ROOT / "scripts" / "make_golden.py")
+
+
+@functools.cache
+def cases_of(name: str) -> dict[str, Any]:
+    version, cases = make_golden().read(GOLDEN / f"{name}.safetensors")
+    assert version == ARITHMETIC_VERSION, "write the golden vectors again with scripts/make_golden.py"
+    return cases
+
+
+def same(want: torch.Tensor, got: torch.Tensor) -> bool:
+    """Tell whether bits are equal, any NaN being any other."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    if not want.is_floating_point():
+        return torch.equal(want, got)
+    nan = want.isnan() & got.isnan()
+    bits = torch.int16 if want.dtype == torch.float16 else torch.int32
+    return bool((nan | (want.contiguous().view(bits) == got.contiguous().view(bits))).all())
+
+
+def differing(cases: dict[str, Any], backend: str, device: torch.device | str = "cpu") -> list[str]:
+    """Name the cases whose outputs a back end changes."""
+    found = []
+    for name, case in cases.items():
+        inputs = {role: x.to(device) for role, x in case.inputs.items()}
+        got = make_golden().run(dataclasses.replace(case, inputs=inputs), backend)
+        bits = case.parameters.get("output") == "bfloat16"
+        for role, want in case.outputs.items():
+            mine = got[role].cpu()
+            if bits and role == "output":
+                want, mine = want.view(torch.bfloat16).float(), mine.view(torch.bfloat16).float()
+            if not same(want, mine):
+                found.append(f"{name}: {role}")
+    return found
+
+
+def require_equal(found: list[str], backend: str) -> None:
+    assert not found, (
+        f"{backend} gives other bits than golden/ in {len(found)} outputs, first {found[:5]}: a change of bits needs a new "
+        "arithmetic version (docs/golden_vectors.md); otherwise it is a bug"
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", FILES)
+def test_back_end_has_the_committed_bits(name: str, backend: str) -> None:
+    if backend == "cpu" and shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    require_equal(differing(cases_of(name), backend), backend)
+
+
+TRITON = {
+    "attention": (
+        "exponential/linear-15-floor", "exponential/quadratic-7-nearest", "mask/default-bias", "mask/accurate-marks",
+        "mask/paper-bool", "keys/default-65",
+        "value-scale/output-scale",
+    ),
+    "floats": ("attention/default-padding", "attention/accurate-causal", "bias/marks-float32", "quantize/centred-channel"),
+    "networks": ("linear/int8-random-1", "linear/residual-random-0", "gelu/11", "layer-norm/7-int8"),
+}  # fmt: skip
+"""For the interpreter, where a case takes a tenth of a second to one: each of these computes something of its own."""
+
+
+TAKE_BACK_ENDS = (
+    "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu", "layer_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_triton_has_the_committed_bits(name: str) -> None:
+    cases = cases_of(name)
+    if DEVICE.type == "cpu":
+        chosen = {case: cases[case] for case in TRITON[name]}
+    else:
+        chosen = {case: about for case, about in cases.items() if about.operation in TAKE_BACK_ENDS}
+    require_equal(differing(chosen, "triton", DEVICE), "triton")
+
+
+def test_message_says_what_a_change_of_bits_needs() -> None:
+    name, case = next(iter(cases_of("attention").items()))
+    wrong = {role: x + 1 for role, x in case.outputs.items()}
+    found = differing({name: dataclasses.replace(case, outputs=wrong)}, "reference")
+    with pytest.raises(AssertionError, match="a change of bits needs a new arithmetic version"):
+        require_equal(found, "reference")
+
+
+def test_committed_files_are_those_of_the_script() -> None:
+    script = make_golden()
+    assert list(cases_of("attention")) == list({**script.step_cases(), **script.int8_cases()})
+    assert list(cases_of("floats")) == list(script.float_cases())
+    operations = {case.operation for name in FILES for case in cases_of(name).values()}
+    assert operations == set(script.OPERATIONS)
+    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 650_000
+
+
+def test_checker_agrees_and_needs_nothing_of_the_package() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import checker; failed = checker.main(); "
+        "print({'torch', 'qflash'} & set(sys.modules)); sys.exit(failed)"
+    )
+    files = [str(GOLDEN / f"{name}.safetensors") for name in FILES]
+    done = subprocess.run([sys.executable, "-c", code, str(GOLDEN), *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:-1] == [f"{file}: {len(cases_of(name))} cases, 0 mismatches" for name, file in zip(FILES, files, strict=True)]
+    assert lines[-1] == "set()"
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs the checker's command on files: its exit code and what it prints."""
+
+    def run(*files: pathlib.Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(CHECKER), *map(str, files)])
+        return load(CHECKER).main(), capsys.readouterr().out
+
+    return run
+
+
+Check = Callable[..., tuple[int, str]]
+
+
+def test_checker_agrees_on_random_cases(tmp_path: pathlib.Path, check: Check) -> None:
+    path = tmp_path / "random.safetensors"
+    make_golden().write(path, make_golden().random_cases(12))
+    assert check(path) == (0, f"{path}: 18 cases, 0 mismatches\n")
+
+
+def changed(path: pathlib.Path, tensor: str = "", flip: int = 0, **entries: str) -> pathlib.Path:
+    """Write a copy of the attention vectors with bits of a tensor's first byte flipped, or other entries in the header."""
+    with safe_open(GOLDEN / "attention.safetensors", framework="numpy") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if tensor:
+        tensors[tensor].view(np.uint8).reshape(-1)[0] ^= flip
+    save_file(tensors, path, metadata=header | entries)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "flip"), [("mask/default-bool/out/output", 1), ("output/float32/out/output", 1), ("step/reciprocal/in/D", 64)]
+)
+def test_checker_finds_a_flipped_bit(name: str, flip: int, tmp_path: pathlib.Path, check: Check) -> None:
+    path = changed(tmp_path / "flipped.safetensors", name, flip)
+    failed, text = check(path)
+    assert failed == 1
+    case = name.rsplit("/", 2)[0]
+    assert text.count("MISMATCH") == 1 and text.startswith(f"MISMATCH {path}: {case} (")
+    assert text.endswith(f"{path}: {len(cases_of('attention'))} cases, 1 mismatches\n")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"arithmetic_version": "99"}, "arithmetic version 99, this checker computes version 1"),
+        ({"format": "another"}, "no golden vectors"),
+        ({"cases": "{}"}, "0 cases"),
+    ],
+)
+def test_checker_refuses_other_files(entries: dict[str, str], message: str, tmp_path: pathlib.Path, check: Check) -> None:
+    failed, text = check(changed(tmp_path / "other.safetensors", **entries))
+    assert failed == 1
+    assert message in text
+
+
+def test_checker_refuses_what_is_no_file(tmp_path: pathlib.Path, check: Check) -> None:
+    (tmp_path / "text").write_text("no vectors")
+    failed, text = check(tmp_path / "text", tmp_path / "missing")
+    assert failed == 1
+    assert text.count("ERROR") == 2
+
+
+MUTATIONS = [
+    ("attention", "return np.where(n > 0, ((a >> np.maximum(n - 1, 0)) + 1) >> 1, a)", "return a >> n"),
+    ("attention", "(64 if rounding", "(63 if rounding"),
+    ("attention", '"quadratic": {7: 303, 8: 301, 15: 299}', '"quadratic": {7: 303, 8: 303, 15: 299}'),
+    ("attention", "(511 - f) ** 2 + 2**17", "(511 - f) ** 2 + 2**17 - 1"),
+    ("attention", "((((m_K * m_C) >> 22) * m_Q) >> 22) << 3", "((((m_K * m_Q) >> 22) * m_C) >> 22) << 3"),
+    ("attention", "1515870810", "1515870811"),
+    ("attention", "((O * alpha) >> 24)", "-((-O * alpha) >> 24)"),
+    ("attention", "and keys > 64", "and keys > 65"),
+    ("attention", "missing = (L - 128 * l) >> 8", "missing = (L - 128 * l + 128) >> 8"),
+    (
+        "attention",
+        "out = fused_multiply_add(average, value_scale, per_query_head(offset, heads))",
+        "out = average * value_scale + per_query_head(offset, heads)",
+    ),
+    ("floats", "np.rint(np.where(np.isnan(exact)", "np.floor(0.5 + np.where(np.isnan(exact)"),
+    ("floats", "np.rint(np.where(np.isnan(product)", "np.floor(0.5 + np.where(np.isnan(product)"),
+    ("floats", "float32(1 / 127)", "float32(1 / 127.00001)"),
+    ("attention", "hidden % len(tokens)", "(hidden + 1) % len(tokens)"),
+    ("networks", "1308678514", "1308678516"),
+    ("networks", "4915", "4916"),
+    ("networks", "for column in (0, 1) for row in (0, 1)", "for row in (0, 1) for column in (0, 1)"),
+]
+"""A file, and a line of the checker with an error in it."""
+
+
+@pytest.mark.parametrize(("name", "line", "wrong"), MUTATIONS, ids=[line for _, line, _ in MUTATIONS])
+def test_checker_with_an_error_is_found_out(name: str, line: str, wrong: str) -> None:
+    source = CHECKER.read_text(encoding="utf-8")
+    assert line in source
+    module = ModuleType("wrong_checker")
+    exec(compile(source.replace(line, wrong), str(CHECKER), "exec"), module.__dict__)
+    with np.errstate(all="ignore"):
+        assert any(
+            module.compare(outputs, module.OPERATIONS[operation](parameters, inputs))
+            for _, operation, parameters, inputs, outputs in module.read(GOLDEN / f"{name}.safetensors")
+        )

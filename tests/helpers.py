@@ -74,14 +74,19 @@ def run_by_address(launched: list[str]) -> Callable[[KernelLaunch], Callable[...
     return launcher
 
 
-def load_benchmark(name: str) -> ModuleType:
-    """Import a script of benchmarks/, which is no package."""
-    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+def load_script(path: Path) -> ModuleType:
+    """Import a script that lies in no package."""
+    specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # where dataclasses look for their annotations
+    sys.modules[path.stem] = module  # where dataclasses look for their annotations
     specification.loader.exec_module(module)
     return module
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """Import a script of benchmarks/."""
+    return load_script(BENCHMARKS / f"{name}.py")
 
 
 def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from helpers import DEVICE
+from helpers import DEVICE, load_script
 from qflash.reference import ARITHMETIC_VERSION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -30,18 +29,9 @@ FILES = ("attention", "floats", "networks")
 pytestmark = pytest.mark.skipif(not CHECKER.is_file(), reason="only the repository has the golden vectors")
 
 
-def load(path: pathlib.Path) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[path.stem] = module  # where dataclasses look for their annotations
-    specification.loader.exec_module(module)
-    return module
-
-
 @functools.cache
 def make_golden() -> ModuleType:
-    return load(ROOT / "scripts" / "make_golden.py")
+    return load_script(ROOT / "scripts" / "make_golden.py")
 
 
 @functools.cache
@@ -156,7 +146,7 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     def run(*files: pathlib.Path) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [str(CHECKER), *map(str, files)])
-        return load(CHECKER).main(), capsys.readouterr().out
+        return load_script(CHECKER).main(), capsys.readouterr().out
 
     return run
 

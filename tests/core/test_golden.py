@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from helpers import DEVICE, load_script
+from helpers import DEVICE, load_script, same_bits
 from qflash.reference import ARITHMETIC_VERSION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,17 +41,6 @@ def cases_of(name: str) -> dict[str, Any]:
     return cases
 
 
-def same(want: torch.Tensor, got: torch.Tensor) -> bool:
-    """Tell whether bits are equal, any NaN being any other."""
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return False
-    if not want.is_floating_point():
-        return torch.equal(want, got)
-    nan = want.isnan() & got.isnan()
-    bits = torch.int16 if want.dtype == torch.float16 else torch.int32
-    return bool((nan | (want.contiguous().view(bits) == got.contiguous().view(bits))).all())
-
-
 def differing(cases: dict[str, Any], backend: str, device: torch.device | str = "cpu") -> list[str]:
     """Name the cases whose outputs a back end changes."""
     found = []
@@ -63,7 +52,7 @@ def differing(cases: dict[str, Any], backend: str, device: torch.device | str = 
             mine = got[role].cpu()
             if bits and role == "output":
                 want, mine = want.view(torch.bfloat16).float(), mine.view(torch.bfloat16).float()
-            if not same(want, mine):
+            if not same_bits(mine, want):
                 found.append(f"{name}: {role}")
     return found
 

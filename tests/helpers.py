@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +95,28 @@ def run_compiling(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+
+
+def run_two_processes(*command: str) -> list[str]:
+    """Run Python in two processes that know of each other, as torchrun would start them; return what each printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in ("0", "1"):
+        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen([sys.executable, *command], **pipes, text=True, env=own))
+    try:
+        # one waits for the other, which may have failed: an hour is a limit for that, not for a busy machine
+        outputs = [process.communicate(timeout=3600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "".join(errors for _, errors in outputs)
+    return [printed for printed, _ in outputs]
 
 
 def print_products(call: Any) -> None:

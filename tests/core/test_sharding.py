@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
+from helpers import run_two_processes
 
 GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
 BATCH, HEADS, QUERIES, KEYS = 0, 1, 2, 2
@@ -163,30 +159,7 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
 
 
 def test_two_processes_give_the_bits_of_one() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    paths = [str(Path(qflash.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, "RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        # one waits for the other, which may have failed: an hour is a limit for that, not for a busy machine
-        outputs = [process.communicate(timeout=3600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    for printed, _ in outputs:
+    for printed in run_two_processes(__file__):
         found = json.loads(printed.splitlines()[-1])
         for case, result in zip(CASES, (each for each in found if "out" in each), strict=True):
             assert result == {"equal": True, "out": case.out, "communication": case.communication}, case

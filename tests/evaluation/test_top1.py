@@ -6,9 +6,6 @@ import collections
 import csv
 import io
 import json
-import os
-import socket
-import subprocess
 import sys
 import types
 import xml.etree.ElementTree
@@ -22,6 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import qflash
+from helpers import run_two_processes
 from qflash.cli import app
 
 timm = pytest.importorskip("timm")
@@ -211,27 +209,10 @@ def test_another_run_is_refused_or_starts_anew(folder: Path, weights: Path, tmp_
 def test_two_processes_give_the_same(
     whole: tuple[Path, dict[str, Any], str], folder: Path, weights: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "qflash", "evaluate", "--model", MODEL, "--data", str(folder), "--weights", str(weights)]
+    command = ["-m", "qflash", "evaluate", "--model", MODEL, "--data", str(folder), "--weights", str(weights)]
     command += ["--batch", "4", "--device", "cpu", "--workers", "0", "--output", str(tmp_path)]
     command += [word for name in QUICK for word in ("--method", name)]
-    paths = [str(Path(qflash.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    # what torchrun sets, without the launcher's own start-up
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in ("0", "1"):
-        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own))
-    try:
-        # one waits for the other, which may have failed: an hour is a limit for that, not for a busy machine
-        (printed, errors), (silence, more_errors) = (process.communicate(timeout=3600) for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors + more_errors
+    printed, silence = run_two_processes(*command)
     assert "Integer-only" in printed
     assert silence == ""
     report = json.loads((tmp_path / "evaluate.json").read_text())

@@ -43,11 +43,16 @@ def _is_tensor(x: Any) -> bool:
     return hasattr(x, "shape")
 
 
-def _along(dim: int, x: Any) -> Any:
-    """Return the placement of an argument where a dimension is sharded, in whose place a size of 1 repeats."""
+def _part(dim: int, shape: Sequence[int]) -> Any:
+    """Return the placement of a tensor of a shape where a dimension is sharded; a size of 1 repeats."""
     from torch.distributed.tensor import Replicate, Shard
 
-    return None if not _is_tensor(x) else Shard(dim) if x.shape[dim] > 1 else Replicate()
+    return Shard(dim) if shape[dim] > 1 else Replicate()
+
+
+def _along(dim: int, x: Any) -> Any:
+    """Return the same of an argument, None for one that is no tensor."""
+    return _part(dim, x.shape) if _is_tensor(x) else None
 
 
 def _whole(*arguments: Any) -> list[Any]:
@@ -141,7 +146,7 @@ def _quantized(x: Any, granularity: str, shapes: Sequence[Sequence[int]]) -> lis
 
     found: list[Placements] = [([Replicate()] * (1 + len(shapes)), [Replicate(), None, None])]
     for dim in _spanned(len(x.shape), granularity):
-        others = [Shard(dim) if shape[dim] > 1 else Replicate() for shape in shapes]
+        others = [_part(dim, shape) for shape in shapes]
         found.append(([Shard(dim), *others], [Shard(dim), None, None]))
     return found
 
@@ -152,7 +157,7 @@ def _quantize_with_scale(x: Any, scale: Any, *backend: str) -> list[Placements]:
     found: list[Placements] = [(_whole(x), [*_whole(x, scale), None])]
     missing = len(x.shape) - len(scale.shape)
     for dim in range(len(x.shape)):
-        own = Shard(dim - missing) if dim >= missing and scale.shape[dim - missing] > 1 else Replicate()
+        own = _part(dim - missing, scale.shape) if dim >= missing else Replicate()
         found.append(([Shard(dim)], [Shard(dim), own, None]))
     return found
 

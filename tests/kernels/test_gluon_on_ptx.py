@@ -19,13 +19,16 @@ import pytest
 import torch
 from triton.runtime import JITFunction
 
+import network_cases
 import ptx
 from helpers import run_by_address, same_bits
 from qflash import execution, reference
 from qflash.attention_call import float_call, int8_call
-from qflash.kernels import device, dispatch, launch_recorder
+from qflash.kernels import device, dispatch, heuristics, launch_recorder
+from qflash.kernels.gluon.sm90 import launch as sm90
+from qflash.kernels.launch_arguments import LinearCall
 from qflash.kernels.launch_recorder import record
-from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, Tiles
+from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.recipe import DEFAULT
 
 pytestmark = [
@@ -362,3 +365,29 @@ def test_what_lies_beside_a_tensor_is_not_read() -> None:
     calls[0].arguments["k_ptr"] = calls[0].arguments["k_ptr"][:, :, :48].clone()
     with pytest.raises(RuntimeError, match="outside every tensor"):
         ptx.launch(calls[0])
+
+
+@pytest.mark.parametrize("kind", ["int8", "gelu", "residual", "int32"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "tiles"),
+    [
+        (130, 400, 256, heuristics.LINEAR_TILES[0]),  # a tile that is no whole one, below and beside; several for a program
+        (70, 96, 96, heuristics.LINEAR_TILES[1]),  # one step of inputs; groups of 32 outputs
+        (197, 128, 192, heuristics.LINEAR_TILES[2]),
+    ],
+)
+def test_linear_layers(
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int, inputs: int, outputs: int, tiles: LinearTiles
+) -> None:
+    emulated("network_cases")
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+    monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: tiles)
+    chance = random.Random(f"{kind} {rows}")
+    x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
+    layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
+    x, weight, bias, multiplier, left, shift, *rest = layer.arguments
+    residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (*rest, None)
+    out = torch.empty(rows, outputs, dtype=dtype)
+    residual = None if residual is None else residual.contiguous()
+    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, shift, residual, gelu, out)).run()
+    assert same_bits(out, layer.run("reference"))

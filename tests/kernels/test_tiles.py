@@ -663,6 +663,22 @@ def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: i
     assert all(one.block_m <= tiles.most_queries(dim) for one in found)
 
 
+def test_tiles_of_linear_layers_are_near_the_fastest_measured() -> None:
+    """What the rule's docstring says of the data it was made from."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "trials" / "linear_h100.json"
+    times: dict[tuple[int, ...], dict[tiles.LinearTiles, float]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        shape = row["rows"], row["inputs"], row["outputs"]
+        times.setdefault(shape, {})[tiles.LinearTiles(*(row[name] for name in tiles.LinearTiles._fields))] = row["us"]
+    assert len(times) == 33
+    ratios = []
+    for shape, found in times.items():
+        chosen = heuristics.choose_linear_tiles(*shape, 132)
+        ratios.append(found[chosen] / min(found[one] for one in heuristics.LINEAR_TILES))
+    assert max(ratios) <= 1.165
+    assert sum(ratio > 1.07 for ratio in ratios) <= 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_tune_says_that_it_needs_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune", "--workload", "A7"])

@@ -103,10 +103,11 @@ def _swizzled(at: Bits, pitch: int) -> Bits:
 
 
 def _copy_tile(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    """A tile of a described matrix, zeros beyond its edges, to shared memory with its pieces of sixteen bytes swizzled."""
-    assert modifiers[2:4] == ["tensor", "2d"]
+    """A tile of a described tensor, zeros beyond its edges, to shared memory with its pieces of sixteen bytes swizzled."""
+    assert modifiers[2] == "tensor"
     to, to_offset = _address(operands[0])
-    map_name, columns, rows = (part.strip() for part in re.split(r"[,{}]+", operands[1].strip("[]")) if part.strip())
+    map_name, *coordinates = (part.strip() for part in re.split(r"[,{}]+", operands[1].strip("[]")) if part.strip())
+    assert modifiers[3] == f"{len(coordinates)}d"
     base, offset = _address(operands[2])
 
     def step(warp: Warp) -> None:
@@ -116,18 +117,19 @@ def _copy_tile(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
         width = described.layout.swizzle_byte_width
         here = program.announced[int(warp.read(base)[lane]) + offset]
         target = int(warp.read(to)[lane]) + to_offset
-        column, row = (int(_signed(warp.read(name))[lane]) for name in (columns, rows))
-        height, across = described.block_shape[0], min(described.block_shape[1], width)
+        # the instruction names the innermost dimension first
+        first = [int(_signed(warp.read(name))[lane]) for name in reversed(coordinates)]
+        block = [*described.block_shape[:-1], min(described.block_shape[-1], width)]
 
         def copy() -> None:
-            y, x = row + np.arange(height)[:, None], column + np.arange(across)[None, :]
-            inside = (y >= 0) & (y < described.shape[0]) & (x >= 0) & (x < described.shape[1])
-            matrix = (
-                torch.as_strided(described.base, described.shape, described.strides).view(torch.int8).numpy().view(np.uint8)
-            )
-            tile = np.where(inside, matrix[np.where(inside, y, 0), np.where(inside, x, 0)], np.uint8(0))
-            at = _swizzled(target + np.arange(height)[:, None] * across + np.arange(across)[None, :], width)
-            program.shared[program.find_shared(at.reshape(-1), 1)] = tile.reshape(-1)
+            index = np.ix_(*(start + np.arange(size) for start, size in zip(first, block, strict=True)))
+            inside = np.ones(block, dtype=bool)
+            for x, size in zip(index, described.shape, strict=True):
+                inside &= (x >= 0) & (x < size)
+            whole = torch.as_strided(described.base, described.shape, described.strides).view(torch.int8).numpy().view(np.uint8)
+            tile = np.where(inside, whole[tuple(np.where(inside, x, 0) for x in index)], np.uint8(0))
+            at = _swizzled(target + np.arange(tile.size), width)
+            program.shared[program.find_shared(at, 1)] = tile.reshape(-1)
             here.bytes -= tile.size
             here.turn()
 

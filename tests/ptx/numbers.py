@@ -163,8 +163,9 @@ def _make_abs(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 def _extreme(modifiers: Sequence[str], operands: Sequence[str], nan: Any, number: Any) -> Step:
     kind = _type(modifiers)
     function = nan if "NaN" in modifiers or kind[0] in "su" else number
+    low = 0 if "relu" in modifiers else None
     # of two numbers or, on newer targets, three
-    return _plain(lambda *x: functools.reduce(function, x), kind, operands)
+    return _plain(lambda *x: np.clip(functools.reduce(function, x), low, None), kind, operands)
 
 
 def _make_min(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
@@ -283,6 +284,13 @@ def _round(x: Bits, low: int, high: int) -> Bits:
 
 
 def _make_cvt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    if modifiers[0] == "pack" and modifiers[2] == "s16":
+
+        def pair(a: Bits, b: Bits) -> Bits:
+            x, y = (np.clip(_signed(v), -32768, 32767).astype(np.int64) & 0xFFFF for v in (a, b))
+            return ((x << 16) | y).astype(np.uint32)
+
+        return _plain(pair, "b32", operands)
     if modifiers[0] == "pack":
 
         def pack(a: Bits, b: Bits, c: Bits) -> Bits:

@@ -240,3 +240,48 @@ def new_output(call: AttentionCall) -> torch.Tensor:
     """
     narrow = call.query.device.type == "cpu" and call.out_dtype == torch.bfloat16
     return empty_output(call.order, call.value_dim, torch.float32 if narrow else call.out_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCall:
+    """A linear layer of an integer network with everything fused behind it, and where its output goes.
+
+    The other names are those of :func:`qflash.network.execution.int8_linear`.
+
+    Attributes:
+        x: int8 (rows, inputs), contiguous, as are all others.
+        residual: int16 (rows, outputs), or None.
+        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs; or None.
+        out: (rows, outputs).
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    multiplier: torch.Tensor
+    left: int
+    shift: int
+    residual: torch.Tensor | None
+    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None
+    out: torch.Tensor
+
+    def epilogue(self) -> dict[str, Any]:
+        """Return a kernel's arguments behind the products, by name."""
+        bits, multiplier, offset, shift = (0, self.bias, self.bias, 0) if self.gelu is None else self.gelu
+        return {
+            "bias_ptr": self.bias,
+            "multiplier_ptr": self.multiplier,
+            # a pointer that is not read; any tensor will do
+            "residual_ptr": self.out if self.residual is None else self.residual,
+            "gelu_multiplier_ptr": multiplier,
+            "gelu_offset_ptr": offset,
+            "o_ptr": self.out,
+            "rows": self.x.shape[0],
+            "outputs": self.weight.shape[0],
+            "left": self.left,
+            "shift": self.shift,
+            "gelu_bits": bits,
+            "gelu_shift": shift,
+            "RESIDUAL": self.residual is not None,
+            "GELU": self.gelu is not None,
+        }

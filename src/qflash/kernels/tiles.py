@@ -30,6 +30,26 @@ SM90_BLOCKS = ((64, 4), (64, 8), (128, 8))
 """(queries a block, warps) of :mod:`.sm90.attention_resident`: a warp for every sixteen queries, or two."""
 
 
+class LinearTiles(NamedTuple):
+    """How :mod:`.gluon.sm90.linear` divides a layer.
+
+    Attributes:
+        block_m: rows a tile.
+        block_n: outputs a tile.
+        stages: slots of the ring in shared memory, a step of inputs each.
+        warps: warps a program.
+        programs: programs a streaming multiprocessor.
+        registers: most registers a thread.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    programs: int
+    registers: int
+
+
 class Tiles(NamedTuple):
     """One division of the work.
 

@@ -116,9 +116,9 @@ def _kernels(backend: str, device: torch.device) -> Any:
 
         return cpu
     if resolved == "triton":
-        from ..kernels.triton import network as triton
+        from ..kernels import layers as gpu
 
-        return triton
+        return gpu
     return None
 
 

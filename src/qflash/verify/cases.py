@@ -299,15 +299,20 @@ def kernel_call(case: AnyCase, target: str) -> KernelLaunch:
 def signature(call: KernelLaunch) -> Hashable:
     """Return what Triton compiles a launch for, besides the target: as little as its JIT tells apart.
 
-    That is constants and options as they are, types, which numbers are 1 or multiples of 16 and which addresses are.
+    That is constants and options as they are, types, which numbers are 1 or multiples of 16 and which addresses are; of
+    numbers that the kernel does not want told apart only the width.
     """
     about: list[Hashable] = [call.kernel.__name__, tuple(sorted(call.options.items()))]
+    # what the interpreter runs has no such parameters: it compiles nothing
+    alike = {parameter.name for parameter in getattr(call.kernel, "params", ()) if parameter.do_not_specialize}
     for name, x in call.arguments.items():
         if isinstance(x, torch.Tensor):
             about.append((name, x.dtype, x.data_ptr() % 16 == 0))
         elif name.isupper() or not isinstance(x, int):
             # a constant, or a matrix for the copy engine, of which only the place may differ
             about.append((name, x if name.isupper() else (x.base.dtype, *x.block_shape, repr(x.layout))))
+        elif name in alike:
+            about.append((name, x.bit_length() > 31))
         else:
             about.append((name, x == 1, x % 16 == 0, x.bit_length() > 31))
     return tuple(about)

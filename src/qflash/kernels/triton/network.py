@@ -4,10 +4,8 @@ The bits of :mod:`qflash.network.operators`, by the functions of :mod:`.common.n
 
 * A linear layer: a program has BLOCK_M rows by BLOCK_N outputs. Its sums stay in registers, start from the bias, take BLOCK_K
   inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or GELU, then
-  saturation.
+  saturation. Hopper has a kernel of its own for most of these (:mod:`.gluon.sm90.linear`).
 * Normalisation: a program has BLOCK_M whole rows, which it reads once.
-
-The sizes of blocks are those that fill registers and shared memory; they were not tuned by measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import triton.language as tl
 from ..common.fixed_point import multiply_high
 from ..common.network_ops import gelu_int8, normalise, rescale, round_shift, row_statistics, saturate
 from ..device import processors_of
+from ..launch_arguments import LinearCall
 from ..launch_recorder import KernelLaunch
 
 
@@ -67,27 +66,43 @@ def int8_linear_kernel(
     tl.store(o_ptr + at, y.to(o_ptr.dtype.element_ty), mask=there)
 
 
+MAX_PARTS = 8
+"""Parts of a row of channels that a program of :func:`integer_layer_norm_kernel` keeps in registers, at most."""
+
+
 @triton.jit(do_not_specialize=("epsilon_high", "epsilon_low", "shift"))
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, rows, epsilon_high, epsilon_low, shift,
-    CHANNELS: tl.constexpr, OUT_BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, GUARD: tl.constexpr,
+    CHANNELS: tl.constexpr, OUT_BITS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Normalise BLOCK_M rows of int16 (rows, CHANNELS), contiguous; epsilon is ``epsilon_high * 2**30 + epsilon_low``."""
+    """Normalise BLOCK_M rows of int16 (rows, CHANNELS), contiguous, in parts of PART channels.
+
+    Epsilon is ``epsilon_high * 2**30 + epsilon_low``.
+    """
+    PARTS: tl.constexpr = (CHANNELS + PART - 1) // PART
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.arange(0, BLOCK_C)
-    inside = c < CHANNELS
+    c = tl.arange(0, PART)
+    # all of them, unless the one part is wider than the row
+    inside = c < (PART if CHANNELS % PART == 0 else CHANNELS)
     there = (m < rows)[:, None] & inside[None, :]
-    at = m[:, None] * CHANNELS + c[None, :]
-    h = tl.load(h_ptr + at, mask=there, other=0).to(tl.int32)
-    total = tl.sum(h, 1)
-    squares = tl.sum((h * h).to(tl.int64), 1)
+    total = tl.zeros((BLOCK_M,), tl.int32)
+    squares = tl.zeros((BLOCK_M,), tl.int64)
+    parts = ()
+    for i in tl.static_range(PARTS):
+        h = tl.load(h_ptr + m[:, None] * CHANNELS + (i * PART + c)[None, :], mask=there, other=0).to(tl.int32)
+        total += tl.sum(h, 1)
+        wide = h.to(tl.int64)
+        squares += tl.sum(wide * wide, 1)
+        parts = parts + (h,)  # type: ignore[assignment]
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
     root, half = row_statistics(total, squares, CHANNELS, epsilon, GUARD)
-    y = normalise(h * CHANNELS - total[:, None], root[:, None], half[:, None], GUARD)
-    gain = tl.load(gain_ptr + c, mask=inside, other=0)
-    offset = tl.load(offset_ptr + c, mask=inside, other=0)
-    y = round_shift(multiply_high(y << 4, gain[None, :], GUARD) + offset[None, :], shift)
-    tl.store(o_ptr + at, saturate(y, OUT_BITS).to(o_ptr.dtype.element_ty), mask=there)
+    for i in tl.static_range(PARTS):
+        y = normalise(parts[i] * CHANNELS - total[:, None], root[:, None], half[:, None], GUARD)
+        gain = tl.load(gain_ptr + i * PART + c, mask=inside, other=0)
+        offset = tl.load(offset_ptr + i * PART + c, mask=inside, other=0)
+        y = round_shift(multiply_high(y << 4, gain[None, :], GUARD) + offset[None, :], shift)
+        at = m[:, None] * CHANNELS + (i * PART + c)[None, :]
+        tl.store(o_ptr + at, saturate(y, OUT_BITS).to(o_ptr.dtype.element_ty), mask=there)
 
 
 def _blocks(rows: int, inputs: int, outputs: int, processors: int) -> tuple[int, int, int, int]:
@@ -97,78 +112,47 @@ def _blocks(rows: int, inputs: int, outputs: int, processors: int) -> tuple[int,
     return (128, 128, depth, 8) if large else (64, 64, depth, 4)
 
 
-def launch_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
-    shift: int,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None = None,
-) -> torch.Tensor:
-    """Run a linear layer and what is fused with it.
-
-    Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
-
-    Args:
-        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
-    """
-    outputs, inputs = weight.shape
-    out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    rows = out.numel() // outputs
-    bits, gelu_multiplier, gelu_offset, gelu_shift = (0, bias, bias, 0) if gelu is None else gelu
-    block_m, block_n, block_k, warps = _blocks(rows, inputs, outputs, processors_of(x.device))
-    arguments = {
-        "x_ptr": x.contiguous(),
-        "weight_ptr": weight.contiguous(),
-        "bias_ptr": bias.contiguous(),
-        "multiplier_ptr": multiplier.contiguous(),
-        # a pointer that is not read; any tensor will do
-        "residual_ptr": out if residual is None else residual.contiguous(),
-        "gelu_multiplier_ptr": gelu_multiplier.contiguous(),
-        "gelu_offset_ptr": gelu_offset.contiguous(),
-        "o_ptr": out,
-        "rows": rows,
+def linear_launch(call: LinearCall) -> KernelLaunch:
+    """Spell out the launch of a linear layer and what is fused with it."""
+    (rows, inputs), outputs = call.x.shape, call.weight.shape[0]
+    block_m, block_n, block_k, warps = _blocks(rows, inputs, outputs, processors_of(call.x.device))
+    arguments = call.epilogue() | {
+        "x_ptr": call.x,
+        "weight_ptr": call.weight,
         "inputs": inputs,
-        "outputs": outputs,
-        "left": left,
-        "shift": shift,
-        "gelu_bits": bits,
-        "gelu_shift": gelu_shift,
-        "OUT_BITS": 8 * out.element_size(),
-        "RESIDUAL": residual is not None,
-        "GELU": gelu is not None,
+        "OUT_BITS": 8 * call.out.element_size(),
         "WHOLE": inputs % block_k == 0,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
-        "GUARD": x.device.type == "cpu",
+        "GUARD": call.x.device.type == "cpu",
     }
+    arguments = {name: arguments[name] for name in int8_linear_kernel.arg_names}
     grid = (triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n))
-    KernelLaunch(int8_linear_kernel, grid, arguments, {"num_warps": warps, "num_stages": 3}).run()
-    return out
+    return KernelLaunch(int8_linear_kernel, grid, arguments, {"num_warps": warps, "num_stages": 3})
 
 
-def launch_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
-    out = torch.empty(h.shape, dtype=out_dtype, device=h.device)
-    if out.numel() == 0:
-        return out
-    channels = h.shape[-1]
-    width = triton.next_power_of_2(channels)
-    block = max(1, 1024 // width)
+# rows that a program of two warps normalises; measured on one H100 (benchmarks/results/trials/linear_h100.json)
+_MANY_ROWS = 8
+_FEW_ROWS = 2
+
+
+def layer_norm_launch(
+    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out: torch.Tensor
+) -> KernelLaunch:
+    """Spell out the launch that normalises ``h``, int16 (rows, channels), into ``out``; all contiguous."""
+    rows, channels = h.shape
+    # whole parts of a row where its channels have a large power of two among their factors, one padded part otherwise
+    part = channels & -channels
+    if part * MAX_PARTS < channels:
+        part = triton.next_power_of_2(channels)
+    block = _MANY_ROWS if rows >= 4 * _MANY_ROWS * processors_of(h.device) else _FEW_ROWS
     arguments = {
-        "h_ptr": h.contiguous(),
-        "gain_ptr": gain.contiguous(),
-        "offset_ptr": offset.contiguous(),
+        "h_ptr": h,
+        "gain_ptr": gain,
+        "offset_ptr": offset,
         "o_ptr": out,
-        "rows": h.numel() // channels,
+        "rows": rows,
         # two numbers of 32 bits: kernels are compiled for the width of an argument
         "epsilon_high": epsilon >> 30,
         "epsilon_low": epsilon & ((1 << 30) - 1),
@@ -176,9 +160,7 @@ def launch_layer_norm(
         "CHANNELS": channels,
         "OUT_BITS": 8 * out.element_size(),
         "BLOCK_M": block,
-        "BLOCK_C": width,
+        "PART": part,
         "GUARD": h.device.type == "cpu",
     }
-    grid = (triton.cdiv(arguments["rows"], block),)
-    KernelLaunch(integer_layer_norm_kernel, grid, arguments, {"num_warps": 4, "num_stages": 1}).run()
-    return out
+    return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, {"num_warps": 2, "num_stages": 1})

@@ -1,4 +1,4 @@
-"""Launches of the attention kernels for Hopper (sm_90).
+"""Launches of the kernels for Hopper (sm_90): attention, and linear layers of integer networks.
 
 The kernels are imported where they run: they need a part of Triton that the interpreter has not.
 """
@@ -14,8 +14,18 @@ import triton
 
 from .... import fixed_point as fp
 from ....attention_call import AttentionCall
-from ...heuristics import division, eviction_policy, split_sm90_resident
-from ...launch_arguments import KernelRequest, call_arguments, launch_options, parts, row_arguments, shape_of, side_by_side
+from ...device import capability_of, processors_of
+from ...heuristics import choose_linear_tiles, division, eviction_policy, split_sm90_resident
+from ...launch_arguments import (
+    KernelRequest,
+    LinearCall,
+    call_arguments,
+    launch_options,
+    parts,
+    row_arguments,
+    shape_of,
+    side_by_side,
+)
 from ...launch_recorder import KernelLaunch, ScoreTile
 from ...tiles import (
     SM90_RESIDENT,
@@ -38,6 +48,13 @@ def _resident_kernel() -> Any:
     from .attention_resident import hopper_kernel
 
     return hopper_kernel
+
+
+@functools.cache
+def _linear_kernel() -> Any:
+    from .linear import hopper_linear_kernel
+
+    return hopper_linear_kernel
 
 
 @functools.cache
@@ -106,13 +123,18 @@ def rows_of_keys(key: torch.Tensor) -> tuple[int, int, int] | None:
     return stride_z // stride_n, rows_h, columns_h
 
 
-def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[int, int]) -> Any:
-    """Describe int8 rows for the copy engine, which fetches blocks of them to shared memory."""
+def _description(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """Describe int8 numbers for the copy engine, which fetches blocks of them to shared memory, swizzled for wgmma."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(block[1], 128), element_bitwidth=8, rank=2)
-    return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(block[-1], 128), element_bitwidth=8, rank=len(shape))
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[int, int]) -> Any:
+    """Describe int8 rows, ``stride`` apart."""
+    return _description(x, [rows, columns], [stride, 1], list(block))
 
 
 def streaming_steps(width: int, keys: int) -> tuple[int, int]:
@@ -191,3 +213,52 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
     return launches
+
+
+# --- linear layers of integer networks ----------------------------------------------------------------------
+
+_LINEAR_DEPTH = 128
+"""Inputs a step of :mod:`.sm90.linear`: the widest row that the copy engine swizzles."""
+
+
+def accepts_linear(call: LinearCall) -> bool:
+    """Tell whether :mod:`.sm90.linear` takes the call: what the copy engine reads begins and goes on at multiples of 16 bytes.
+
+    Its outputs are in groups of 32 or 64. In Triton's interpreter there is no Gluon.
+    """
+    outputs, inputs = call.weight.shape
+    aligned = inputs % 16 == 0 and outputs % 32 == 0
+    if not aligned or call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
+        return False
+    return not (call.x.data_ptr() | call.weight.data_ptr()) & 15
+
+
+def linear_launch(call: LinearCall) -> KernelLaunch:
+    """Spell out the launch of :mod:`.sm90.linear`."""
+    kernel = _linear_kernel()
+    (rows, inputs), outputs = call.x.shape, call.weight.shape[0]
+    processors = processors_of(call.x.device)
+    tiles = choose_linear_tiles(rows, inputs, outputs, processors)
+    wide, high = triton.cdiv(outputs, tiles.block_n), triton.cdiv(rows, tiles.block_m)
+    programs = min(wide * high, processors * tiles.programs)
+    group = 64 if outputs % 64 == 0 else 32
+    # of a group's outputs, those that a lane has of every eight accumulator columns lie side by side
+    shape = [outputs // group, group // 8, 4, 2, inputs]
+    strides = [group * inputs, 2 * inputs, group // 4 * inputs, inputs, 1]
+    block = [tiles.block_n // group, group // 8, 4, 2, _LINEAR_DEPTH]
+    arguments = call.epilogue() | {
+        "x_desc": _description(call.x, [rows, inputs], [inputs, 1], [tiles.block_m, _LINEAR_DEPTH]),
+        "weight_desc": _description(call.weight, shape, strides, block),
+        "steps": triton.cdiv(inputs, _LINEAR_DEPTH),
+        "inverse_wide": triton.cdiv(1 << 30, wide),
+        "down": programs // wide,
+        "across": programs % wide,
+        "EVEN": outputs % tiles.block_n == 0,
+        "GROUP": group,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": _LINEAR_DEPTH,
+        "STAGES": tiles.stages,
+    }
+    arguments = {name: arguments[name] for name in kernel.arg_names}
+    return KernelLaunch(kernel, (programs,), arguments, {"num_warps": tiles.warps, "maxnreg": tiles.registers})

@@ -1,0 +1,227 @@
+"""Linear layers of an integer network on Hopper, with everything that is fused behind them (Gluon).
+
+The bits of :func:`qflash.network.execution.int8_linear` and :func:`~qflash.network.execution.int8_linear_gelu`.
+
+A program stays and takes one tile of outputs after the other; two or more programs share a processor. The copy engine brings
+activations and weights into a ring of slots in shared memory, STAGES - 1 steps of BLOCK_K inputs ahead, also over the end of
+a tile; mbarriers say when they have arrived.
+
+*Columns.* A lane has columns 2t, 2t + 1 of every eight of an accumulator, with t = lane % 4. The copy engine writes the
+weights of a tile in an order with which these columns are neighbours in memory: of every GROUP outputs, those from
+GROUP/4 * t on. So sums go from the registers where they were made, through the epilogue, to memory in stores of up to sixteen
+bytes. The matrix of weights is described with five dimensions for that, and stays as it is.
+
+*Epilogue.* An int8 product of 64 by 128 by 32 rewrites its accumulators every 64 cycles, which leaves the registers little
+time for anything else: epilogues do not run beside products, whatever shares a processor, and cost what they have in
+instructions. :func:`_gelu` therefore has fewer than :func:`.common.network_ops.gelu`, and saturation packs two or four
+numbers an instruction.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ...common.network_ops import GELU_CONSTANT, GELU_END, GELU_SLOPE
+from ..ptx_ops import barrier
+
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# mulhi(sums * 2**left + (bias << left), R) + half a unit: shifted right, it is rounded half up
+RESCALED = gl.constexpr("{.reg .s32 t; mad.lo.s32 t, $1, $2, $3; mul.hi.s32 t, t, $4; add.s32 $0, t, $5;}")
+# 0 to 32767
+RELU_16 = gl.constexpr("{.reg .s32 t; mov.s32 t, 32767; min.relu.s32 $0, $1, t;}")
+PACK_INT8 = gl.constexpr("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, $4, $3, 0; cvt.pack.sat.s8.s32.b32 $0, $2, $1, t;}")
+PACK_INT16 = gl.constexpr("cvt.pack.sat.s16.s32 $0, $2, $1;")
+
+
+@gluon.constexpr_function
+def sums_layout(columns, warps):
+    """Return wgmma's accumulator layout of a tile: sixteen rows a warp. Triton knows int8 products of 128 columns at most."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, min(columns, 128), 32])
+
+
+@gluon.constexpr_function
+def outputs_layout(columns, rows, group, warps):
+    """Return the accumulator's layout with columns as they are in memory: a lane has a quarter of every ``group``."""
+    near = [[0, bit] for bit in (2, 4, 8) if bit < group // 4]
+    far = [[0, bit] for bit in (32, 64, 128) if group <= bit < columns]
+    below = [[bit, 0] for bit in (64, 128) if 16 * warps <= bit < rows]
+    lanes = [[0, group // 4], [0, group // 2], [1, 0], [2, 0], [4, 0]]
+    own = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], *near, [8, 0], *far, *below], lanes, own, [], [rows, columns])
+
+
+@gluon.jit
+def _in_order(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """Sums with their columns as they are in memory; nothing moves."""
+    M: gl.constexpr = sums.shape[0]
+    N: gl.constexpr = sums.shape[1]
+    x = gl.reshape(sums, (M, N // GROUP, GROUP // 8, 4, 2))
+    x = gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), (M, N))
+    return gl.convert_layout(x, outputs_layout(N, M, GROUP, WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _gelu(u, fraction_bits):
+    """:func:`.common.network_ops.gelu` of numbers below 2**30, saturated to int16 first."""
+    extra = 12 - fraction_bits
+    a = gl.minimum(gl.maximum(u, -u), GELU_END >> extra) * (1 << extra)
+    rest = GELU_END - a
+    power = (rest * rest) >> 15
+    power = (power * power) >> 14
+    power = (power * power) >> 13
+    factor = (a * ((GELU_SLOPE * a + (GELU_CONSTANT << 14)) >> 14)) >> 12
+    tail = (factor * power + (((1 << extra) >> 1) << 13)) >> (13 + extra)
+    return gl.inline_asm_elementwise(RELU_16, "=r,r", [u], gl.int32, True, 1) - tail
+
+
+@gluon.jit
+def _constants(pointer, columns, outputs, EVEN: gl.constexpr):
+    """Numbers of a tile's outputs, int32."""
+    if EVEN:
+        x = gl.load(pointer + columns)
+    else:
+        x = gl.load(pointer + columns, mask=columns < outputs, other=0)
+    return x
+
+
+@gluon.jit
+def _next_tile(m, n, wide, down, across):
+    """The tile of outputs that a program takes after (m, n)."""
+    n += across
+    over = n >= wide
+    return m + down + gl.where(over, 1, 0), gl.where(over, n - wide, n)
+
+
+@gluon.jit
+def _store_tile(
+    sums, m, n, numbers,
+    RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Take the sums of tile (m, n) through the epilogue to memory."""
+    constants, residual_ptr, o_ptr, rows, outputs, left, shift, gelu_bits, gelu_shift = numbers
+    bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr = constants
+    BLOCK_M: gl.constexpr = sums.shape[0]
+    BLOCK_N: gl.constexpr = sums.shape[1]
+    L: gl.constexpr = outputs_layout(BLOCK_N, BLOCK_M, GROUP, WARPS)
+    y = _in_order(sums, GROUP, WARPS)
+    columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
+    row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    bias = _constants(bias_ptr, columns, outputs, EVEN) << left
+    multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
+    half = 1 << (shift - 1)
+    y = gl.inline_asm_elementwise(
+        RESCALED, "=r,r,r,r,r,r", [y, 1 << left, bias[None, :], multiplier[None, :], half], gl.int32, True, 1
+    )
+    y = y >> shift
+    at = row.to(gl.int64)[:, None] * outputs + columns[None, :]
+    there = (row < rows)[:, None]
+    if not EVEN:
+        there = there & (columns < outputs)[None, :]
+    if RESIDUAL:
+        y += gl.load(residual_ptr + at, mask=there, other=0).to(gl.int32)
+    if GELU:
+        gelu_multiplier = _constants(gelu_multiplier_ptr, columns, outputs, EVEN)
+        gelu_offset = _constants(gelu_offset_ptr, columns, outputs, EVEN)
+        y = (_gelu(y, gelu_bits) * gelu_multiplier[None, :] + gelu_offset[None, :]) >> gelu_shift
+    if o_ptr.dtype.element_ty == gl.int8:
+        out = gl.inline_asm_elementwise(PACK_INT8, "=r,r,r,r,r", [y], gl.int8, True, 4)
+    elif o_ptr.dtype.element_ty == gl.int16:
+        out = gl.inline_asm_elementwise(PACK_INT16, "=r,r,r", [y], gl.int16, True, 2)
+    else:
+        out = y
+    gl.store(o_ptr + at, out, mask=there)
+
+
+@gluon.jit
+def _load_step(
+    x_desc, weight_desc, x_smem, weight_smem, ready, slot, m, n, k, high,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of step k of tile (m, n) into a slot of the ring, unless the tile lies below the last."""
+    wanted = m < high
+    mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K, pred=wanted)
+    _load(x_desc, [m * BLOCK_M, k * BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
+    _load(weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted)
+
+
+@gluon.jit(do_not_specialize=("rows", "steps", "inverse_wide", "down", "across", "left", "shift", "gelu_bits", "gelu_shift"))
+def hopper_linear_kernel(
+    x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
+    rows, outputs, steps, inverse_wide, down, across, left, shift, gelu_bits, gelu_shift,
+    RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
+
+    ``x_desc`` describes int8 (rows, inputs); ``weight_desc`` int8 weights (outputs, inputs) as (groups, GROUP / 8, 4, 2,
+    inputs) in the order of an accumulator's columns. ``inverse_wide`` is 2**30 over the tiles across the outputs, rounded
+    up; ``down`` and ``across`` are the programs over these tiles, quotient and remainder. Residual int16 and output are
+    (rows, outputs), contiguous.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    S: gl.constexpr = sums_layout(BLOCK_N, WARPS)
+    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    weight_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N // GROUP, GROUP // 8, 4, 2, BLOCK_K], weight_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    barrier()
+    wide, high = gl.cdiv(outputs, BLOCK_N), gl.cdiv(rows, BLOCK_M)
+    # a division would go through floating point
+    program = gl.program_id(0)
+    m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
+    n = program - m * wide
+    constants = (bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr)
+    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, shift, gelu_bits, gelu_shift)
+    # the step to load next
+    load_m, load_n, load_k = m, n, 0
+    for stage in gl.static_range(STAGES - 1):
+        _load_step(
+            x_desc,
+            weight_desc,
+            x_smem,
+            weight_smem,
+            ready,
+            stage,
+            load_m,
+            load_n,
+            load_k,
+            high,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        load_k += 1
+        if load_k == steps:
+            load_k = 0
+            load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
+    slot, before, phase = 0, STAGES - 1, 0
+    while m < high:
+        sums = gl.zeros((BLOCK_M, BLOCK_N), gl.int32, S)
+        for _ in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            weight = weight_smem.index(slot).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+            sums = warpgroup_mma(x_smem.index(slot), weight, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=(sums,))
+            # every warp has read what the step before took
+            barrier()
+            _load_step(
+                x_desc, weight_desc, x_smem, weight_smem, ready, before, load_m, load_n, load_k, high,
+                GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            load_k += 1
+            if load_k == steps:
+                load_k = 0
+                load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
+            before = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        _store_tile(sums, m, n, numbers, RESIDUAL, GELU, EVEN, GROUP, WARPS)
+        m, n = _next_tile(m, n, wide, down, across)

@@ -39,6 +39,7 @@ sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
+SPEED = RESULTS.with_name("models_integer_h100.json")
 PAGE = HERE.parent / "docs" / "integer_network.md"
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -203,14 +204,29 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def speed_table(result: dict[str, Any]) -> list[str]:
+    """Lay what ``qflash models --integer`` measured out in Markdown: a row a model and batch."""
+    heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | SQNR of its logits, dB |"
+    lines = [heading, "|---|---|---|---|---|---|---|"]
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
+    for (model, batch), rows in found.items():
+        speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
+        integer = rows["integer"]
+        lines.append(f"| {model} | {batch} | {' | '.join(speeds)} | {integer['ratio']:.2f} | {integer['sqnr_db']:.1f} |")
+    return lines
+
+
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    return {"integer:networks": table(json.loads(RESULTS.read_text(encoding="utf-8")))}
+    networks, speed = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED))
+    return {"integer:networks": table(networks), "integer:speed": speed_table(speed)}
 
 
 def files() -> list[str]:
-    """Return the result files behind the table."""
-    return [RESULTS.name]
+    """Return the result files behind the tables."""
+    return [RESULTS.name, SPEED.name]
 
 
 def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:

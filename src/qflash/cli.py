@@ -239,6 +239,9 @@ def models(
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Download timm's weights; speed does not need them.")
     ] = False,
+    integer: Annotated[
+        bool, typer.Option("--integer", help="Time whole networks in integers, beside eager, compiled and torchao's models.")
+    ] = False,
     dtype: DtypeOption = None,
     base: BaseOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples a method.")] = 15,
@@ -247,14 +250,24 @@ def models(
 ) -> None:
     """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits.
 
-    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns.
+    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns. With --integer models are
+    quantised as a whole (qflash.quantize_model) and timed beside floating point, eager and compiled.
     """
-    from .bench import console, revisions
+    from .bench import console, integer_models, revisions
     from .bench import models as own
 
     with _explained("models", ValueError, ImportError, revisions.RevisionError):
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
+        if integer:
+            if base is not None or peer or recipe:
+                raise ValueError("--integer compares whole networks; leave --base, --peer and --recipe out")
+            _check_output(output)
+            integer_models.run_integer_models(
+                model or integer_models.MODELS, batches, integer_models.pick_methods(method or ()),
+                dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, pretrained=pretrained, output=output,
+            )  # fmt: skip
+            return
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")

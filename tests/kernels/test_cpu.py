@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -18,8 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpu_driver
 import qflash
-from helpers import GPU, INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
+from cpu_driver.matrix import LONG
+from helpers import INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
 from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import backends, quantization, reference
 from qflash.attention_call import int8_call
@@ -27,10 +28,6 @@ from qflash.kernels.cpu import launch as cpu
 from qflash.recipe import PRESETS
 
 CPU = torch.device("cpu")
-LARGE = dataclasses.replace(
-    GPU, batches=(1,), key_heads=(1, 2), groups=(1, 2), tokens=(40, 511, 512, 513, 577, 1000, 1024, 1025, 2049), work=200
-)
-"""Rows around attention.c's CHUNK of 512 keys and longer, with few enough blocks for a CPU."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +46,7 @@ def test_kernel_has_the_reference_bits(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(2000, 2040, 5))
 def test_long_rows_have_the_reference_bits(first: int) -> None:
-    cases = [draw_case(number, LARGE) for number in range(first, first + 5)]
+    cases = [draw_case(number, LONG) for number in range(first, first + 5)]
     assert any(case.keys > 512 and case.recipe.normalization == "two_pass" for case in cases)
     for case in cases:
         arguments = case.arguments(CPU)
@@ -100,58 +97,6 @@ def test_many_roundings_have_the_reference_bits() -> None:
     assert same_bits(got.values, expected.values)
 
 
-# What Intel's manual says that six instructions of AVX-512 do, for CPUs that have none of them: sixteen lanes run everywhere.
-AVX512_IN_C = """
-#include <immintrin.h>
-#include <stdint.h>
-#define __AVX512BW__ 1
-typedef union {
-    __m512i all;
-    int8_t bytes[64];
-    int16_t halves[32];
-    int32_t words[16];
-    int64_t longs[8];
-} parts;
-static inline __m512i madd(__m512i a, __m512i b) {
-    parts x = {a}, y = {b}, z;
-    for (int i = 0; i < 16; i++)
-        z.words[i] = x.halves[2 * i] * y.halves[2 * i] + x.halves[2 * i + 1] * y.halves[2 * i + 1];
-    return z.all;
-}
-static inline __m512i add_bytes(__m512i sum, __m512i a, __m512i b) {
-    parts x = {sum}, y = {a}, z = {b};
-    for (int i = 0; i < 64; i++) x.words[i / 4] += (uint8_t)y.bytes[i] * z.bytes[i];
-    return x.all;
-}
-static inline __m512i multiply(__m512i a, __m512i b) {
-    parts x = {a}, y = {b}, z;
-    for (int i = 0; i < 8; i++) z.longs[i] = (int64_t)x.words[2 * i] * y.words[2 * i];
-    return z.all;
-}
-static inline __m512i shift(__m512i a, int by) {
-    parts x = {a};
-    for (int i = 0; i < 8; i++) x.longs[i] = (int64_t)((uint64_t)x.longs[i] >> by);
-    return x.all;
-}
-static inline __m512i blend(int mask, __m512i a, __m512i b) {
-    parts x = {a}, y = {b};
-    for (int i = 0; i < 16; i++) x.words[i] = mask >> i & 1 ? y.words[i] : x.words[i];
-    return x.all;
-}
-static inline __m512i smaller_words(__m512i a, __m512i b) {
-    parts x = {a}, y = {b};
-    for (int i = 0; i < 16; i++) x.words[i] = x.words[i] < y.words[i] ? x.words[i] : y.words[i];
-    return x.all;
-}
-#define _mm512_min_epi32 smaller_words
-#define _mm512_madd_epi16 madd
-#define _mm512_dpbusd_epi32 add_bytes
-#define _mm512_mul_epi32 multiply
-#define _mm512_srli_epi64 shift
-#define _mm512_mask_blend_epi32 blend
-"""
-
-
 @pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni"])
 def test_other_vector_widths_have_the_reference_bits(
     width: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
@@ -161,16 +106,15 @@ def test_other_vector_widths_have_the_reference_bits(
         pytest.skip("this CPU has not these vectors")
     if width.startswith("avx512") and platform.machine() != "x86_64":
         pytest.skip("not this kind of CPU")
-    header = tmp_path / "avx512.h"
-    header.write_text(AVX512_IN_C + ("#define __AVX512VNNI__ 1\n" if width == "avx512-vnni" else ""))
-    written_out = ("-w", "-include", str(header))
+    # instructions that hardly a CPU has are written out in C
+    written_out = ("-w", "-include", str(pathlib.Path(cpu_driver.__file__).with_name("vectors_in_c.h")), "-DIN_C_AVX512")
     haswell = ("-march=haswell", "-fopenmp")
     flags = {
         "baseline": (),
         "avx2": haswell,
         "avx-vnni": (*haswell, "-mavxvnni"),
         "avx512": written_out,
-        "avx512-vnni": written_out,
+        "avx512-vnni": (*written_out, "-DIN_C_AVX512VNNI"),
     }
     monkeypatch.setattr(cpu, "_TRIES", (flags[width],))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -192,6 +136,30 @@ def test_threads_leave_the_bits_alone(recipe: str, monkeypatch: pytest.MonkeyPat
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(cpu, "threads_for", lambda work, threads=threads: threads)
         assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected), threads
+
+
+def test_a_forked_process_computes_on(monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]) -> None:
+    """GCC's OpenMP would wait there for threads that only the other process has."""
+    monkeypatch.setattr(cpu, "threads_for", lambda work: 3)
+    inputs, layers = make_inputs(2, 3, 65, head_dim=16), (draw_linear(1), draw_layer_norm(1))
+
+    def outputs() -> list[torch.Tensor]:
+        attended = [qflash.attention(*inputs, torch.zeros(65, 65), recipe="accurate"), qflash.attention(*inputs)]
+        return [*attended, *(layer.run("cpu") for layer in layers)]
+
+    outputs()
+    expected = outputs()
+    assert plans
+
+    def compare() -> None:
+        assert all(same_bits(got, wanted) for got, wanted in zip(outputs(), expected, strict=True))
+
+    process = multiprocessing.get_context("fork").Process(target=compare)
+    process.start()
+    process.join(timeout=300)  # long enough for any machine, and only a failure takes that
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def quantize_both(x: torch.Tensor, granularity: str, center: bool) -> tuple[torch.Tensor, ...]:

@@ -510,31 +510,35 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 }
 
 
+/* Divides a workspace into arrays and returns its bytes; without `memory` it only does the latter. */
+static int64_t divide(const problem *x, workspace *w, char *memory) {
+    const int64_t line = row_line(x->keys), channels = padded(x->value_dim), depth = grouped(x->head_dim);
+    const int64_t operand = sizeof(left_operand), upper = x->bits == 15 ? line : 0;
+    int64_t taken = 0;
+    w->numerator = next_array(memory, &taken, 8 * BLOCK * channels);
+    w->s = next_array(memory, &taken, 4 * BLOCK * line);
+    w->column = next_array(memory, &taken, 4 * line);
+    w->begin = next_array(memory, &taken, 4 * line);
+    w->multiplier = next_array(memory, &taken, 4 * channels);
+    w->shift = next_array(memory, &taken, 4 * channels);
+    w->round = next_array(memory, &taken, 4 * channels);
+    w->sum = next_array(memory, &taken, 4 * BLOCK * channels);
+    w->mean = next_array(memory, &taken, 4 * channels);
+    w->scale = next_array(memory, &taken, 4 * channels);
+    w->offset = next_array(memory, &taken, 4 * channels);
+    w->key = next_array(memory, &taken, operand * line * depth);
+    w->value = next_array(memory, &taken, operand * channels * grouped(x->keys));
+    w->query = next_array(memory, &taken, operand * BLOCK * depth);
+    w->p = next_array(memory, &taken, operand * BLOCK * line);
+    w->upper = next_array(memory, &taken, operand * BLOCK * upper);
+    return taken;
+}
 
 static int allocate(const problem *x, workspace *w, char **memory) {
-    const size_t line = row_line(x->keys), channels = padded(x->value_dim), d = x->head_dim;
-    const size_t operands = line * grouped(d) + channels * grouped(x->keys) + BLOCK * (grouped(d) + line + (x->bits == 15 ? line : 0));
-    const size_t integers = BLOCK * line + 2 * line + 4 * channels + BLOCK * channels + 2 * channels;
-    const size_t longs = BLOCK * channels;
     /* zeroed: whole vectors are read, also lanes that were never written */
-    *memory = calloc(LINE + 8 * longs + 4 * integers + sizeof(left_operand) * operands, 1);
+    *memory = calloc(LINE + divide(x, w, NULL), 1);
     if (!*memory) return 0;
-    w->numerator = (int64_t *)whole_lines((intptr_t)*memory);
-    w->s = (int32_t *)(w->numerator + longs);
-    w->column = w->s + BLOCK * line;
-    w->begin = w->column + line;
-    w->multiplier = w->begin + line;
-    w->shift = w->multiplier + channels;
-    w->round = w->shift + channels;
-    w->sum = w->round + channels;
-    w->mean = w->sum + BLOCK * channels;
-    w->scale = (float *)(w->mean + channels);
-    w->offset = w->scale + channels;
-    w->key = (right_operand *)(w->offset + channels);
-    w->value = w->key + line * grouped(d);
-    w->query = (left_operand *)(w->value + channels * grouped(x->keys));
-    w->p = w->query + BLOCK * grouped(d);
-    w->upper = w->p + BLOCK * line;
+    divide(x, w, (char *)whole_lines((intptr_t)*memory));
     w->head = w->out_head = -1;
     return 1;
 }
@@ -565,7 +569,7 @@ static int attend_share(const problem *x) {
 
 int qflash_attention(const problem *x) {
     int failed = 0;
-#pragma omp parallel num_threads((int)x->threads) reduction(| : failed)
+#pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
     failed = attend_share(x);
     return failed;
 }
@@ -789,23 +793,24 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
 static int quantize_share(const conversion *a, int32_t *all) {
     const int64_t n = a->tokens, d = a->channels;
     const share mine = share_of(a->batch * a->heads);
-    float *x = malloc(sizeof(float) * (n * d + 5 * d));
-    float *range = x + n * d;
+    float *x = malloc(sizeof(float) * n * d), *range = malloc(sizeof(float) * 5 * d);
+    const int enough = x && range;
     if (a->granularity == PER_TENSOR) {
-        int32_t most = x ? heads_of(a, mine.begin, mine.end, 1, 0, x, range) : 0;
+        int32_t most = enough ? heads_of(a, mine.begin, mine.end, 1, 0, x, range) : 0;
 #pragma omp critical
         *all = most > *all ? most : *all;
 #pragma omp barrier
     }
-    if (x) heads_of(a, mine.begin, mine.end, 0, *all, x, range);
+    if (enough) heads_of(a, mine.begin, mine.end, 0, *all, x, range);
+    free(range);
     free(x);
-    return !x;
+    return !enough;
 }
 
 int qflash_quantize(const conversion *a) {
     int32_t all = 0;
     int failed = 0;
-#pragma omp parallel num_threads((int)a->threads) reduction(| : failed)
+#pragma omp parallel num_threads(threads_of(a->threads)) reduction(| : failed)
     failed = quantize_share(a, &all);
     return failed;
 }
@@ -841,7 +846,7 @@ INLINE void bias_row(const float *x, int32_t *out, int64_t keys) {
 /* An additive mask to fixed point, octaves with 16 fraction bits: qflash.quantize_bias, with its marks. */
 void qflash_bias(const float *x, int32_t *out, const int64_t *sizes) {
     const int64_t rows = sizes[0], keys = sizes[1];
-#pragma omp parallel for num_threads((int)sizes[2])
+#pragma omp parallel for num_threads(threads_of(sizes[2]))
     for (int64_t row = 0; row < rows; row++) bias_row(x + row * keys, out + row * keys, keys);
 }
 
@@ -860,6 +865,17 @@ INLINE int64_t scales_of(const conversion *a) {
     }
 }
 
+/* Divides memory into what query, key and value become, and returns its bytes; without `memory` it only does the latter. */
+static int64_t divide_quantised(conversion *three, char *memory) {
+    int64_t taken = 0;
+    for (int i = 0; i < 3; i++) {
+        three[i].values = next_array(memory, &taken, numbers_of(&three[i]));
+        three[i].scale = next_array(memory, &taken, sizeof(float) * scales_of(&three[i]));
+    }
+    three[2].offset = next_array(memory, &taken, sizeof(float) * three[2].batch * three[2].heads * three[2].channels);
+    return taken;
+}
+
 /* Attention of float query, key and value, with a `conversion` for each: the same threads quantise all three, then attend. The
  * output is float. */
 int qflash_float_attention(
@@ -868,16 +884,9 @@ int qflash_float_attention(
 ) {
     conversion a[3] = {three[0], three[1], three[2]};
     problem x = *like;
-    const int64_t offsets = a[2].batch * a[2].heads * a[2].channels;
-    int64_t bytes = LINE + whole_lines(sizeof(float) * offsets);
-    for (int i = 0; i < 3; i++) bytes += whole_lines(numbers_of(&a[i])) + whole_lines(sizeof(float) * scales_of(&a[i]));
-    char *memory = malloc(bytes), *place = (char *)whole_lines((intptr_t)memory);
+    char *memory = malloc(LINE + divide_quantised(a, NULL));
     if (!memory) return 1;
-    for (int i = 0; i < 3; i++) {
-        a[i].values = (int8_t *)place, place += whole_lines(numbers_of(&a[i]));
-        a[i].scale = (float *)place, place += whole_lines(sizeof(float) * scales_of(&a[i]));
-    }
-    a[2].offset = (float *)place;
+    divide_quantised(a, (char *)whole_lines((intptr_t)memory));
     x.offset = a[2].center == ZERO_POINT ? a[2].offset : NULL;
     a[0].x = query, a[1].x = key, a[2].x = value;
     x.query = a[0].values, x.key = a[1].values, x.value = a[2].values;
@@ -885,7 +894,7 @@ int qflash_float_attention(
     x.mask = mask, x.out = out;
     int32_t all[3] = {0, 0, 0};
     int failed = 0;
-#pragma omp parallel num_threads((int)x.threads) reduction(| : failed)
+#pragma omp parallel num_threads(threads_of(x.threads)) reduction(| : failed)
     {
         for (int i = 0; i < 3; i++) failed |= quantize_share(&a[i], &all[i]);
 #pragma omp barrier

@@ -242,13 +242,16 @@ static void multiply_rows(
 int qflash_linear(const linear *x) {
     const int64_t depth = grouped(x->inputs), panels = (x->outputs + WIDTH - 1) / WIDTH;
     const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / ROWS + 1) * ROWS;
-    const int64_t packed_bytes = whole_lines(sizeof(right_operand) * panels * WIDTH * depth);
-    char *memory = malloc(LINE + packed_bytes + sizeof(int32_t) * panels * WIDTH);
-    if (!memory) return 1;
+    char *memory = malloc(LINE + sizeof(right_operand) * panels * WIDTH * depth);
+    int32_t *begin = malloc(sizeof(int32_t) * panels * WIDTH);
+    if (!memory || !begin) {
+        free(memory);
+        free(begin);
+        return 1;
+    }
     right_operand *packed = (right_operand *)whole_lines((intptr_t)memory);
-    int32_t *begin = (int32_t *)((char *)packed + packed_bytes);
     int failed = 0;
-#pragma omp parallel num_threads((int)x->threads) reduction(| : failed)
+#pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
     {
         left_operand *a = malloc(line * at_most(most, x->rows) + LINE);
         share part = share_of(panels), all_rows = {0, x->rows}, all_panels = {0, panels};
@@ -267,6 +270,7 @@ int qflash_linear(const linear *x) {
         }
         free(a);
     }
+    free(begin);
     free(memory);
     return failed;
 }
@@ -313,7 +317,7 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
 }
 
 int qflash_layer_norm(const normalisation *x) {
-#pragma omp parallel num_threads((int)x->threads)
+#pragma omp parallel num_threads(threads_of(x->threads))
     {
         const share rows = share_of(x->rows);
         for (int64_t row = rows.begin; row < rows.end; row++) {

@@ -9,10 +9,16 @@
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 #endif
 
 #ifdef __SSE2__
 #include <immintrin.h>
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #endif
 
 #if defined(__AVX512BW__)
@@ -170,6 +176,28 @@ INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 #define LINE 64 /* bytes of a cache line, to which tensors are aligned: loads across two lines take longer */
 
 INLINE int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+/* The address of the next array of a workspace, which is that of a cache line. `memory` is the workspace, or NULL to find out how
+ * much it takes. Built with AddressSanitizer, there is a line behind each array that nobody may touch. */
+INLINE void *next_array(char *memory, int64_t *taken, int64_t bytes) {
+    char *array = memory ? memory + *taken : NULL;
+#ifdef __SANITIZE_ADDRESS__
+    if (array) __asan_poison_memory_region(array + bytes, whole_lines(bytes) + LINE - bytes);
+    *taken += LINE;
+#endif
+    *taken += whole_lines(bytes);
+    return array;
+}
+
+/* In a forked process there is only the thread that forked, and GCC's OpenMP would wait for those that the other process has. */
+static int is_forked;
+#if defined(_OPENMP) && !defined(_WIN32)
+static void note_fork(void) { is_forked = 1; }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
+#endif
+
+/* Threads of a parallel region for which Python wants some. */
+INLINE int threads_of(int64_t wanted) { return is_forked ? 1 : (int)wanted; }
 
 /* The calling thread's part of the tasks: [begin, end). */
 typedef struct {

@@ -1,0 +1,115 @@
+"""Run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, for every instruction set, against the reference.
+
+The kernels run in a program of their own (``tests/cpu_driver``), also for another machine in an emulator: for aarch64 they are
+cross-compiled and run by qemu (Debian: gcc-aarch64-linux-gnu, qemu-user), where undefined behaviour traps and zones around all
+buffers are looked at. What cannot be built or run here is left out, and the reason is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import cpu_driver  # noqa: E402
+from cpu_driver import matrix  # noqa: E402
+from qflash.kernels.cpu import launch  # noqa: E402
+
+MOST_FAULTS = 5
+"""Faults of a level after which it is given up."""
+
+
+def run(level: str, share: float, optimise: str, checks: tuple[str, ...], record: pathlib.Path | None) -> dict[str, Any]:
+    """Build for a level and make the calls; return what was done, with the faults."""
+    one = cpu_driver.LEVELS[level]
+    start = time.monotonic()
+    counts: collections.Counter[str] = collections.Counter()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        program = cpu_driver.build(one, pathlib.Path(folder), checks, optimise)
+        command = [*([one.emulator] if one.emulator else []), str(program)]
+        file = record.open("wb") if record else None
+        library = cpu_driver.DriverLibrary(command, {**os.environ, **cpu_driver.SANITIZER_OPTIONS}, file)
+        with cpu_driver.kernels_in(library, matrix.threads_for):
+            for kind, number, check in matrix.checks(share):
+                try:
+                    check(number)
+                    counts[kind] += 1
+                except (AssertionError, cpu_driver.DriverError) as error:
+                    faults.append(f"{kind} {number}: {str(error) or 'other bits than the reference'}")
+                    print(f"{level}: {faults[-1]}", file=sys.stderr)
+                    if len(faults) == MOST_FAULTS:
+                        break
+        if file:
+            file.close()
+    seconds = round(time.monotonic() - start)
+    return {
+        "calls": library.calls,
+        "checks": dict(counts),
+        "faults": faults,
+        "flags": [*one.flags, *checks],
+        "seconds": seconds,
+    }
+
+
+def compiler_version(command: list[str]) -> str:
+    """Return the first line that a compiler says of itself."""
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    return done.stdout.splitlines()[0] if done.stdout else "unknown"
+
+
+def main() -> int:
+    """Run what the command line asks for; return 1 if there was a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", action="append", choices=list(cpu_driver.LEVELS), help="only this one; may be repeated")
+    parser.add_argument("--share", type=float, default=1.0, help="of the calls of a full run (default: 1)")
+    parser.add_argument("--optimise", default="", metavar="FLAG", help="for the compiler; default: as the kernels are shipped")
+    parser.add_argument("--plain", action="store_true", help="without sanitizers, as the kernels are shipped")
+    parser.add_argument(
+        "--record", type=pathlib.Path, help="keep the calls of one level, for `driver < FILE` on another machine"
+    )
+    parser.add_argument("--output", type=pathlib.Path, metavar="OUT.json", help="where the record goes")
+    arguments = parser.parse_args()
+    levels = arguments.level or list(cpu_driver.LEVELS)
+    if not arguments.share > 0:
+        parser.error(f"--share must be positive, got {arguments.share}")
+    if arguments.record and len(levels) > 1:
+        parser.error("--record is for one level; choose it with --level")
+    done: dict[str, Any] = {}
+    for level in levels:
+        one = cpu_driver.LEVELS[level]
+        if reason := one.missing():
+            print(f"{level}: left out, {reason}", flush=True)
+            done[level] = {"left_out": reason}
+            continue
+        checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
+        done[level] = run(level, arguments.share, arguments.optimise, checks, arguments.record)
+        found = done[level]
+        print(f"{level}: {found['calls']} calls, {len(found['faults'])} faults, {found['seconds']} s", flush=True)
+    if arguments.output:
+        about = {
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["python", "scripts/sanitize_cpu.py", *sys.argv[1:]]),
+            "machine": f"{platform.machine()}, {platform.system()}",
+            "compiler": compiler_version(launch._compiler()),
+            "levels": done,
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(about, indent=1) + "\n")
+    return int(any(one.get("faults") for one in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

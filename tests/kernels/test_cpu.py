@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import math
 import multiprocessing
 import os
 import pathlib
 import platform
+import select
 import stat
+import subprocess
 import tempfile
 from unittest import mock
 
@@ -552,6 +555,87 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert libraries(tmp_path) == [kept]
 
 
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("fault", ["read-only", "full", "full for the compiler"])
+def test_a_folder_that_cannot_be_written_to_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, compilations: list[pathlib.Path]
+) -> None:
+    folder = tmp_path / "cache" / "qflash"
+    number = errno.EROFS if fault == "read-only" else errno.ENOSPC
+    wrapper, compiler = tmp_path / "cc", cpu._compiler()[0]
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *"{folder}"*) exit 1;; esac\nexec "{compiler}" "$@"\n')
+    wrapper.chmod(0o755)
+    if fault == "full for the compiler":
+        monkeypatch.setenv("CC", str(wrapper))
+
+    def refuse(owner: object, name: str) -> None:
+        does = getattr(owner, name)
+
+        def stub(path: pathlib.Path | str, *rest: object, **options: object) -> object:
+            if str(path).startswith(str(folder)):
+                raise OSError(number, os.strerror(number), str(path))
+            return does(path, *rest, **options)
+
+        monkeypatch.setattr(owner, name, stub)
+
+    if fault == "read-only":
+        refuse(os, "mkdir")
+    else:
+        refuse(pathlib.Path, "write_text" if fault == "full" else "write_bytes")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match=f"for this process alone.*{os.strerror(number)}"):
+        assert cpu.load().qflash_attention
+    assert not libraries(tmp_path)
+    assert [into.parent == tmp_path for into in compilations] == ([True] if fault == "read-only" else [False, True])
+
+
+@pytest.mark.usefixtures("uncached", "compilations")
+def test_cpus_that_share_a_folder_have_libraries_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Machine code for one may be none for another."""
+    info = "processor : 0\nmodel name : {}\ncpu MHz : {}\nflags : sse2 {}\n"
+    read_text = pathlib.Path.read_text
+    found = set()
+    for model, clock, flags in (("A", 1, "avx2"), ("A", 2, "avx2"), ("A", 1, "avx2 avx512bw"), ("B", 1, "avx2")):
+        text = info.format(model, clock, flags)
+        monkeypatch.setattr(
+            pathlib.Path,
+            "read_text",
+            lambda self, *rest, text=text, **options: (
+                text if self == pathlib.Path("/proc/cpuinfo") else read_text(self, *rest, **options)
+            ),
+        )
+        cpu.load()
+        found.add(tuple(path.name for path in libraries(tmp_path)))
+    assert sorted(map(len, found)) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """And what it started, as compilers start others. The time is up when it holds the pipe, on a machine of any speed."""
+    pipe, hanging = tmp_path / "pipe", tmp_path / "hanging-cc"
+    os.mkfifo(pipe)
+    hanging.write_text(f'#!/bin/sh\n( exec > "{pipe}"; exec sleep 1000000 ) &\nwait\n')
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CC", str(hanging))
+    readers: list[int] = []
+
+    def communicate(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+        assert timeout == cpu._COMPILER_SECONDS
+        readers.append(os.open(pipe, os.O_RDONLY))
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    reason = backends.cpu_missing()
+    assert reason is not None and "hanging-cc did not end within" in reason
+    (reader,) = readers
+    # its end is read when nobody can write any more
+    ready, _, _ = select.select([reader], [], [], 300)
+    assert ready and os.read(reader, 1) == b""
+    os.close(reader)
+    assert not list((tmp_path / "cache" / "qflash").iterdir())
+
+
 @pytest.mark.usefixtures("uncached", "compilations")
 def test_without_any_folder_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     blocked = tmp_path / "a file"
@@ -568,7 +652,7 @@ def test_without_any_folder_the_reason_is_given(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.usefixtures("uncached", "compilations")
 def test_processes_that_start_together_get_the_same_library(tmp_path: pathlib.Path) -> None:
-    assert load_in_processes(3) == [0, 0, 0]
+    assert load_in_processes(8) == [0] * 8
     assert len(libraries(tmp_path)) == 1
     assert len(list((tmp_path / "cache" / "qflash").iterdir())) == 1
 

@@ -21,6 +21,7 @@ import pathlib
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
@@ -51,6 +52,10 @@ _TRIES = (
     ("-march=native",),
     (),
 )
+_COMPILER_SECONDS = 900
+"""After which a compiler is taken to hang; it needs seconds, and minutes on a machine that is very busy."""
+_LIBRARY_BYTES = 1 << 20
+"""More than the library has."""
 _SERIAL_WORK = 1 << 19
 """Multiply-adds below which waking other threads costs more than they bring."""
 
@@ -91,11 +96,43 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run a compiler; return its exit status and what it said.
+
+    Raises:
+        BuildError: it does not run, or it does not end.
+    """
+    try:
+        # a session of its own: what it starts is ended with it, and would keep the pipe open otherwise
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise BuildError(f"{command[0]} did not run: {error}") from error
+    with process:
+        try:
+            _, said = process.communicate(timeout=_COMPILER_SECONDS)
+        except BaseException as error:
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BuildError(f"{command[0]} did not end within {_COMPILER_SECONDS} seconds") from error
+            raise
+    return process.returncode, said
+
+
 def _build(folder: pathlib.Path, stem: str, texts: dict[str, str], compiler: list[str]) -> pathlib.Path:
     """Compile into ``folder``; return the library, whose name ends with its digest.
 
     ``texts`` are the sources and headers by their names. The library is moved there when it is whole, so that processes that
     start together never see half a file.
+
+    Raises:
+        BuildError: the compiler does not run, hangs, or refuses it.
+        OSError: the folder cannot be written to, or has no room.
     """
     said = ""
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as temporary:
@@ -105,16 +142,14 @@ def _build(folder: pathlib.Path, stem: str, texts: dict[str, str], compiler: lis
         sources = [str(pathlib.Path(temporary, name)) for name in _SOURCES]
         for extra in _TRIES:
             command = [*compiler, *_FLAGS, *extra, *sources, "-o", str(made), "-lm"]
-            try:
-                # no time limit: on a busy machine it takes as long as it takes
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-            except OSError as error:
-                raise BuildError(f"{compiler[0]} did not run: {error}") from error
-            if done.returncode == 0 and made.is_file():
+            status, words = _run(command)
+            if status == 0 and made.is_file():
                 made.chmod(0o700)
                 return made.replace(folder / f"{stem}-{_digest(made)}.so")
-            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:]).strip()
-    raise BuildError(f"{shlex.join(compiler)} refused it: {said or f'exit status {done.returncode}, no library'}")
+            said = next((line for line in words.splitlines() if "error" in line), words[-200:]).strip()
+        # a disk without room is the folder's fault, not the compiler's
+        pathlib.Path(temporary, "room").write_bytes(bytes(_LIBRARY_BYTES))
+    raise BuildError(f"{shlex.join(compiler)} refused it: {said or f'exit status {status}, no library'}")
 
 
 def _open(path: pathlib.Path) -> ctypes.CDLL:

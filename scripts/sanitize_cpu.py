@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 import cpu_driver  # noqa: E402
 from cpu_driver import matrix  # noqa: E402
 from qflash.kernels.cpu import launch  # noqa: E402
+from qflash.paths import write_whole  # noqa: E402
 
 MOST_FAULTS = 5
 """Faults of a level after which it is given up."""
@@ -88,26 +89,25 @@ def main() -> int:
     if arguments.record and len(levels) > 1:
         parser.error("--record is for one level; choose it with --level")
     done: dict[str, Any] = {}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", "scripts/sanitize_cpu.py", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "compiler": compiler_version(launch._compiler()),
+        "levels": done,
+    }
     for level in levels:
         one = cpu_driver.LEVELS[level]
         if reason := one.missing():
             print(f"{level}: left out, {reason}", flush=True)
             done[level] = {"left_out": reason}
-            continue
-        checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
-        done[level] = run(level, arguments.share, arguments.optimise, checks, arguments.record)
-        found = done[level]
-        print(f"{level}: {found['calls']} calls, {len(found['faults'])} faults, {found['seconds']} s", flush=True)
-    if arguments.output:
-        about = {
-            "date": datetime.date.today().isoformat(),
-            "command": " ".join(["python", "scripts/sanitize_cpu.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, {platform.system()}",
-            "compiler": compiler_version(launch._compiler()),
-            "levels": done,
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(about, indent=1) + "\n")
+        else:
+            checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
+            done[level] = found = run(level, arguments.share, arguments.optimise, checks, arguments.record)
+            print(f"{level}: {found['calls']} calls, {len(found['faults'])} faults, {found['seconds']} s", flush=True)
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(arguments.output, json.dumps(about, indent=1) + "\n")
     return int(any(one.get("faults") for one in done.values()))
 
 

@@ -115,7 +115,8 @@ def _run(command: list[str]) -> tuple[int, str]:
             _, said = process.communicate(timeout=_COMPILER_SECONDS)
         except BaseException as error:
             if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             else:
                 process.kill()
             if isinstance(error, subprocess.TimeoutExpired):

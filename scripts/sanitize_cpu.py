@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,8 +42,11 @@ def run(level: str, share: float, optimise: str, checks: tuple[str, ...], record
     with tempfile.TemporaryDirectory() as folder:
         program = cpu_driver.build(one, pathlib.Path(folder), checks, optimise)
         command = [*([one.emulator] if one.emulator else []), str(program)]
-        file = record.open("wb") if record else None
-        library = cpu_driver.DriverLibrary(command, {**os.environ, **cpu_driver.SANITIZER_OPTIONS}, file)
+        library = cpu_driver.DriverLibrary(command, {**os.environ, **cpu_driver.SANITIZER_OPTIONS})
+        if record:
+            record.mkdir(parents=True, exist_ok=True)
+            shutil.copy(program, record / "driver")
+            library.record, library.answers = (record / "calls").open("wb"), (record / "results").open("wb")
         with cpu_driver.kernels_in(library, matrix.threads_for):
             for kind, number, check in matrix.checks(share):
                 try:
@@ -53,15 +57,16 @@ def run(level: str, share: float, optimise: str, checks: tuple[str, ...], record
                     print(f"{level}: {faults[-1]}", file=sys.stderr)
                     if len(faults) == MOST_FAULTS:
                         break
-        if file:
-            file.close()
-    seconds = round(time.monotonic() - start)
+        for file in (library.record, library.answers):
+            if file:
+                file.close()
     return {
         "calls": library.calls,
         "checks": dict(counts),
+        "failed": len(faults),
         "faults": faults,
-        "flags": [*one.flags, *checks],
-        "seconds": seconds,
+        "flags": [flag for flag in (*one.flags, *checks) if not flag.startswith("/")],
+        "seconds": round(time.monotonic() - start),
     }
 
 
@@ -78,9 +83,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the calls of a full run (default: 1)")
     parser.add_argument("--optimise", default="", metavar="FLAG", help="for the compiler; default: as the kernels are shipped")
     parser.add_argument("--plain", action="store_true", help="without sanitizers, as the kernels are shipped")
-    parser.add_argument(
-        "--record", type=pathlib.Path, help="keep the calls of one level, for `driver < FILE` on another machine"
-    )
+    parser.add_argument("--record", type=pathlib.Path, metavar="DIR", help="keep program, calls and results of one level")
     parser.add_argument("--output", type=pathlib.Path, metavar="OUT.json", help="where the record goes")
     arguments = parser.parse_args()
     levels = arguments.level or list(cpu_driver.LEVELS)
@@ -104,7 +107,7 @@ def main() -> int:
         else:
             checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
             done[level] = found = run(level, arguments.share, arguments.optimise, checks, arguments.record)
-            print(f"{level}: {found['calls']} calls, {len(found['faults'])} faults, {found['seconds']} s", flush=True)
+            print(f"{level}: {found['calls']} calls, {found['failed']} faults, {found['seconds']} s", flush=True)
         if arguments.output:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             write_whole(arguments.output, json.dumps(about, indent=1) + "\n")

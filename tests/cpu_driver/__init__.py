@@ -220,20 +220,23 @@ class DriverLibrary:
 
     Attributes:
         calls: how many have been made.
+        record: where calls are written, too, for a machine that this one cannot run.
+        answers: where what the driver returns is written, too.
     """
 
     _ORDER = ("attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm")
     """Functions by their numbers in ``driver.c``."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], record: BinaryIO | None = None) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start nothing yet.
 
         Args:
             command: program and arguments.
             environment: of the process.
-            record: where calls are written, too, for a machine that this one cannot run.
         """
-        self.command, self.environment, self.record = list(command), environment, record
+        self.command, self.environment = list(command), environment
+        self.record: BinaryIO | None = None
+        self.answers: BinaryIO | None = None
         self.calls = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._said: Any = None
@@ -296,6 +299,8 @@ class DriverLibrary:
             status, words = process.returncode, self._words()
             self._process = None
             raise DriverError(f"qflash_{name}: the driver ended with status {status}\n{words}")
+        if self.answers is not None:
+            self.answers.write(got)
         magic, result = struct.unpack("<2q", got[:16])
         assert magic == MAGIC
         at = 16

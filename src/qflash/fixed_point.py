@@ -24,6 +24,8 @@ z (with a bias)       ``< 2**29 + 2**28``                             S M or y R
 row sum l             ``< 2**24`` (8 bits), ``< 2**31`` (15 bits)     N <= 65536
 accumulator O         ``< 2**31``                                     255 * 128 * 65536
 ====================  ==============================================  =======================
+
+The last two are those of a section of :data:`SECTION_KEYS` keys. Longer rows are sums of up to 16 sections, in 64 bits.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ import math
 
 import torch
 
-MAX_KEYS = 65536
-"""Most keys in a row: 255 * 128 * 65536 < 2**31 keeps the int32 accumulators safe."""
+SECTION_KEYS = 65536
+"""Most keys whose sums fit 32 bits: 255 * 128 * 65536 < 2**31. Longer rows are added up section by section in 64 bits."""
+MAX_KEYS = 1 << 20
+"""Most keys in a row: eight times the sum of a value channel, 8 * 128 * 2**20 = 2**30, still fits 32 bits."""
 
 MAX_HEAD_DIM = 512
 """Most channels of a head. The multiplier of a score has 57344 / 512 = 112 steps there, half with a bias."""
@@ -205,10 +209,10 @@ def wide_multiplier(
 
 
 def bit_length(x: torch.Tensor) -> torch.Tensor:
-    """Return the bit length of ``0 <= x < 2**31`` (0 for 0), int64."""
+    """Return the bit length of ``0 <= x < 2**63`` (0 for 0), int64."""
     x = x.to(torch.int64)
     length = torch.zeros_like(x)
-    for step in (16, 8, 4, 2, 1):
+    for step in (32, 16, 8, 4, 2, 1):
         big = x >= 1 << step
         length = torch.where(big, length + step, length)
         x = torch.where(big, x >> step, x)
@@ -236,10 +240,22 @@ def row_inverse(denominator: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(bits, x)`` with ``1 / denominator ~ x * 2**-(29 + bits)``, ``2**29 <= x <= 2**30 + 1``.
 
     Args:
-        denominator: int64 in ``[0, 2**31)``; where it is 0 the result is that of 1 with no bits.
+        denominator: int64 in ``[0, 2**62)``, of which the upper 31 bits count; where it is 0 the result is that of 1 with no
+            bits.
     """
     bits = bit_length(denominator)
-    return bits, reciprocal(torch.where(denominator > 0, denominator, 1) << (31 - bits.clamp(min=1)))
+    upper = torch.where(denominator > 0, denominator, 1) >> (bits - 31).clamp(min=0)
+    return bits, reciprocal(upper << (31 - bits.clamp(min=1)).clamp(min=0))
+
+
+def left_aligned(numerator: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Return ``floor(numerator * 2**(24 - bits))`` of int64 numerators: below ``2**31`` in magnitude for a quotient.
+
+    Args:
+        numerator: int64, ``|numerator| < 2**(bits + 7)``.
+        bits: of the denominator, :func:`row_inverse`.
+    """
+    return (numerator << (24 - bits).clamp(min=0)) >> (bits - 24).clamp(min=0)
 
 
 def floored_quotient(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -252,7 +268,7 @@ def floored_quotient(numerator: torch.Tensor, denominator: torch.Tensor) -> torc
         denominator: int64 in ``[0, 2**31)``, broadcastable.
     """
     bits, inverse = row_inverse(denominator)
-    floor = multiply_high((numerator << 24) >> bits, inverse) >> 21
+    floor = multiply_high(left_aligned(numerator, bits), inverse) >> 21
     remainder = numerator - floor * denominator
     floor = floor + (remainder >= denominator).to(torch.int64) - (remainder < 0).to(torch.int64)
     return torch.where(denominator > 0, floor, 0)
@@ -276,7 +292,7 @@ def requantize(scaled: torch.Tensor, multiplier: torch.Tensor, shift: torch.Tens
     """Bring an output to int8 at the output scale: one multiply-high, rounded half up, saturated to [-128, 127].
 
     Args:
-        scaled: int64, ``O << (24 - bits)`` with the ``bits`` of :func:`row_inverse`; below ``2**31`` in magnitude.
+        scaled: int64, :func:`left_aligned` O.
         multiplier: int64, ``mulhi(x, R)``: the row's inverse times the channel's :func:`output_multiplier`.
         shift: of :func:`output_multiplier`.
     """

@@ -251,19 +251,22 @@ def _two_pass(
         numerator = numerator + _exact_matmul(p, value[:, :, start:stop], most, torch.int64)
         denominator = denominator + p.sum(dim=-1, keepdim=True, dtype=torch.int64)
     assert isinstance(numerator, torch.Tensor) and isinstance(denominator, torch.Tensor)
-    wide = 38 if recipe.probability_bits == 15 else 31
-    scores.check("O", numerator, -(1 << wide), (1 << wide) - 1)
-    scores.check("l", denominator, 0, (1 << (31 if recipe.probability_bits == 15 else 24)) - 1)
+    sections = -(-keys // fp.SECTION_KEYS)
+    most = sections << (38 if recipe.probability_bits == 15 else 31)
+    scores.check("O", numerator, -most, most - 1)
+    scores.check("l", denominator, 0, (sections << (31 if recipe.probability_bits == 15 else 24)) - 1)
     if exact:
         assert isinstance(fine, torch.Tensor)
-        scores.check("L", fine, 0, (1 << 31) - 1)
+        scores.check("L", fine, 0, (sections << 31) - 1)
         total = torch.maximum(fine, denominator << fp.FINE_BITS)
-        scores.check("L or l", total, 0, (1 << 31) - 1)
+        scores.check("L or l", total, 0, (sections << 31) - 1)
         missing = (total - (denominator << fp.FINE_BITS)) >> (fp.FINE_BITS + 1)
-        mean = fp.twice_mean(value.sum(dim=2, keepdim=True, dtype=torch.int64), keys)
+        sums = value.sum(dim=2, keepdim=True, dtype=torch.int64)
+        scores.check("8 times the sum of V", sums << 3, -(1 << 30), (1 << 30) - 1)
+        mean = fp.twice_mean(sums, keys)
         scores.check("twice the mean of V", mean, -256, 256)
         numerator, denominator = numerator + missing * mean, total
-        scores.check("O with the missing mass", numerator, -(1 << 31), (1 << 31) - 1)
+        scores.check("O with the missing mass", numerator, -most, most - 1)
     return numerator, denominator, row_max
 
 
@@ -272,6 +275,7 @@ def _online(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Algorithm 1's loop: running maximum, ScaleRelease (a floored multiply) after every block of keys."""
     keys = value.shape[2]
+    sections = -(-keys // fp.SECTION_KEYS)
     row_max = numerator = denominator = None
     for start in range(0, keys, recipe.key_block):
         stop = min(keys, start + recipe.key_block)
@@ -289,8 +293,8 @@ def _online(
             numerator = ((numerator * factor) >> 24) + product
             denominator = ((denominator * factor) >> 24) + total
         row_max = new_max
-        scores.check("O", numerator, -(1 << 31), (1 << 31) - 1)
-        scores.check("l", denominator, 0, (1 << 24) - 1)
+        scores.check("O", numerator, -(sections << 31), (sections << 31) - 1)
+        scores.check("l", denominator, 0, (sections << 24) - 1)
     assert numerator is not None and denominator is not None and row_max is not None
     # ScaleRelease floors both sums apart, which can leave |O| a few units above 128 l; no average can be there
     return numerator.clamp(-128 * denominator, 128 * denominator), denominator, row_max
@@ -322,7 +326,7 @@ def _finish(
     bits, inverse = fp.row_inverse(denominator)
     bits = (bits - fine_bits).clamp(min=0)
     if out_dtype == torch.int8:
-        return fp.requantize((numerator << 24) >> bits, fp.multiply_high(inverse, multiplier), shift)
+        return fp.requantize(fp.left_aligned(numerator, bits), fp.multiply_high(inverse, multiplier), shift)
     average = numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits)
     return _with_offset(average, value_scale, offset, denominator)
 

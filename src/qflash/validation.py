@@ -109,7 +109,7 @@ def check_attention_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.
         raise ValueError(f"value must have as many tokens as key ({_size(key.shape[-2])}), got {_size(value.shape[-2])}")
     if key.shape[-2] > MAX_KEYS:
         raise ValueError(
-            f"key must have at most {MAX_KEYS} tokens (more could overflow the int32 accumulators), got {_size(key.shape[-2])}"
+            f"key must have at most {MAX_KEYS} tokens (more could overflow sums of int32), got {_size(key.shape[-2])}"
         )
     if enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3:
         raise ValueError(f"enable_gqa needs a head dimension in each tensor, got query of shape {_shape(query.shape)}")

@@ -13,11 +13,12 @@ import torch
 import qflash
 from helpers import make_inputs, quantize_all
 from qflash import QuantizedTensor, Recipe
+from qflash.fixed_point import MAX_KEYS
 
 Q, K, V = make_inputs(2, 4, 5, 6, head_dim=8)
 ONE = torch.ones(1, 1, 1, 1)
 ZEROS = torch.zeros
-TOO_LONG = torch.zeros(1, 1, 1, 8).expand(2, 4, 65537, 8)
+TOO_LONG = torch.zeros(1, 1, 1, 8).expand(2, 4, MAX_KEYS + 1, 8)
 META = {"device": "meta"}
 MASK = torch.ones(5, 6, dtype=torch.bool)
 
@@ -58,7 +59,7 @@ BAD_ATTENTION: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "batch differs": (ValueError, "key", {"key": ZEROS(3, 4, 6, 8)}),
     "value batch": (ValueError, "value", {"value": ZEROS(3, 4, 6, 8)}),
     "key and value batch": (ValueError, "key", {"query": Q[:1], "key": ZEROS(3, 4, 6, 8)}),
-    "too many keys": (ValueError, "65536", {"key": TOO_LONG, "value": TOO_LONG}),
+    "too many keys": (ValueError, "1048576", {"key": TOO_LONG, "value": TOO_LONG}),
     "mask int8": (TypeError, "attn_mask", {"attn_mask": int8(5, 6)}),
     "mask int32": (TypeError, "attn_mask", {"attn_mask": ZEROS(5, 6, dtype=torch.int32)}),
     "mask float64": (TypeError, "attn_mask", {"attn_mask": ZEROS(5, 6, dtype=torch.float64)}),
@@ -121,8 +122,8 @@ BAD_INT8: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "too many keys": (
         ValueError,
-        "65536",
-        {"key": QuantizedTensor(int8(2, 4, 65537, 8), ONE), "value": QuantizedTensor(int8(2, 4, 65537, 8), ONE)},
+        "1048576",
+        {"key": QuantizedTensor(TOO_LONG.to(torch.int8), ONE), "value": QuantizedTensor(TOO_LONG.to(torch.int8), ONE)},
     ),
     "heads": (ValueError, "key", {"key": qflash.quantize(K[:, :2]), "value": qflash.quantize(V[:, :2])}),
     "query per channel": (ValueError, "query", {"query": qflash.quantize(Q, "channel")}),
@@ -292,7 +293,7 @@ def test_recipe_refuses_unknown_fields() -> None:
 
 
 def test_the_longest_row_is_taken() -> None:
-    key = torch.zeros(1, 1, 65536, 2)
+    key = torch.zeros(1, 1, MAX_KEYS, 2)
     key[..., 0] = 1
     out = qflash.attention(torch.ones(1, 1, 1, 2), key, key)
     assert float((out - torch.tensor([1.0, 0.0])).abs().max()) < 1e-4

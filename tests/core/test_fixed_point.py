@@ -319,10 +319,17 @@ def test_extreme_inputs_stay_inside_int32(head_dim: int, recipe: Recipe) -> None
 
 @pytest.mark.parametrize("recipe", SAFE_RECIPES, ids=["linear 7", "quadratic 8", "quadratic 15", "paper"])
 @pytest.mark.parametrize("sign", ["high", "low"])
-def test_longest_row_stays_inside_int32(sign: str, recipe: Recipe) -> None:
-    value = extreme(sign, (1, 1, fp.MAX_KEYS, 2))
-    query, key = extreme("high", (1, 1, 1, 2)), extreme("high", (1, 1, fp.MAX_KEYS, 2))
+@pytest.mark.parametrize("keys", [fp.SECTION_KEYS, 2 * fp.SECTION_KEYS + 1])
+def test_long_rows_stay_inside_their_bounds(keys: int, sign: str, recipe: Recipe) -> None:
+    value = extreme(sign, (1, 1, keys, 2))
+    query, key = extreme("high", (1, 1, 1, 2)), extreme("high", (1, 1, keys, 2))
     checked_attention(query, key, value, 1.0, recipe)
+
+
+@pytest.mark.parametrize("recipe", SAFE_RECIPES[1:3], ids=["quadratic 8", "quadratic 15"])
+def test_the_longest_row_stays_inside_its_bounds(recipe: Recipe) -> None:
+    value, key = extreme("low", (1, 1, fp.MAX_KEYS, 1)), extreme("high", (1, 1, fp.MAX_KEYS, 1))
+    checked_attention(extreme("high", (1, 1, 1, 1)), key, value, 1.0, recipe)
 
 
 def test_checker_refuses_what_leaves_its_range() -> None:
@@ -337,7 +344,7 @@ def test_checker_refuses_what_leaves_its_range() -> None:
 def test_checked_mode_notices_a_row_that_is_too_long() -> None:
     keys = fp.MAX_KEYS + 4096
     query, key = extreme("high", (1, 1, 1, 1)), extreme("high", (1, 1, keys, 1))
-    with pytest.raises(OverflowError):
+    with pytest.raises(OverflowError, match="8 times the sum of V"):
         checked_attention(query, key, extreme("low", (1, 1, keys, 1)), 1.0, SAFE_RECIPES[1])
 
 

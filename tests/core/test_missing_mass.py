@@ -87,6 +87,15 @@ def test_twice_the_mean_is_rounded() -> None:
         assert int(got.abs().max()) <= 256
 
 
+@pytest.mark.parametrize("keys", [65537, 700_001, (1 << 20) - 1, 1 << 20])
+def test_twice_the_mean_of_longer_rows_is_near(keys: int) -> None:
+    sums = torch.linspace(-128 * keys, 127 * keys, 1001, dtype=torch.float64).round().to(torch.int64)
+    got = fp.twice_mean(sums, keys)
+    # the inverse has bit_length(2**31 // keys) bits, 12 for the longest
+    assert float((got - 2 * sums.double() / keys).abs().max()) <= 0.5 + 0.125
+    assert int(got.abs().max()) <= 256
+
+
 def test_a_product_and_sum_are_rounded_once() -> None:
     generator = np.random.default_rng(0)
     a, b, c = (torch.from_numpy(x) for x in generator.normal(size=(3, 20000)).astype(np.float32))
@@ -119,7 +128,7 @@ def test_the_missing_mass_goes_to_the_mean() -> None:
     assert float((new - exact).abs().max()) < 0.03 < float((old - exact).abs().max())
 
 
-@pytest.mark.parametrize("keys", [65, 1000, 65536])
+@pytest.mark.parametrize("keys", [65, 1000, 65536, 131073])
 def test_bounds_hold_for_the_largest_sums(keys: int) -> None:
     """Every weight as large as can be, or just below and just above where rounding goes up, and V at its ends."""
     queries = torch.tensor([[0], [1], [127], [-128]], dtype=torch.int8)[None, None].expand(1, 1, 4, 4)

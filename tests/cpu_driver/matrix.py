@@ -19,7 +19,7 @@ from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import quantization, reference
 from qflash.attention_call import float_call, int8_call
 from qflash.execution import attend
-from qflash.fixed_point import MAX_HEAD_DIM, MAX_KEYS
+from qflash.fixed_point import MAX_HEAD_DIM, MAX_KEYS, SECTION_KEYS
 from qflash.kernels.cpu import launch
 from qflash.network import operators
 from qflash.recipe import PRESETS
@@ -145,15 +145,22 @@ def _check_ends(number: int) -> None:
     assert same_bits(launch.launch_attention(call), reference.int8_attention(call))
 
 
+_LENGTHS = (2 * SECTION_KEYS + 5, SECTION_KEYS, MAX_KEYS, SECTION_KEYS + 1)
+
+
 def _check_longest(number: int) -> None:
-    """The longest row there may be, with the largest sums."""
+    """Rows of one section, of several and the longest there may be, with the largest sums."""
     chance = random.Random(number)
-    query, value = _ends((1, 1, 2, 2), chance), _ends((1, 1, MAX_KEYS, 3), chance)
-    key = torch.zeros(1, 1, MAX_KEYS, 2, dtype=torch.int8)
+    keys = _LENGTHS[number % len(_LENGTHS)]
+    query, value = _ends((1, 1, 2, 2), chance), _ends((1, 1, keys, 3), chance)
+    key = torch.zeros(1, 1, keys, 2, dtype=torch.int8)
     one = torch.ones(1, 1, 1, 1)
     recipe = list(PRESETS.values())[number % len(PRESETS)]
-    dtype = torch.int8 if number % 2 else torch.float32
-    call = int8_call(query, one, key, one, value, one, None, False, 1.0, one if number % 2 else None, dtype, recipe)
+    whole = number // 4 % 2
+    call = int8_call(
+        query, one, key, one, value, one, None, False, 1.0, one if whole else None, torch.int8 if whole else torch.float32,
+        recipe,
+    )  # fmt: skip
     assert same_bits(launch.launch_attention(call), reference.int8_attention(call))
 
 
@@ -185,7 +192,7 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "attention": (lambda number: _check_case(number, INTERPRETER), 300),
     "tails": (lambda number: _check_case(5000 + number, TAILS), 400),
     "long rows": (lambda number: _check_case(2000 + number, LONG), 12),
-    "longest rows": (_check_longest, 3),
+    "longest rows": (_check_longest, 12),
     "ends of the ranges": (_check_ends, 150),
     "repeated calls": (lambda number: _check_repeated_int8(9000 + number), 100),
     "float calls": (_check_floats, 200),

@@ -50,6 +50,41 @@ def inputs_on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16
 # --- bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [65_537, 131_200, 1 << 20])
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("sign", [None, -128, 127])
+def test_rows_of_several_sections_have_the_reference_bits(sign: int | None, recipe: str, keys: int) -> None:
+    from qflash.kernels.cpu.launch import launch_attention as on_the_cpu
+    from qflash.kernels.dispatch import launch_attention
+
+    generator = torch.Generator().manual_seed(keys)
+    draw = [torch.randint(-128, 128, (1, 1, tokens, 32), generator=generator) for tokens in (70, keys, keys)]
+    query, key, value = (x.to(torch.int8) if sign is None else torch.full_like(x, sign, dtype=torch.int8) for x in draw)
+    scale = torch.full((1, 1, 1, 1), 0.01)
+    for output_scale, dtype in ((scale, torch.int8), (None, torch.float32)):
+        call = int8_call(
+            query, scale, key, scale, value, scale, None, False, 0.2, output_scale, dtype, qflash.recipe.PRESETS[recipe]
+        )
+        scales = call.scales._replace(**{name: x.to(CUDA) for name, x in call.scales._asdict().items() if x is not None})
+        there = dataclasses.replace(call, query=query.to(CUDA), key=key.to(CUDA), value=value.to(CUDA), scales=scales)
+        assert same_bits(launch_attention(there).cpu(), on_the_cpu(call)), dtype
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_tokens_beyond_32_bit_offsets_have_the_reference_bits(recipe: str) -> None:
+    """Tokens that lie 2**21 elements apart, so that an offset to the last has 33 bits."""
+    tokens, stride = 1100, 1 << 21
+    inputs = inputs_on_gpu(1, 2, tokens, head_dim=64)
+    far = []
+    for x in inputs:
+        room = torch.empty((tokens - 1) * stride + 128, dtype=x.dtype, device=CUDA)
+        far.append(room.as_strided(x.shape, (128, 64, stride, 1)).copy_(x))
+        if len(far) == 2:  # three take 14 GB
+            break
+    expected = qflash.attention(*(x.cpu() for x in inputs), recipe=recipe, backend="reference")
+    assert same_bits(qflash.attention(*far, inputs[2], recipe=recipe, backend="triton").cpu(), expected)
+
+
 @pytest.mark.parametrize("geometry", range(GEOMETRIES))
 def test_kernel_has_the_reference_bits(geometry: int) -> None:
     from qflash.kernels.dispatch import launch_attention

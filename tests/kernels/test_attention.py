@@ -6,12 +6,19 @@ import dataclasses
 
 import pytest
 import torch
+import triton
 
 import qflash
-from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, same_bits
-from qflash import reference
-from qflash.attention_call import int8_call
+from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, quantize_all, same_bits
+from qflash import execution, reference
+from qflash.attention_call import AttentionCall, float_call, int8_call
 from qflash.kernels.dispatch import launch_attention
+from qflash.kernels.heuristics import choose_tiles
+from qflash.kernels.launch_arguments import shape_of
+from qflash.kernels.launch_recorder import LaunchRecorder
+from qflash.kernels.tiles import PORTABLE, SM90_STREAMING
+from qflash.kernels.triton import attention_streaming, launch
+from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu draws the same cases larger on a GPU")
 
@@ -90,3 +97,50 @@ def test_the_comparison_sees_one_wrong_bit() -> None:
     assert same_bits(expected, expected.clone())
     assert not same_bits(changed, expected)
     assert lay_out(expected, "packed").stride() != expected.stride()
+
+
+WIDE_RECIPES = {
+    "default": DEFAULT,
+    "rounded": DEFAULT.replace(row_sum="rounded"),
+    "value scale": DEFAULT.replace(output="value_scale"),
+    "accurate": ACCURATE,
+    "paper": PAPER,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", WIDE_RECIPES)
+def test_sums_of_sections_have_the_reference_bits(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several sections, which are made short here: real ones take the interpreter minutes."""
+    monkeypatch.setattr(launch.fp, "SECTION_KEYS", 64)
+    monkeypatch.setattr(attention_streaming, "SECTION_KEYS", triton.language.constexpr(64))
+    recipe = WIDE_RECIPES[name]
+    queries, keys = (140, 135) if causal else (20, 150)
+    query, key, value = quantize_all(make_inputs(1, 1, queries, keys, head_dim=16), recipe)
+    one = torch.ones(1, 1, 1, 1) / 3
+    for output_scale, dtype in ((one, torch.int8), (None, torch.float32)):
+        call = int8_call(
+            query.values, query.scale, key.values, key.scale, value.values, value.scale, None, causal, 0.25, output_scale,
+            dtype, recipe,
+        )  # fmt: skip
+        assert call.keys > 2 * launch.fp.SECTION_KEYS
+        tiles = 64, recipe.key_block if recipe.normalization == "online" else 32, 4, 1
+        assert same_bits(launch_attention(call, tiles=tiles), reference.int8_attention(call)), dtype
+
+
+def test_longer_rows_are_for_the_portable_kernels() -> None:
+    """Those for Hopper have 32 bits for a sum, and all others 32 bits for an offset."""
+
+    def call_of(tokens: int, heads: int) -> AttentionCall:
+        tensors = [torch.empty(1, tokens, heads, 64, dtype=torch.float16, device="meta").transpose(1, 2) for _ in range(3)]
+        return float_call(*tensors, None, False, 0.125, DEFAULT)
+
+    kinds = [choose_tiles(shape_of(call_of(tokens, 1), False), (9, 0)).kernel for tokens in (65536, 65537)]
+    assert kinds == [SM90_STREAMING, PORTABLE]
+    for tokens, heads in ((65537, 1), (65536, 1024)):
+        with LaunchRecorder(launching=False) as recording:
+            execution.attend(call_of(tokens, heads), "triton")
+        assert recording.launches[-1].family == "triton.streaming"
+        assert recording.launches[-1].arguments["WIDE_SUMS"] is (tokens > 65536)
+        wide = {launch.arguments["WIDE_OFFSETS"] for launch in recording.launches if "WIDE_OFFSETS" in launch.arguments}
+        assert wide == {heads == 1024}

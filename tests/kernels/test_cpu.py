@@ -27,6 +27,7 @@ from helpers import INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_
 from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import backends, quantization, reference
 from qflash.attention_call import int8_call
+from qflash.fixed_point import SECTION_KEYS
 from qflash.kernels.cpu import launch as cpu
 from qflash.recipe import PRESETS
 
@@ -72,7 +73,7 @@ def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
     assert same_bits(cpu.launch_attention(int8_call(*arguments)), expected)
 
 
-@pytest.mark.parametrize("keys", [16_500, 33_000, 65_536])
+@pytest.mark.parametrize("keys", [16_500, 33_000, 65_536, 140_000])
 @pytest.mark.parametrize(("bits", "output"), [(7, "value_scale"), (8, "value_scale"), (8, "accumulator"), (15, "accumulator")])
 def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: int) -> None:
     """Of all lengths of a row's sum."""
@@ -89,6 +90,21 @@ def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: 
     for dtype in (torch.int8, torch.float32):
         arguments = query, one, key, one, value, one, None, False, 1e-4, one / 3, dtype, recipe
         assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), dtype
+
+
+@pytest.mark.parametrize("sign", [-128, 127])
+@pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])
+def test_the_largest_sums_have_the_reference_bits(recipe: str, sign: int) -> None:
+    """Of rows so long that no 32 bits hold a sum."""
+    keys = 2 * SECTION_KEYS + 5
+    query, key, value = (torch.full((1, 1, tokens, 2), sign, dtype=torch.int8) for tokens in (2, keys, keys))
+    one = torch.ones(1, 1, 1, 1)
+    for dtype in (torch.int8, torch.float32):
+        choices = PRESETS[recipe].replace(key_block=256)
+        arguments = query, one, key, one, value, one, None, False, 1.0, one, dtype, choices
+        expected = reference.int8_attention(int8_call(*arguments))
+        assert (expected - sign).abs().max() < 1e-4
+        assert same_bits(cpu.launch_attention(int8_call(*arguments)), expected), dtype
 
 
 def test_many_roundings_have_the_reference_bits() -> None:

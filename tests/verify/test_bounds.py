@@ -65,6 +65,12 @@ def test_the_bounds_of_the_documents() -> None:
     assert at("8", "O << (24 - B)").magnitude == 2**31 - 256
     assert at("8", "O << (24 - B), exact row sum").magnitude == at("8", "O << (24 - B), 15 bits").magnitude == 2**31 - 2
     assert at("8", "(2^28 - mulhi(D, x)) << 4").magnitude < 2**28
+    assert at("6", "l, 7 and 8 bits, longer rows").high < 2**28 and at("6", "l, 15 bits, longer rows").high < 2**35
+    assert at("7", "L, longer rows").high < 2**35 and at("7", "8 · Σ V, longer rows").magnitude == 2**30
+    assert at("6", "O, 7 and 8 bits, longer rows").magnitude < 2**35 and at("6", "O, 15 bits, longer rows").magnitude < 2**42
+    assert at("6", "O · alpha, longer rows").magnitude < 2**34 * 2**24
+    for name in ("O << (24 - B)", "O << (24 - B), exact row sum", "O << (24 - B), 15 bits"):
+        assert at("8", f"{name}, longer rows").low >= -(2**31) and at("8", f"{name}, longer rows").high <= 2**31 - 1
     assert at("9", "mulhi(O << (24 - B), mulhi(x, R))").magnitude <= 2**28 + 1
     assert at("linear", "mulhi(acc << left, R)").magnitude <= 2**30
     assert at("GELU", "r · r").high == 20480**2 < 2**29
@@ -77,7 +83,8 @@ def test_the_bounds_of_the_documents() -> None:
     ("owner", "name", "factor", "what"),
     [
         (fp, "MULTIPLIER_BUDGET", 2, r"\(m - S\) · M"),
-        (fp, "MAX_KEYS", 2, "O|l"),
+        (fp, "SECTION_KEYS", 2, "O|l"),
+        (fp, "MAX_KEYS", 4, "8 · Σ V"),
         (fp, "BIAS_LIMIT", 4, "an honest score"),
         (fp, "RECIPROCAL_SLOPE", 0.5, "x"),
         (op, "ROOT_SLOPE", 0.5, "e << 3"),
@@ -163,10 +170,9 @@ def widest(recipe: Recipe) -> list[tuple]:
     return found
 
 
-def longest(recipe: Recipe) -> list[tuple]:
-    """Return calls of the longest row: all keys have the largest weight, or one and all others lose the most by rounding."""
+def longest(recipe: Recipe, keys: int) -> list[tuple]:
+    """Return calls of a row of ``keys``: all keys have the largest weight, or one and all others lose the most by rounding."""
     found = []
-    keys = fp.MAX_KEYS
     # query 1, one unit of a score 1/256 octave; the weight's fraction before rounding is largest at some distance
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     distance = torch.arange(256)
@@ -201,7 +207,7 @@ def reached() -> dict[str, dict[str, Interval]]:
         patch.setattr(reference, "Checker", Extremes)
         for name, recipe in RECIPES.items():
             patch.setattr(Extremes, "seen", {})
-            for arguments in (*widest(recipe), *longest(recipe)):
+            for arguments in (*widest(recipe), *longest(recipe, fp.SECTION_KEYS)):
                 call = int8_call(*arguments)
                 checked = reference.int8_attention(call, checked=True)
                 assert same_bits(reference.int8_attention(call), checked)
@@ -242,6 +248,22 @@ def test_worst_inputs_stay_inside_and_come_close(name: str, reached: dict[str, d
     wide = 38 if name == "accurate" else 31
     share = {"accurate": 0.999, "default": 0.99, "linear": 0.99}.get(name, 0.24)
     assert share < reached[name]["O"].magnitude / 2.0**wide < 1
+
+
+@pytest.mark.parametrize("name", ["default", "accurate"])
+def test_the_longest_rows_stay_inside_and_come_close(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "Checker", Extremes)
+    monkeypatch.setattr(Extremes, "seen", {})
+    for arguments in longest(RECIPES[name], fp.MAX_KEYS)[:2]:
+        reference.int8_attention(int8_call(*arguments), checked=True)
+    sums = {"l": ("6", "l, 15 bits"), "O": ("6", "O, 15 bits")}
+    if name == "default":
+        sums = {"L": ("7", "Σ w"), "L or l": ("7", "L"), "8 times the sum of V": ("7", "8 · Σ V")}
+    for quantity, (step, known) in sums.items():
+        limit = attention_bounds()[step, f"{known}, longer rows"].range
+        seen = Extremes.seen[quantity]
+        assert limit.low <= seen.low and seen.high <= limit.high, quantity
+        assert seen.magnitude > 0.98 * limit.magnitude, quantity
 
 
 def test_layers_at_their_ends_stay_inside() -> None:

@@ -123,6 +123,7 @@ def test_every_case_spells_out_a_call() -> None:
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
     anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
     anywhere |= dict.fromkeys(("vit-paper", "long-causal-gqa", "long-accurate", "vae-512"), "long_kernel")
+    anywhere |= dict.fromkeys(("longest", "longest-causal-accurate"), "long_kernel")
     anywhere |= {"pack-value": "pack_value_kernel"}
     for case in verify_cases.CASES:
         call = verify_cases.kernel_call(case, "sm_90")

@@ -12,7 +12,7 @@ from ..attention_call import AttentionCall, int8_call
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
 from .heuristics import choose_tiles, worth_compiling
-from .launch_arguments import KernelRequest, new_output, shape_of, side_by_side
+from .launch_arguments import KernelRequest, needs_wide_offsets, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
 from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_short, most_queries, row_fits_registers
 from .triton import launch as portable
@@ -113,7 +113,7 @@ def fusable(call: AttentionCall) -> bool:
         and not recipe.balance
         and not recipe.rotate
     )
-    if not finds_scales:
+    if not finds_scales or needs_wide_offsets(call.query, call.key, call.value, call.mask):
         return False
     widest = triton.next_power_of_2(max(call.head_dim, call.value_dim))
     if is_short(shape) and widest * triton.next_power_of_2(call.keys) <= 64 * SHORT_ROW:
@@ -177,7 +177,7 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         return out.zero_().to(call.out_dtype)
     tiles = _tiles_for(call, False)
     plain = not call.is_masked and query.device.type != "cpu"
-    fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles)
+    fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(
         None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value

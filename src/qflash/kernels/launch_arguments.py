@@ -48,6 +48,13 @@ class KernelRequest:
         return self.call.scales is None
 
     @property
+    def wide_offsets(self) -> bool:
+        """Whether tensors reach further than the 32-bit offsets of all kernels but :mod:`.triton.attention_streaming`."""
+        call, scales = self.call, self.call.scales
+        given = () if scales is None else (scales.query, scales.key)
+        return needs_wide_offsets(call.query, call.key, call.value, self.out, call.mask, *given)
+
+    @property
     def is_plain(self) -> bool:
         """Whether there is no mask, one key scale a head, and compiled code: what the kernels for Hopper take."""
         return not (self.call.is_masked or self.call.has_token_keys or self.guard)
@@ -91,6 +98,15 @@ def shape_of(call: AttentionCall, fused: bool) -> AttentionShape:
     """Return what the rules for tiles look at; ``fused`` if one launch is to quantise, too."""
     return AttentionShape(
         call.recipe, call.head_dim, call.value_dim, call.queries, call.keys, call.batch * call.heads, fused, call.is_masked
+    )
+
+
+def needs_wide_offsets(*tensors: torch.Tensor | None) -> bool:
+    """Tell whether elements of a head of one of the tensors lie further apart than 32-bit offsets reach."""
+    return any(
+        sum((x.shape[dim] - 1) * x.stride(dim) for dim in (2, 3) if x.shape[dim] > 1) >= 1 << 31
+        for x in tensors
+        if x is not None
     )
 
 

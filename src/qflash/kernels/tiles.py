@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import triton
 
+from .. import fixed_point as fp
 from ..recipe import Recipe
 
 SHORT_ROW = 256
@@ -245,7 +246,10 @@ def has_half_block(queries: int, warps: int, splits: int) -> bool:
 
 
 def fits_sm90_streaming(shape: AttentionShape) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe. It takes no mask, and one key scale a head."""
+    """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe. It takes no mask, and one key scale a head.
+
+    Its sums have 32 bits.
+    """
     recipe, head_dim, value_dim, queries, keys = shape[:5]
     return (
         recipe.normalization == "two_pass"
@@ -253,6 +257,6 @@ def fits_sm90_streaming(shape: AttentionShape) -> bool:
         and 32 < head_dim <= 128
         and head_dim % 8 == 0
         and queries > 32
-        and keys > SHORT_ROW
+        and SHORT_ROW < keys <= fp.SECTION_KEYS
         and _is_usual(recipe)
     )

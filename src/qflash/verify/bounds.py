@@ -2,8 +2,8 @@
 
 A walk through docs/algorithm.md, step by step, on integer intervals instead of integers, with the constants and, where they
 work on Python's integers, the functions of :mod:`qflash.fixed_point` and :mod:`qflash.network.operators`. It covers every
-recipe, every head dimension, rows of every length up to the limit, and any scales and values. Where two quantities depend on
-each other (an output's sum on the row's, a deviation on the variance) the relation is used, and said beside it.
+recipe, every head dimension, rows of every length, of one section or several, and any scales and values. Where two quantities
+depend on each other (an output's sum on the row's, a deviation on the variance) the relation is used, and said beside it.
 
 An interval says what may happen, and a proof that it fits its type needs no input. ``tests/verify/test_bounds.py`` has inputs
 that come close to the ends.
@@ -286,48 +286,73 @@ def walk_probabilities(walk: Walk, recipe: Recipe) -> tuple[Interval, Interval, 
     return p, ranges["w"], ranges["lost"]
 
 
-def walk_sums(walk: Walk, recipe: Recipe, p: Interval, w: Interval, lost: Interval) -> tuple[int, int, int]:
-    """Steps 6 and 7 of the longest row: all sums grow with the row's length.
+class RowSums(NamedTuple):
+    """What normalisation takes, of rows of one kind of length.
 
-    Returns:
-        the largest row sum, its fraction bits, and the largest magnitude of an output's sum (at most 128 times the row sum).
+    Attributes:
+        row: the largest row sum.
+        fine_bits: its fraction bits.
+        numerator: the largest magnitude of an output's sum, at most 128 times the row sum.
+        sections: whether rows have several sections.
     """
-    keys, bits = fp.MAX_KEYS, recipe.probability_bits
+
+    row: int
+    fine_bits: int
+    numerator: int
+    sections: bool
+
+
+def walk_sums(walk: Walk, recipe: Recipe, p: Interval, w: Interval, lost: Interval, sections: bool) -> RowSums:
+    """Steps 6 and 7 of the longest row of one section or, with ``sections``, of several: all sums grow with the row's length.
+
+    The sums of a section fit the types of one. Those of several are added up in 64 bits, but for sums that fit 32 anyway.
+    """
+    keys, bits = fp.MAX_KEYS if sections else fp.SECTION_KEYS, recipe.probability_bits
     case = f"{recipe.exponential}, {bits} bits, N = {keys}"
-    row = walk("6", "l, 15 bits" if bits == 15 else "l, 7 and 8 bits", p * keys, "int32", case)
+
+    def note(step: str, name: str, value: Interval, width: str, wide: str, where: str = case) -> Interval:
+        return walk(step, f"{name}, longer rows" if sections else name, value, wide if sections else width, where)
+
+    row = (
+        note("6", "l, 15 bits", p * keys, "int32", "int64")
+        if bits == 15
+        else note("6", "l, 7 and 8 bits", p * keys, "int32", "int32")
+    )
     if recipe.normalization == "online":
         # every release rounds down: a unit a block
         blocks = -(-keys // recipe.key_block)
-        o = walk("6", "O, online", p * INT8 * keys + Interval(-blocks, 0), "int32", f"{case}, blocks of {recipe.key_block}")
+        where = f"{case}, blocks of {recipe.key_block}"
+        o = note("6", "O, online", p * INT8 * keys + Interval(-blocks, 0), "int32", "int64", where)
         factor = walk("6", "alpha", Interval(0, 512 << 15), "int32", case)
-        walk("6", "O · alpha", o * factor, "int64", case)
-        walk("6", "l · alpha", row * factor, "int64", case)
-        walk("6", "128 · l, online", row * 128, "int64", case)
-        return row.high, 0, 128 * row.high
+        note("6", "O · alpha", o * factor, "int64", "int64")
+        note("6", "l · alpha", row * factor, "int64", "int64")
+        note("6", "128 · l, online", row * 128, "int64", "int64")
+        return RowSums(row.high, 0, 128 * row.high, sections)
     if bits == 15:
-        high = walk("6", "O of the high byte, 15 bits", (p >> 8) * INT8 * keys, "int32", case)
-        low = walk("6", "O of the low byte, 15 bits", Interval(0, 255) * INT8 * keys, "int32", case)
-        walk("6", "256 · O_high + O_low", (high << 8) + low, "int64", case)
-        o = walk("6", "O, 15 bits", p * INT8 * keys, "int64", case)
-        return row.high, 0, o.magnitude
-    o = walk("6", "O, 7 and 8 bits", p * INT8 * keys, "int32", case)
+        if not sections:
+            high = walk("6", "O of the high byte, 15 bits", (p >> 8) * INT8 * keys, "int32", case)
+            low = walk("6", "O of the low byte, 15 bits", Interval(0, 255) * INT8 * keys, "int32", case)
+            walk("6", "256 · O_high + O_low", (high << 8) + low, "int64", case)
+        o = note("6", "O, 15 bits", p * INT8 * keys, "int64", "int64")
+        return RowSums(row.high, 0, o.magnitude, sections)
+    o = note("6", "O, 7 and 8 bits", p * INT8 * keys, "int32", "int64")
     if bits == 8:
-        walk("6", "Σ (127 - P) · V", Interval(127 - p.high, 127 - p.low) * INT8 * keys, "int32", case)
-        walk("6", "128 · Σ V", INT8 * 128 * keys, "int32", case)
+        note("6", "Σ (127 - P) · V", Interval(127 - p.high, 127 - p.low) * INT8 * keys, "int32", "int64")
+        note("6", "128 · Σ V", INT8 * 128 * keys, "int32", "int64")
     if not recipe.takes_exact_sum(keys):
-        return row.high, 0, o.magnitude
-    fine = walk("7", "Σ w", w * keys, "int32", case)
-    whole = walk("7", "128 · l", row * (1 << fp.FINE_BITS), "int32", case)
-    total = walk("7", "L", Interval(0, max(fine.high, whole.high)), "int32", case)
+        return RowSums(row.high, 0, o.magnitude, sections)
+    fine = note("7", "Σ w", w * keys, "int32", "int64")
+    whole = note("7", "128 · l", row * (1 << fp.FINE_BITS), "int32", "int64")
+    total = note("7", "L", Interval(0, max(fine.high, whole.high)), "int32", "int64")
     # L - 128 l is what rounding took from each key
-    missing = walk("7", "missing", Interval(0, lost.high * keys) >> (fp.FINE_BITS + 1), "int32", case)
-    walk("7", "8 · Σ V", INT8 * 8 * keys, "int32", case)
+    missing = note("7", "missing", Interval(0, lost.high * keys) >> (fp.FINE_BITS + 1), "int32", "int64")
+    note("7", "8 · Σ V", INT8 * 8 * keys, "int32", "int32")
     # N · floor(2^31 / N) ≤ 2^31 whatever N is: with the sum of N values that cancels N
     mean = walk("7", "M", _integers.round_shift((INT8 * 8 * (1 << 31)) >> 32, 1), "int32", case)
-    walk("7", "missing · M", missing * mean, "int32", case)
+    note("7", "missing · M", missing * mean, "int32", "int64")
     # |O| ≤ 128 l, and |missing · M| ≤ 256 · missing ≤ L - 128 l
-    walk("7", "O with the missing mass", around(total.high), "int32", case)
-    return total.high, fp.FINE_BITS, total.high
+    note("7", "O with the missing mass", around(total.high), "int32", "int64")
+    return RowSums(total.high, fp.FINE_BITS, total.high, sections)
 
 
 PIECES = 1 << 11
@@ -357,20 +382,23 @@ def walk_reciprocal(walk: Walk) -> Interval:
     return _union(iter(found))
 
 
-def walk_output(walk: Walk, recipe: Recipe, row: int, fine_bits: int, numerator: int, inverse: Interval) -> None:
-    """Steps 8 and 9. ``numerator`` is at most 128 times the row sum, in the row sum's unit, for every row."""
+def walk_output(walk: Walk, recipe: Recipe, sums: RowSums, inverse: Interval) -> None:
+    """Steps 8 and 9. An output's sum is at most 128 times the row sum, in the row sum's unit, for every row."""
+    row, fine_bits, numerator, sections = sums
     bits = recipe.probability_bits
-    case = f"{recipe.exponential}, {bits} bits{', exact row sum' if fine_bits else ''}"
-    walk("8", "O << 24", around(numerator) << 24, "int64", case)
-    worst = 0
+    case = f"{recipe.exponential}, {bits} bits{', exact row sum' if fine_bits else ''}{', longer rows' if sections else ''}"
+    if bits == 15 and not sections:
+        walk("8", "O << 24, 15 bits", around(numerator) << 24, "int64", case)
+    aligned = Interval(0, 0)
     for length in range(1, row.bit_length() + 1):
         largest = min(row, (1 << length) - 1)
         # |O| ≤ 128 l; with an exact row sum |O| ≤ L, which has the seven bits more
         most = largest if fine_bits else 128 * largest
         shift = length - fine_bits
-        worst = max(worst, most << (24 - shift) if shift < 24 else -((-most << 24) >> shift))
+        # a shift to the right floors
+        aligned |= around(most) << (24 - shift) if shift < 24 else around(most) >> (shift - 24)
     name = "O << (24 - B), 15 bits" if bits == 15 else "O << (24 - B), exact row sum" if fine_bits else "O << (24 - B)"
-    scaled = walk("8", name, around(worst), "int32", case)
+    scaled = walk("8", f"{name}, longer rows" if sections else name, aligned, "int32", case)
     ratio = walk("9", "R of s_V / s_O", _output_ratio(walk, inverse), "int32")
     if recipe.output == "value_scale":
         whole = walk("8", "mulhi(O << (24 - B), x) >> 21", (scaled * inverse) >> 53, "int32", case)
@@ -403,9 +431,10 @@ def walk_attention(head_dims: Sequence[int] | None = None) -> Walk:
         walk_scores(walk, head_dim)
     inverse = None
     for recipe in recipes():
-        sums = walk_sums(walk, recipe, *walk_probabilities(walk, recipe))
+        probabilities = walk_probabilities(walk, recipe)
         inverse = inverse or walk_reciprocal(walk)
-        walk_output(walk, recipe, *sums, inverse)
+        for sections in (False, True):
+            walk_output(walk, recipe, walk_sums(walk, recipe, *probabilities, sections), inverse)
     return walk
 
 
@@ -559,7 +588,14 @@ def main() -> None:
         found = {name: dataclasses.asdict(one) for name, one in tried.items()}
         print(
             json.dumps(
-                {"max_keys": fp.MAX_KEYS, "max_head_dim": fp.MAX_HEAD_DIM, "quantities": rows, "newton": found}, indent=1
+                {
+                    "section_keys": fp.SECTION_KEYS,
+                    "max_keys": fp.MAX_KEYS,
+                    "max_head_dim": fp.MAX_HEAD_DIM,
+                    "quantities": rows,
+                    "newton": found,
+                },
+                indent=1,
             )
         )
         return

@@ -109,6 +109,8 @@ CASES: tuple[AnyCase, ...] = (
     Case("long-128", 4096, 128),
     Case("long-causal-gqa", 4096, 64, mask="causal", key_heads=1),
     Case("long-accurate", 4096, 64, recipe="accurate"),
+    Case("longest", 1 << 20, 64, batch=1, queries=1024),  # sums in 64 bits
+    Case("longest-causal-accurate", 1 << 17, 64, recipe="accurate", mask="causal", batch=1),
     Case("pack-value", 4096, 64, launch=0),
     LayerCase("linear", 64 * 197, 384, 1152),  # DeiT-S, batch 64
     LayerCase("linear-few", 197, 384, 1152),  # batch 1: smaller blocks

@@ -169,10 +169,15 @@ def fine_sum(high, low, count):
     """The sum of ``count`` probabilities before rounding, with 7 fraction bits, from those of the bytes of their words.
 
     ``high`` is the sum of bytes 3, 127 - P; ``low`` that of bytes 2, their lowest bit set, less 128. The sum of the upper
-    halves, with that bit, is ``0x7F7F * count`` less twice the result. It fits 32 bits without a sign.
+    halves, with that bit, is ``0x7F7F * count`` less twice the result. It fits 32 bits without a sign; of 64-bit
+    arguments it has 64 bits.
     """
     twice = 0x7EFF * count - 256 * high - low
-    return (twice.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
+    if twice.dtype == tl.int64:
+        fine = twice >> 1
+    else:
+        fine = (twice.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
+    return fine
 
 
 @triton.jit
@@ -252,6 +257,21 @@ def row_inverse(denominator, GUARD: tl.constexpr):
     bits = bit_length(denominator, GUARD)
     safe = tl.maximum(denominator, 1)
     return bits, reciprocal(safe << (31 - tl.maximum(bits, 1)), GUARD)
+
+
+@triton.jit
+def wide_row_inverse(denominator, GUARD: tl.constexpr):
+    """:func:`row_inverse` of an int64 below 2**62: its upper 31 bits count."""
+    above = bit_length((denominator >> 31).to(tl.int32), GUARD)
+    bits, inverse = row_inverse((denominator >> above.to(tl.int64)).to(tl.int32), GUARD)
+    return bits + above, inverse
+
+
+@triton.jit
+def left_aligned(numerator, bits):
+    """``numerator * 2**(24 - bits)`` of an int64 numerator, floored: int32, as it is less than 128 times the denominator."""
+    left, right = tl.maximum(24 - bits, 0).to(tl.int64), tl.maximum(bits - 24, 0).to(tl.int64)
+    return ((numerator << left) >> right).to(tl.int32)
 
 
 @triton.jit

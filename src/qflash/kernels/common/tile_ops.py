@@ -42,6 +42,7 @@ from .fixed_point import (
     fine_sum,
     fused_multiply_add,
     half_of,
+    left_aligned,
     missing_mass,
     multiply_high,
     narrow_multiplier,
@@ -55,6 +56,7 @@ from .fixed_point import (
     split_scale,
     usable_scale,
     wide_multiplier,
+    wide_row_inverse,
 )
 from .quantize_ops import bias_base, bias_to_fixed
 
@@ -484,28 +486,40 @@ def output_factors(
 def finish(
     accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs, stored,
     BITS: tl.constexpr, EXACT: tl.constexpr, VALUE_OFFSET: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr,
-    CHECK: tl.constexpr, GUARD: tl.constexpr,
+    CHECK: tl.constexpr, GUARD: tl.constexpr, WIDE_SUMS: tl.constexpr = False,
 ):  # fmt: skip
     """Normalise by the row sums (Algorithm 1, step 11) and store a (BLOCK_M, BLOCK_DV) block of outputs where ``stored``.
 
     ``count`` columns went into the row sums; it takes the storage offset of P out of them. ``factor``, ``shift`` and
     ``half`` come from :func:`output_factors`. With EXACT the missing mass gets ``mean``, twice the mean of V's channels.
     Float outputs of rows with an unusable scale or a NaN in the bias are NaN.
+
+    With WIDE_SUMS (rows of more than 65536 keys) the accumulator is int64, for 15 bits the whole numerator (``high`` plays no
+    part), and what follows from it has 64 bits up to the normalised output.
     """
     total = tl.max(total, 1)[:, None]
+    if WIDE_SUMS:
+        total = total.to(tl.int64)
+        count = tl.cast(count, tl.int64)
     if BITS == 15:
-        total += tl.max(high_total, 1)[:, None] * 256 + 128 * count
+        total += tl.max(high_total, 1)[:, None].to(total.dtype) * 256 + 128 * count
     elif EXACT:
         fine = fine_sum(total, tl.max(high_total, 1)[:, None], count)
         total, missing = missing_mass(fine, 127 * count - total)
         accumulator -= missing * mean
     elif BITS == 8:
         total = 127 * count - total
-    bits, inverse = row_inverse(total, GUARD)
+    if WIDE_SUMS:
+        bits, inverse = wide_row_inverse(total, GUARD)
+    else:
+        bits, inverse = row_inverse(total, GUARD)
     if EXACT:
         bits = fine_bits(bits)
     SIGN: tl.constexpr = -1 if BITS == 8 else 1
-    if BITS == 15:
+    if WIDE_SUMS:
+        numerator = accumulator * SIGN
+        scaled = left_aligned(numerator, bits)
+    elif BITS == 15:
         numerator = high.to(tl.int64) * 256 + accumulator.to(tl.int64)
         scaled = ((numerator << 24) >> bits.to(tl.int64)).to(tl.int32)
     else:
@@ -521,7 +535,7 @@ def finish(
             result = requantize(floor, factor >> 2, 1, shift, half, 1, GUARD)
         else:
             row_factor = multiply_high(inverse, factor, GUARD)
-            if BITS == 15:
+            if BITS == 15 or WIDE_SUMS:
                 result = requantize(scaled, row_factor, 24, shift, half, 1, GUARD)
             else:
                 result = requantize(accumulator, row_factor, bits, shift, half, SIGN, GUARD)

@@ -35,6 +35,7 @@
 #define LEAST_EVEN_MAXIMUM 0x1p64f /* of a row in which only keys that have the maximum count, evenly */
 #define FINE_BITS 7                /* fraction bits of a probability before rounding, of which an exact row sum is made */
 #define MAX_HEAD_DIM 512
+#define SECTION_KEYS 65536            /* most keys whose sums fit 32 bits */
 
 /* --- fixed point, one to one with fixed_point.py ------------------------------------------------------------ */
 
@@ -133,7 +134,7 @@ INLINE sums probabilities(
     const int left = fraction_bits < 8 ? 8 - fraction_bits : 0, right = fraction_bits > 8 ? fraction_bits - 8 : 0;
     const int up = by->up, down = by->down;
     const uint32_t half = by->nearest ? 1u << (down - 1) : 0, full = (1u << by->bits) - 1;
-    uint32_t total = 0, fine = 0; /* at most 32767 * 65536 < 2^31 */
+    uint32_t total = 0, fine = 0; /* n is at most SECTION_KEYS: 32767 * 65536 < 2^31 */
     for (int64_t j = 0; j < n; j++) {
         uint32_t t = (uint32_t)row_exponent(kind, base, s[j], multiplier) + begin;
         uint32_t octaves = t >> fraction_bits;
@@ -154,7 +155,7 @@ INLINE sums probabilities(
     return (sums){total, fine};
 }
 
-static sums row_probabilities(
+static sums section_probabilities(
     int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, left_operand *p, left_operand *upper
 ) {
 #define CASE(k, q, w, e) \
@@ -165,6 +166,21 @@ static sums row_probabilities(
 #undef CASES
 #undef CASE
     return (sums){0, 0};
+}
+
+/* The same of a row of any length: sums of sections, in 64 bits. */
+static sums row_probabilities(
+    int kind, const recipe *by, int32_t *s, int64_t n, int32_t base, int32_t multiplier, int fraction_bits, left_operand *p, left_operand *upper
+) {
+    sums all = {0, 0};
+    for (int64_t j = 0; j < n; j += SECTION_KEYS) {
+        sums part = section_probabilities(
+            kind, by, s + j, at_most(SECTION_KEYS, n - j), base, multiplier, fraction_bits, p + j, upper + j
+        );
+        all.rounded += part.rounded;
+        all.fine += part.fine;
+    }
+    return all;
 }
 
 /* --- attention -------------------------------------------------------------------------------------------- */
@@ -194,8 +210,8 @@ typedef struct {
     left_operand *query, *p, *upper;
     int32_t *s, *column;
     int32_t *begin;              /* -SHIFTED times the sum of each key's channels, from which its scores start */
-    int32_t *sum;                /* products with V; 8 bits of P times 65536 keys fit */
-    int64_t *numerator;          /* the same in 64 bits, for online and for 15 bits of P */
+    int32_t *sum;                /* products with V; 8 bits of P times SECTION_KEYS keys fit */
+    int64_t *numerator;          /* the same in 64 bits, for online, for 15 bits of P and for longer rows */
     int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel; its shift is divided */
     int32_t *shift, *round;      /* into a shift without rounding and one by `round` (0 or 1) with rounding half up */
     float *scale;                /* float output: value scale, NaN where it is not usable */
@@ -333,7 +349,9 @@ static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) 
 }
 
 /* A numerator scaled by 2^(24 - bits), which fits 32 bits: its high product with the row's inverse is the quotient. */
-INLINE int32_t left_aligned(int64_t numerator, int bits) { return (int32_t)((int64_t)((uint64_t)numerator << 24) >> bits); }
+INLINE int32_t left_aligned(int64_t numerator, int bits) {
+    return (int32_t)(bits > 24 ? numerator >> (bits - 24) : (int64_t)((uint64_t)numerator << (24 - bits)));
+}
 
 /* Normalises a row and writes its outputs at `at`; float ones are NaN if `bad`. The numerators are `numerator`, or `sum` if
  * that is NULL. */
@@ -343,7 +361,8 @@ static void finish_row(
 ) {
     const int64_t channels = x->value_dim;
     const int length = bit_length(denominator), bits = x->exact && length ? length - FINE_BITS : length;
-    const int32_t inverse = (int32_t)reciprocal((denominator ? denominator : 1) << (31 - (length ? length : 1)));
+    const int64_t upper = length > 31 ? denominator >> (length - 31) : denominator << (31 - (length ? length : 1));
+    const int32_t inverse = (int32_t)reciprocal(denominator ? upper : 1 << 30);
     const float *restrict scale = w->scale, *restrict offset = w->offset;
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
@@ -454,7 +473,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             }
         }
     }
-    const int wide = by.online || by.bits == 15;
+    const int wide = by.online || by.bits == 15 || n > SECTION_KEYS;
     if (wide) memset(w->numerator, 0, sizeof(int64_t) * rows * channels);
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t start = block * step, depth = at_most(step, n - start);
@@ -498,7 +517,9 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         }
     }
     for (int r = 0; by.exact && r < rows; r++)
-        for (int64_t c = 0; c < x->value_dim; c++) w->sum[r * channels + c] += (int32_t)missing[r] * w->mean[c];
+        for (int64_t c = 0; c < x->value_dim; c++)
+            if (wide) w->numerator[r * channels + c] += missing[r] * w->mean[c];
+            else w->sum[r * channels + c] += (int32_t)missing[r] * w->mean[c];
     for (int r = 0; r < rows; r++) {
         int64_t *numerator = wide ? w->numerator + r * channels : NULL;
         if (by.online)

@@ -10,6 +10,9 @@ do not fit the chip, so with two passes the keys are read twice:
 After that it normalises and stores. With ``normalization="online"`` there is one pass (Algorithm 1): before each tile of
 ``key_block`` keys the sums are scaled by ScaleRelease to the new maximum (Equations 12 to 14).
 
+Rows of more than 65536 keys (WIDE_SUMS) are added up in sections of so many, whose sums fit 32 bits; the sections are added in
+64 bits. Where tensors reach further than 32-bit offsets (WIDE_OFFSETS) tokens are counted in 64 bits.
+
 The compiler chooses the layouts: queries, scores and accumulators in registers, tiles of keys and values in shared memory,
 prefetched by its software pipelining. Each pass is two loops, whole tiles and the rest, so that the first needs no masks.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ... import fixed_point as fp
 from ..common.fixed_point import multiply_high, release_factor, twice_mean, usable_scale
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (
@@ -38,11 +42,14 @@ from ..common.tile_ops import (
     to_rows,
 )
 
+SECTION_KEYS = tl.constexpr(fp.SECTION_KEYS)
+
 
 @triton.jit
 def pack_value_kernel(
     v_ptr, packed_ptr, sums_ptr, v_stride_z, v_stride_h, v_stride_n, v_stride_d, keys, padded, chunk,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PERMUTED: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a head's V as (channels, keys), as the tensor core reads it, and sum its channels over the chunk.
 
@@ -52,6 +59,8 @@ def pack_value_kernel(
     Sums (int32) are stored per chunk rather than added atomically: nothing has to be cleared before.
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    if WIDE_OFFSETS:
+        v_stride_n = tl.cast(v_stride_n, tl.int64)
     blocks = (WIDTH + BLOCK_C - 1) // BLOCK_C
     part = tl.program_id(0) // blocks
     begin = part * chunk
@@ -68,6 +77,59 @@ def pack_value_kernel(
         tl.store(out, v, mask=(channels[None, :] < WIDTH) & (n[:, None] < padded))
     parts = tl.num_programs(0) // blocks
     tl.store(sums_ptr + (head * parts + part) * WIDTH + channels, sums, mask=channels < WIDTH)
+
+
+@triton.jit
+def _add_keys(
+    q, k_base, k_stride_n, k_stride_d, v_base, v_stride_n, v_stride_d, ks_base, ks_stride_n, mask_base, mask_stride_m,
+    mask_stride_n, rows, d, dv, start, queries, keys, multiplier, fraction_bits, drop, largest, weight, offsets, row_max,
+    accumulator, high, total, high_total, wide, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    KEY_TOKEN: tl.constexpr, QUADRATIC: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, OFFSET: tl.constexpr,
+    ONLINE: tl.constexpr, COLUMN_BITS: tl.constexpr, CHECK: tl.constexpr, VALUE_ROWS: tl.constexpr, EXACT: tl.constexpr,
+    ADD_OFFSET: tl.constexpr, WIDE_SUMS: tl.constexpr, INSIDE: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys: scores, probabilities, products with V and ones; after ScaleRelease if ONLINE.
+
+    INSIDE says that no key of the tile is past the last or masked by the causal order. With ONLINE and WIDE_SUMS the products
+    are added to ``wide``, int64, which ScaleRelease scales; else that comes back as it is.
+
+    Returns:
+        row_max, accumulator, high, total, high_total, wide.
+    """
+    n = start + key_order(tl.arange(0, BLOCK_N))
+    k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, INSIDE)
+    s = scores(
+        q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
+        multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
+        CHECK and not INSIDE, GUARD,
+    )  # fmt: skip
+    if ONLINE:
+        new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
+        step = tl.where(row_max != MASKED, new_max - row_max, 0)
+        if KEY_TOKEN and MASK != "bias":
+            step = multiply_high(step, multiplier, GUARD)
+        elif MASK != "bias":
+            step = step * multiplier
+        factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
+        if WIDE_SUMS:
+            wide = (wide * factor) >> 24
+            accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+        else:
+            accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
+        total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
+        row_max = new_max
+    word = probability_words(
+        s, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
+        CHECK and not INSIDE, GUARD,
+    )  # fmt: skip
+    v = load_value(v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, not INSIDE)
+    accumulator, high, total, high_total = accumulate(
+        word, v, weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N, BITS, EXACT, ADD_OFFSET, GUARD
+    )
+    if ONLINE and WIDE_SUMS:
+        wide += accumulator.to(tl.int64)
+    return row_max, accumulator, high, total, high_total, wide
 
 
 @triton.jit
@@ -152,6 +214,8 @@ def long_kernel(
     OUTPUT_CHANNEL: tl.constexpr,
     EXACT: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,
+    WIDE_SUMS: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     GUARD: tl.constexpr,
 ):
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
@@ -163,6 +227,11 @@ def long_kernel(
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
     kv_head = h // GROUP
+    if WIDE_OFFSETS:
+        q_stride_n, k_stride_n = tl.cast(q_stride_n, tl.int64), tl.cast(k_stride_n, tl.int64)
+        v_stride_n, o_stride_n = tl.cast(v_stride_n, tl.int64), tl.cast(o_stride_n, tl.int64)
+        qs_stride_n, ks_stride_n = tl.cast(qs_stride_n, tl.int64), tl.cast(ks_stride_n, tl.int64)
+        mask_stride_m, mask_stride_n = tl.cast(mask_stride_m, tl.int64), tl.cast(mask_stride_n, tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -222,37 +291,39 @@ def long_kernel(
                     CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
-    for phase in tl.static_range(2):
-        for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
-            n = start + key_order(tl.arange(0, BLOCK_N))
-            k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
-            s = scores(
-                q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys,
-                multiplier, fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL, KEY_TOKEN,
-                CHECK and phase == 1, GUARD,
-            )  # fmt: skip
-            if ONLINE:
-                new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
-                step = tl.where(row_max != MASKED, new_max - row_max, 0)
-                if KEY_TOKEN and MASK != "bias":
-                    step = multiply_high(step, multiplier, GUARD)
-                elif MASK != "bias":
-                    step = step * multiplier
-                factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
-                accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
-                total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
-                row_max = new_max
-            word = probability_words(
-                s, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS, NEAREST, OFFSET,
-                CHECK and phase == 1, GUARD,
-            )  # fmt: skip
-            v = load_value(
-                v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, phase == 1
-            )
-            accumulator, high, total, high_total = accumulate(
-                word, v, ones if phase == 0 else weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N,
-                BITS, EXACT, ADD_OFFSET, GUARD,
-            )  # fmt: skip
+    # rows of up to SECTION_KEYS keys are one section
+    if WIDE_SUMS:
+        sums_of_sections = tl.zeros((BLOCK_M, BLOCK_DV), tl.int64)
+        for section in range(0, last, SECTION_KEYS):
+            stop = tl.minimum(section + SECTION_KEYS, last)
+            middle = tl.maximum(section, tl.minimum(full, stop))
+            for phase in tl.static_range(2):
+                for start in range(section if phase == 0 else middle, middle if phase == 0 else stop, BLOCK_N):
+                    row_max, accumulator, high, total, high_total, sums_of_sections = _add_keys(
+                        q, k_base, k_stride_n, k_stride_d, v_base, v_stride_n, v_stride_d, ks_base, ks_stride_n, mask_base,
+                        mask_stride_m, mask_stride_n, rows, d, dv, start, queries, keys, multiplier, fraction_bits, drop,
+                        largest, ones if phase == 0 else weight, offsets, row_max, accumulator, high, total, high_total,
+                        sums_of_sections,
+                        HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, MASK, CAUSAL, KEY_TOKEN, QUADRATIC, BITS,
+                        NEAREST, OFFSET, ONLINE, COLUMN_BITS, CHECK, VALUE_ROWS, EXACT, ADD_OFFSET, True, phase == 0, GUARD,
+                    )  # fmt: skip
+            if not ONLINE:
+                sums_of_sections += accumulator.to(tl.int64)
+                accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+            if BITS == 15:
+                sums_of_sections += high.to(tl.int64) * 256
+                high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+        accumulator = sums_of_sections
+    else:
+        for phase in tl.static_range(2):
+            for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
+                row_max, accumulator, high, total, high_total, _ = _add_keys(
+                    q, k_base, k_stride_n, k_stride_d, v_base, v_stride_n, v_stride_d, ks_base, ks_stride_n, mask_base,
+                    mask_stride_m, mask_stride_n, rows, d, dv, start, queries, keys, multiplier, fraction_bits, drop, largest,
+                    ones if phase == 0 else weight, offsets, row_max, accumulator, high, total, high_total, 0,
+                    HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, MASK, CAUSAL, KEY_TOKEN, QUADRATIC, BITS,
+                    NEAREST, OFFSET, ONLINE, COLUMN_BITS, CHECK, VALUE_ROWS, EXACT, ADD_OFFSET, False, phase == 0, GUARD,
+                )  # fmt: skip
     count = keys
     if CHECK:
         count = tl.cdiv(last, BLOCK_N) * BLOCK_N
@@ -263,12 +334,12 @@ def long_kernel(
         at = ((z * tl.num_programs(1) // GROUP + kv_head) * parts + part) * VALUE_DIM + dv[None, :]
         sums = tl.sum(tl.load(sums_ptr + at, mask=(part < parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
         if VALUE_SUMS:
-            accumulator += (128 if BITS == 15 else -127) * sums[None, :]
+            accumulator += (128 if BITS == 15 else -127) * sums[None, :].to(accumulator.dtype)
         if EXACT:
             mean = twice_mean(sums, inverse_count, GUARD)[None, :]
     if ONLINE:
         # ScaleRelease rounds O and l down separately, which can leave |O| a few units above 128 l
-        most = 128 * tl.max(total, 1)[:, None]
+        most = 128 * tl.max(total, 1)[:, None].to(accumulator.dtype)
         accumulator = tl.minimum(tl.maximum(accumulator, -most), most)
     o_ptrs = o_ptr + z * o_stride_z + h * o_stride_h + rows[:, None] * o_stride_n + dv[None, :] * o_stride_d
     factor, shift, half = output_factors(
@@ -278,5 +349,5 @@ def long_kernel(
     )  # fmt: skip
     finish(
         accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs,
-        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD, WIDE_SUMS,
     )  # fmt: skip

@@ -10,7 +10,15 @@ import triton
 from ... import fixed_point as fp
 from ..common.quantize_ops import chunk_tokens
 from ..heuristics import split_resident
-from ..launch_arguments import MOST_BLOCKS, KernelRequest, call_arguments, launch_options, parts, row_arguments
+from ..launch_arguments import (
+    MOST_BLOCKS,
+    KernelRequest,
+    call_arguments,
+    launch_options,
+    needs_wide_offsets,
+    parts,
+    row_arguments,
+)
 from ..launch_recorder import KernelLaunch, ScoreTile
 from ..tiles import PORTABLE, Tiles, kernel_width
 from .attention_resident import short_kernel
@@ -24,7 +32,8 @@ def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
     """Tell whether one or two tiles hold a row, which makes attention one launch, quantisation included."""
     call = request.call
     widest = triton.next_power_of_2(max(call.head_dim, call.value_dim))
-    return call.recipe.normalization == "two_pass" and triton.cdiv(call.keys, tiles.block_n) <= 2 and widest <= 128
+    fits = triton.cdiv(call.keys, tiles.block_n) <= 2 and widest <= 128
+    return call.recipe.normalization == "two_pass" and fits and not request.wide_offsets
 
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -62,6 +71,8 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         "inverse_count": fp.inverse_count(call.keys),
         "ONLINE": not two_pass,
         "VALUE_SUMS": sums is not None and not call.is_causal,
+        "WIDE_SUMS": call.keys > fp.SECTION_KEYS,
+        "WIDE_OFFSETS": request.wide_offsets,
     }
     blocks = triton.cdiv(call.queries, tiles.block_m)
     scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
@@ -104,6 +115,7 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
             "BLOCK_C": block,
             "BLOCK_N": _PACKED_KEYS,
             "PERMUTED": fragment_order,
+            "WIDE_OFFSETS": needs_wide_offsets(value),
         }
         grid = (triton.cdiv(width, block) * parts, heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))

@@ -32,13 +32,14 @@ from ..common.quantize_ops import (
     to_int8,
     zero_point,
 )
+from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
 
 
 @triton.jit
 def bias_kernel(
     bias_ptr, fixed_ptr, stride_z, stride_h, stride_m, stride_n, rows, heads, queries, keys,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE_OFFSETS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """:func:`qflash.quantize_bias` of BLOCK_M rows: nats to int32 in 1/65536 octaves, with marks for -inf, +inf and NaN.
 
@@ -46,6 +47,8 @@ def bias_kernel(
     :func:`.common.quantize_ops.bias_base`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDE_OFFSETS:
+        stride_n = tl.cast(stride_n, tl.int64)
     head = row // queries
     begin = bias_ptr + head // heads * stride_z + head % heads * stride_h + row % queries * stride_m
     n = tl.arange(0, BLOCK_N)
@@ -71,10 +74,13 @@ def quantize_kernel(
     x_ptr, scale_ptr, center_ptr, values_ptr,
     x_stride_z, x_stride_h, x_stride_n, x_stride_d,
     s_stride_z, s_stride_h, s_stride_n, s_stride_d,
-    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    tokens, channels, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N tokens of a head as int8 with given scales (any granularity, by strides), less ``center``."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if WIDE_OFFSETS:
+        x_stride_n, s_stride_n = tl.cast(x_stride_n, tl.int64), tl.cast(s_stride_n, tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
@@ -91,10 +97,12 @@ def quantize_kernel(
 @triton.jit
 def quantize_token_kernel(
     x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE_OFFSETS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N tokens of one head as int8, and one scale per token, found here."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if WIDE_OFFSETS:
+        x_stride_n = tl.cast(x_stride_n, tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
@@ -126,13 +134,15 @@ def _channel_range(
 def quantize_head_kernel(
     x_ptr, values_ptr, scale_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, low_ptr, high_ptr, chunk,
     CHUNKS: tl.constexpr, GRANULARITY: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write one head, or a chunk of its tokens, as int8 with scales of the whole head, or per token of centred channels.
 
     With one chunk the ranges of the channels are found here, otherwise :func:`range_kernel` has found those of every chunk.
     """
     h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if WIDE_OFFSETS:
+        x_stride_n = tl.cast(x_stride_n, tl.int64)
     head = z * tl.num_programs(0) + h
     d = tl.arange(0, BLOCK_D)
     x_base = x_ptr + z * x_stride_z + h * x_stride_h
@@ -172,13 +182,15 @@ def quantize_head_kernel(
 def quantize_centered_kernel(
     x_ptr, values_ptr, scale_ptr, offset_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, low_ptr,
     high_ptr, chunk, GRANULARITY: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a head's tokens as int8 less a zero point per channel; scales and offsets by the first chunk's program.
 
     :func:`range_kernel` has found the ranges of every chunk. The scale of a tensor is there already.
     """
     h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if WIDE_OFFSETS:
+        x_stride_n = tl.cast(x_stride_n, tl.int64)
     head = z * tl.num_programs(0) + h
     d = tl.arange(0, BLOCK_D)
     parts = tl.arange(0, CHUNKS)[:, None]
@@ -215,10 +227,12 @@ def quantize_centered_kernel(
 @triton.jit
 def range_kernel(
     x_ptr, low_ptr, high_ptr, x_stride_z, x_stride_h, x_stride_n, x_stride_d, tokens, channels, chunk_tokens,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write the minimum and maximum of every channel over one chunk of tokens of one head."""
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if WIDE_OFFSETS:
+        x_stride_n = tl.cast(x_stride_n, tl.int64)
     d = tl.arange(0, BLOCK_D)
     begin = chunk * chunk_tokens
     low, high = _channel_range(
@@ -250,8 +264,8 @@ def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.T
             quantize_kernel, (triton.cdiv(tokens, block), heads, stop - start),
             x[start:stop], spread[start:stop], centers, values[start:stop],
             *x.stride(), *spread.stride(), tokens, channels,
-            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels), GUARD=x.device.type == "cpu",
-            enable_fp_fusion=False,
+            CENTER=center is not None, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(channels),
+            WIDE_OFFSETS=needs_wide_offsets(x, spread), GUARD=x.device.type == "cpu", enable_fp_fusion=False,
         )  # fmt: skip
     return values
 
@@ -266,7 +280,8 @@ def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     block_m = 2048 // block_n
     launch_kernel(
         bias_kernel, (triton.cdiv(rows, block_m), 1, 1), bias, fixed, *bias.stride(), rows, heads, queries, keys,
-        BLOCK_M=block_m, BLOCK_N=block_n, GUARD=bias.device.type == "cpu", enable_fp_fusion=False,
+        BLOCK_M=block_m, BLOCK_N=block_n, WIDE_OFFSETS=needs_wide_offsets(bias), GUARD=bias.device.type == "cpu",
+        enable_fp_fusion=False,
     )  # fmt: skip
     return fixed
 
@@ -284,7 +299,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         return torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.ones(shape, dtype=torch.float32, device=x.device)
     block = _tokens_per_block(channels)
     width = triton.next_power_of_2(channels)
-    guard = x.device.type == "cpu"
+    guard, wide = x.device.type == "cpu", needs_wide_offsets(x)
     if granularity != "tensor":
         values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
         scale = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -294,7 +309,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
             if granularity == "token" and not center:
                 launch_kernel(
                     quantize_token_kernel, (triton.cdiv(tokens, block), heads, stop - start), *arguments,
-                    BLOCK_N=block, BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                    BLOCK_N=block, BLOCK_D=width, WIDE_OFFSETS=wide, GUARD=guard, enable_fp_fusion=False,
                 )  # fmt: skip
             else:
                 # A short head is one block: its second pass finds it in the cache. A longer one is divided into chunks, few
@@ -308,12 +323,12 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
                     low, high = torch.empty(ranges, dtype=torch.float32, device=x.device).unbind()
                     launch_kernel(
                         range_kernel, (chunks, heads, stop - start), x[start:stop], low, high, *x.stride(), tokens, channels,
-                        chunk, BLOCK_N=block, BLOCK_D=width,
+                        chunk, BLOCK_N=block, BLOCK_D=width, WIDE_OFFSETS=wide,
                     )  # fmt: skip
                 launch_kernel(
                     quantize_head_kernel, (heads, stop - start, chunks), *arguments, low, high, chunk,
                     CHUNKS=triton.next_power_of_2(chunks), GRANULARITY=granularity, CENTER=center, BLOCK_N=whole,
-                    BLOCK_D=width, GUARD=guard, enable_fp_fusion=False,
+                    BLOCK_D=width, WIDE_OFFSETS=wide, GUARD=guard, enable_fp_fusion=False,
                     num_warps=8 if whole * width >= 8192 else 4,
                 )  # fmt: skip
         return values, scale
@@ -325,7 +340,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
         stop = min(batch, start + 65535)
         launch_kernel(
             range_kernel, (chunks, heads, stop - start), x[start:stop], low[start:stop], high[start:stop], *x.stride(), tokens,
-            channels, block, BLOCK_N=block, BLOCK_D=width,
+            channels, block, BLOCK_N=block, BLOCK_D=width, WIDE_OFFSETS=wide,
         )  # fmt: skip
     middle = None
     if center:
@@ -353,7 +368,7 @@ def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.T
     for part in slices:
         launch_kernel(
             range_kernel, (chunks, heads, part.stop - part.start), x[part], low[part], high[part], *x.stride(), tokens,
-            channels, chunk, BLOCK_N=block, BLOCK_D=width,
+            channels, chunk, BLOCK_N=block, BLOCK_D=width, WIDE_OFFSETS=needs_wide_offsets(x),
         )  # fmt: skip
     if granularity == "tensor":
         least = least_scale(low.amin(dim=2), high.amax(dim=2))[1]
@@ -363,6 +378,6 @@ def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.T
             quantize_centered_kernel, (heads, part.stop - part.start, chunks), x[part], values[part],
             scale if granularity == "tensor" else scale[part], offset[part], *x.stride(), tokens, channels, low[part],
             high[part], chunk, GRANULARITY=granularity, CHUNKS=triton.next_power_of_2(chunks), BLOCK_N=block, BLOCK_D=width,
-            GUARD=device.type == "cpu", enable_fp_fusion=False,
+            WIDE_OFFSETS=needs_wide_offsets(x), GUARD=device.type == "cpu", enable_fp_fusion=False,
         )  # fmt: skip
     return values, scale, offset

@@ -38,6 +38,7 @@ from ..common.quantize_ops import (
     zero_point,
 )
 from ..common.tile_ops import interleave, inverse_key_order, row_of_channel
+from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
 from ..tiles import kernel_width
 
@@ -56,8 +57,10 @@ def _load(base, stride_n, stride_d, n, last, d, channels):
 
 
 @triton.jit
-def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr):
+def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr):
     """(pointer to a head's tokens, their stride), as multiples of UNIT elements, so that the compiler sees the alignment."""
+    if WIDE_OFFSETS:
+        stride_n = tl.cast(stride_n, tl.int64)
     return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
 
 
@@ -65,17 +68,17 @@ def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr):
 def long_range_kernel(
     k_ptr, v_ptr, low_ptr, high_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
-    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd)."""
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
     is_value = tl.program_id(2) % 2
     begin = part * chunk
     end = tl.minimum(begin + chunk, tokens)
-    base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
+    base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
     stride_d = k_stride_d
     if is_value == 1:
-        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
+        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
         stride_d = v_stride_d
         channels = value_channels
     channels = channels // UNIT * UNIT
@@ -252,8 +255,8 @@ def long_quantize_kernel(
     value_offset_ptr, sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
     key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
-    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
+    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
@@ -269,7 +272,7 @@ def long_quantize_kernel(
     channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
     if kind == 2:
         head = z * tl.num_programs(1) + h
-        base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT)
+        base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT, WIDE_OFFSETS)
         _queries(
             base, stride_n, q_stride_d, query_ptr + head * queries * channels,
             query_scale_ptr + head * queries, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
@@ -278,14 +281,14 @@ def long_quantize_kernel(
         head = z * key_heads + h
         row = (2 * z + kind) * key_heads + h
         if kind == 0:
-            base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT)
+            base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
             _keys(
                 base, stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n,
                 key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk),
                 channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
             )  # fmt: skip
         else:
-            base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT)
+            base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
             _values(
                 base, stride_n, v_stride_d, packed_ptr + head * width * padded,
                 value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels,
@@ -363,6 +366,7 @@ def launch_quantize_long(
 
     # Triton specialises on multiples of 16 only; UNIT tells the kernel about multiples of 8
     numbers = [channels, value_channels, *(x.stride(dim) for x in (like, key, value) for dim in range(3))]
+    wide = needs_wide_offsets(like, key, value)
     unit = 8 if channels % 16 == 8 and all(number % 8 == 0 for number in numbers) else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -385,7 +389,8 @@ def launch_quantize_long(
     low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
     launch_kernel(
         long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *key.stride(), *value.stride(), tokens,
-        channels, value_channels, range_chunk, UNIT=unit, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d, GUARD=guard,
+        channels, value_channels, range_chunk, UNIT=unit, WIDE_OFFSETS=wide, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d,
+        GUARD=guard,
     )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
@@ -400,7 +405,7 @@ def launch_quantize_long(
         *key.stride(), *value.stride(), queries,
         tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
         RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value, PERMUTED=fragment_order,
-        UNIT=unit,
+        UNIT=unit, WIDE_OFFSETS=wide,
         BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip
     return found

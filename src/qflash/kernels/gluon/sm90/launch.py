@@ -81,7 +81,7 @@ def takes_resident(call: AttentionCall, tiles: Tiles) -> bool:
 def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` takes the call."""
     taken = request.is_plain and not request.fragment_order and takes_resident(request.call, tiles)
-    return taken and side_by_side(request.out, 8)
+    return taken and side_by_side(request.out, 8) and not request.wide_offsets
 
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -188,6 +188,7 @@ def accepts_streaming(request: KernelRequest, tiles: Tiles) -> bool:
         and takes_streaming(call, tiles)
         and rows_of_keys(call.key) is not None
         and all(map(side_by_side, (call.query, call.key, request.out)))
+        and not request.wide_offsets
     )
 
 

@@ -518,6 +518,9 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
         samples[f"quantize {granularity}"] = (query.mT, granularity, backend)
     for name, recipe in PRESETS.items():
         samples[f"attention {name}"] = (query, key, value, mask, False, 0.25, recipe.key, backend)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    lengths = [torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 9, 18], [0, 12, 24])]
+    samples["varlen_attention"] = (*packed, *lengths, 9, 12, False, 0.25, qflash.DEFAULT.key, backend)
     x, weight = q.values[0, 0], k.values[0, 0]
     bias, ratio = (torch.full((12,), number, dtype=torch.int32, device=device) for number in (77, 1 << 29))
     stream = torch.full((9, 12), -300, dtype=torch.int16, device=device)

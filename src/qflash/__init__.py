@@ -26,6 +26,7 @@ __all__ = [
     "save_model",
     "sdpa",
     "unpatch",
+    "varlen_attention",
 ]
 
 
@@ -39,7 +40,7 @@ def _is_command() -> bool:
 if TYPE_CHECKING or not _is_command():
     # models pickled earlier ask for their classes by this name
     from . import patching as patching
-    from .api import align_bias, attention, int8_attention, quantize, quantize_bias
+    from .api import align_bias, attention, int8_attention, quantize, quantize_bias, varlen_attention
     from .integrations.inspection import coverage, float_attention
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa

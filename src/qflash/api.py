@@ -24,11 +24,15 @@ from .validation import (
     check_attention_shapes,
     check_backend,
     check_flags,
+    check_jagged,
     check_mask,
     check_no_derivative,
     check_tensor,
+    check_varlen_attention,
+    is_jagged,
     resolve_causal_bias,
     resolve_softmax_scale,
+    unpack_jagged,
 )
 
 
@@ -94,7 +98,9 @@ def attention(
 
     Args:
         query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides. Batch and heads of query, key
-            and value broadcast. Under autocast all three are taken in its dtype, which is then the output's, too.
+            and value broadcast. Under autocast all three are taken in its dtype, which is then the output's, too. Nested
+            tensors of jagged layout, all three ``(batch, heads, jagged, channels)``, go to :func:`varlen_attention`, and so
+            does the output; the length of the longest is asked for, once for a nested tensor, which waits for a GPU.
         key: ``(..., heads, keys, head_dim)``, the same dtype and device.
         value: ``(..., heads, keys, value_dim)``, the same dtype and device.
         attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
@@ -125,6 +131,8 @@ def attention(
             attention, tensors, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe,
             backend=backend,
         )  # fmt: skip
+    if is_jagged(query, key, value):
+        return _jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, backend)
     query, key, value = autocast(query, key, value)
     tensors = query, key, value, attn_mask
     options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
@@ -143,6 +151,95 @@ def attention(
         tensors, options, views, shape, lambda: _shaped(execution.kept(execution.attention, views, given), shape)
     )
     return out.view(shape)
+
+
+def _jagged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: Recipe | str | None,
+    backend: str,
+) -> torch.Tensor:
+    """:func:`attention` of nested tensors: :func:`varlen_attention` of their tokens."""
+    check_jagged(query, key, value, attn_mask, dropout_p)
+    queries, offsets, longest = unpack_jagged(query)
+    keys, key_offsets, longest_key = unpack_jagged(key)
+    values, value_offsets, _ = unpack_jagged(value)
+    # on a GPU the lengths are not looked at
+    differ = values.shape[0] != keys.shape[0] or value_offsets.shape != key_offsets.shape
+    if differ or (value_offsets is not key_offsets and not keys.is_cuda and not torch.equal(value_offsets, key_offsets)):
+        raise ValueError("value must have sequences of the same lengths as key")
+    out = varlen_attention(
+        queries, keys, values, offsets, key_offsets, longest, longest_key, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, recipe=recipe, backend=backend,
+    )  # fmt: skip
+    return torch.nested.nested_tensor_from_jagged(out, offsets=offsets, max_seqlen=longest).transpose(1, 2)
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Integer attention of sequences of several lengths, packed one behind the other: a batch without padding.
+
+    The bits are those of :func:`attention` for each sequence alone: scales, midranges and means are found sequence by
+    sequence, and what the recipe shares over a tensor is shared over a sequence. The first seven arguments are those of
+    ``flash_attn_varlen_func`` and of ``torch.nn.attention.varlen.varlen_attn`` by position. Lengths stay on the device:
+    nothing waits for a GPU.
+
+    Args:
+        query: ``(queries, heads, head_dim)`` of all sequences, float16, bfloat16 or float32; any strides.
+        key: ``(keys, heads, head_dim)``, the same dtype and device.
+        value: ``(keys, heads, value_dim)``, the same dtype and device.
+        cu_seqlens_q: cumulative numbers of queries, ``(sequences + 1,)``, int32 or int64 on query's device: sequence i has the
+            queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1``. It begins with 0, ends with the number of queries, and
+            does not fall, which is checked on a CPU alone. Sequences may be empty.
+        cu_seqlens_k: the same of keys, of as many sequences.
+        max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written.
+        max_seqlen_k: no sequence has more keys; checked on a CPU alone.
+        is_causal: query i of a sequence sees its keys 0 to i, as in :func:`attention`. FlashAttention aligns the last query
+            with the last key instead; the two differ where a sequence has not as many queries as keys.
+        scale, enable_gqa, recipe, backend: see :func:`attention`.
+
+    Returns:
+        ``(queries, heads, value_dim)`` in query's dtype, contiguous. Queries of a sequence without keys are zero.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+        NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative.
+    """
+    tensors = query, key, value, cu_seqlens_q, cu_seqlens_k
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            varlen_attention, tensors, *tensors, max_seqlen_q, max_seqlen_k, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, recipe=recipe, backend=backend,
+        )  # fmt: skip
+    query, key, value = autocast(query, key, value)
+    factor = check_varlen_attention(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, enable_gqa
+    )
+    check_backend(backend)
+    sharding.prepare(query)
+    return torch.ops.qflash.varlen_attention(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, factor,
+        resolve_recipe(recipe).key, backend,
+    )  # fmt: skip
 
 
 def quantize(

@@ -121,6 +121,12 @@ def quantize_bias(info: Any, in_dims: InDims, bias: torch.Tensor) -> tuple[torch
     return torch.ops.qflash.quantize_bias(_front(bias, in_dims[0], info.batch_size)), 0
 
 
+def varlen_attention(info: Any, in_dims: InDims, *arguments: Any) -> tuple[torch.Tensor, int]:
+    """Map ``torch.ops.qflash.varlen_attention``, call by call."""
+    out, dim = _one_by_one(torch.ops.qflash.varlen_attention, in_dims, info.batch_size, arguments)
+    return out, dim
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "quantize_centered": quantize_centered,
@@ -128,5 +134,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "quantize_bias": quantize_bias,
     "int8_attention": int8_attention,
     "attention": attention,
+    "varlen_attention": varlen_attention,
 }
 """The rule of each operator."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import batching, quantization
+from . import batching, quantization, varlen
 from .execution import attention, int8_attention, quantize, quantize_bias, quantize_centered, quantize_with_scale
 from .memory_format import empty_output
 
@@ -36,6 +36,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, str recipe, "
     "str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool is_causal, float scale, str recipe, str backend) -> Tensor"
 )
 
 
@@ -66,6 +70,10 @@ def _fake_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return empty_output(query, value.shape[3], query.dtype)
 
 
+def _fake_varlen_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
 def _no_backward(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError("QFlash is for inference: integer attention has no gradient")
 
@@ -77,12 +85,13 @@ for _name, _implementation, _fake in (
     ("quantize_bias", quantize_bias, _fake_quantize_bias),
     ("int8_attention", int8_attention, _fake_int8_attention),
     ("attention", attention, _fake_attention),
+    ("varlen_attention", varlen.varlen_attention, _fake_varlen_attention),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"qflash::{_name}", batching.RULES[_name], lib=_LIBRARY)
 
-for _name in ("quantize", "quantize_centered", "quantize_with_scale", "int8_attention", "attention"):
+for _name in ("quantize", "quantize_centered", "quantize_with_scale", "int8_attention", "attention", "varlen_attention"):
     torch.library.register_autograd(f"qflash::{_name}", _no_backward, lib=_LIBRARY)
 
 

@@ -286,12 +286,20 @@ def quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, 
     if granularity != "channel":
         least = least.amax(dim=tuple(range(x.dim())) if granularity == "tensor" else (-2, -1), keepdim=True)
     scale = scale_from_least(least)
-    inverse = (1.0 / scale).to(torch.float64)
-    zero = (middle.to(torch.float64) * inverse).round() + 0.0  # no negative zero
+    zero = zero_point(middle, scale)
+    return centered_values(x, scale, zero), scale, zero.to(torch.float32) * scale
+
+
+def zero_point(middle: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return midranges in whole steps of their scales, float64."""
+    return (middle.to(torch.float64) * (1.0 / scale).to(torch.float64)).round() + 0.0  # no negative zero
+
+
+def centered_values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Return ``round(x / scale - zero)`` as int8, the quotient as in :func:`quantize_values`."""
     # exact in float64, so rounded once, ties to even
-    values = (x.to(torch.float64) * inverse - zero).round()
-    values = values.nan_to_num(0.0).to(torch.int8, memory_format=torch.contiguous_format)
-    return values, scale, zero.to(torch.float32) * scale
+    values = (x.to(torch.float64) * (1.0 / scale).to(torch.float64) - zero).round()
+    return values.nan_to_num(0.0).to(torch.int8, memory_format=torch.contiguous_format)
 
 
 def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,11 +317,16 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
     key_heads = key.shape[1]
     above = query.abs().amax(dim=-2).reshape(batch, key_heads, heads // key_heads, channels).amax(dim=2)
     below = key.abs().amax(dim=-2)
-    usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
-    exponent = torch.div(torch.frexp(above).exponent - torch.frexp(below).exponent, 2, rounding_mode="trunc")
-    exponent = torch.where(usable, exponent, 0)[:, :, None, :]
+    exponent = balancing_exponent(above, below)[:, :, None, :]
     key = times_power_of_two(key, exponent)
     return times_power_of_two(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key
+
+
+def balancing_exponent(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of :func:`balance_channels` from the amplitudes of query's and key's channels."""
+    usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
+    exponent = torch.div(torch.frexp(above).exponent - torch.frexp(below).exponent, 2, rounding_mode="trunc")
+    return torch.where(usable, exponent, 0)
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:

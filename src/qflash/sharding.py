@@ -125,6 +125,15 @@ def _int8_attention(
     return found
 
 
+def _varlen_attention(query: Any, key: Any, value: Any, *options: Any) -> list[Placements]:
+    found = [(_whole(query), _whole(query, key, value, *options))]
+    recipe = Recipe.from_key(options[-2])
+    heads = key.shape[1] in (1, query.shape[1]) or key.shape[1] % query.mesh.size() == 0
+    if heads and "tensor" not in (recipe.query_granularity, recipe.key_granularity, recipe.value_granularity):
+        found.append(([_along(1, query)], [*(_along(1, x) for x in (query, key, value)), *_whole(*options)]))
+    return found
+
+
 def _spanned(dims: int, granularity: str) -> Iterable[int]:
     """Return the dimensions of a tensor that a scale does not span."""
     if granularity != "tensor":
@@ -176,6 +185,7 @@ _RULES: dict[str, Callable[..., list[Placements]]] = {
     "quantize_bias": _quantize_bias,
     "int8_attention": _int8_attention,
     "attention": _attention,
+    "varlen_attention": _varlen_attention,
 }
 
 

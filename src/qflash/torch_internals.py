@@ -77,6 +77,19 @@ def has_plain_keys(x: torch.Tensor) -> bool:
     return not _keys_of(x).raw_repr() & _STRANGE
 
 
+def ragged_dim(x: torch.Tensor) -> int:
+    """Return which dimension of a nested tensor of jagged layout is jagged."""
+    return int(x._ragged_idx)  # type: ignore[attr-defined]
+
+
+def longest_jagged(x: torch.Tensor) -> int:
+    """Return the length of the longest sequence of a nested tensor, which keeps it; the first look waits for a GPU."""
+    if hasattr(x, "_get_max_seqlen"):
+        return int(x._get_max_seqlen())
+    offsets: torch.Tensor = x.offsets()  # type: ignore[attr-defined]
+    return int(offsets.diff().amax()) if x.shape[0] else 0
+
+
 def in_transform() -> bool:
     """Tell whether a transform of ``torch.func`` is on; False where that cannot be told."""
     return _transform_level is not None and _transform_level() is not None

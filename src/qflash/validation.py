@@ -267,6 +267,115 @@ def check_attention(
     return resolve_softmax_scale(scale, query.shape[-1])
 
 
+def _check_lengths(name: str, cumulative: object, query: torch.Tensor) -> None:
+    """Require cumulative lengths, as far as that can be told without looking at them."""
+    check_tensor(name, cumulative, (torch.int32, torch.int64), 1)
+    assert isinstance(cumulative, torch.Tensor)
+    if cumulative.dim() != 1 or cumulative.shape[0] == 0:
+        raise ValueError(f"{name} must have the shape (sequences + 1,), got {_shape(cumulative.shape)}")
+    if cumulative.device != query.device:
+        raise ValueError(f"{name} is on {cumulative.device}, query is on {query.device}; they must agree")
+
+
+def _check_longest(name: str, most: object) -> None:
+    """Require a length."""
+    if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(most).__name__}")
+    if most < 0:
+        raise ValueError(f"{name} must not be negative, got {most}")
+
+
+def check_varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> float:
+    """Require what :func:`qflash.varlen_attention` takes; return the softmax scale. Nothing waits for a GPU.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; the message names it.
+        NotImplementedError: forward mode or ``torch.func`` takes a derivative.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, FLOAT_DTYPES, 3)
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have the shape (tokens, heads, channels), got {_shape(x.shape)}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(f"value must have key's tokens and heads {_shape(key.shape[:2])}, got {_shape(value.shape[:2])}")
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads != key_heads and (key_heads == 0 or heads % key_heads):
+        raise ValueError(f"query's heads must be a multiple of key's, got {_size(heads)} and {_size(key_heads)}")
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(
+            f"key must have query's {_size(heads)} heads, got {_size(key_heads)}; "
+            "for grouped-query attention pass enable_gqa=True"
+        )
+    # the number of tokens is not that of a row
+    none = query[:0].transpose(0, 1), key[:0].transpose(0, 1), value[:0].transpose(0, 1)
+    check_attention_shapes(none[0], none[1], none[2], enable_gqa)
+    _check_lengths("cu_seqlens_q", cu_seqlens_q, query)
+    _check_lengths("cu_seqlens_k", cu_seqlens_k, query)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, got shapes {_shape(cu_seqlens_k.shape)} and "
+            f"{_shape(cu_seqlens_q.shape)}"
+        )
+    _check_longest("max_seqlen_q", max_seqlen_q)
+    _check_longest("max_seqlen_k", max_seqlen_k)
+    if max_seqlen_k > MAX_KEYS:
+        raise ValueError(f"max_seqlen_k must be at most {MAX_KEYS} (more could overflow sums of int32), got {max_seqlen_k}")
+    check_no_derivative(query, key, value)
+    return resolve_softmax_scale(scale, query.shape[-1])
+
+
+def check_jagged(query: object, key: object, value: object, attn_mask: object, dropout_p: float) -> None:
+    """Require nested tensors of jagged layout that :func:`qflash.attention` takes.
+
+    Raises:
+        TypeError: one of the three is no tensor, or not jagged.
+        ValueError: another shape than (batch, heads, jagged tokens, channels), tokens left out, or a mask.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.layout != torch.jagged:
+            raise TypeError(f"{name} must be a nested tensor of jagged layout like the others, got {_kind(x)}")
+        ragged = torch_internals.ragged_dim(x)
+        if x.dim() != 4 or ragged != 2:
+            raise ValueError(
+                f"{name} must have the shape (batch, heads, jagged tokens, channels), got {x.dim()} dimensions of which "
+                f"number {ragged} is jagged"
+            )
+        if x.lengths() is not None:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} must have no holes between its sequences; .contiguous() closes them")
+    if attn_mask is not None:
+        raise ValueError("attn_mask must be None beside jagged tensors, which have no common shape; is_causal=True is taken")
+    check_dropout(dropout_p)
+
+
+def unpack_jagged(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the tokens of a checked nested tensor, (tokens, heads, channels), their cumulative lengths, and the longest."""
+    packed = x.transpose(1, 2)
+    return packed.values(), packed.offsets(), torch_internals.longest_jagged(x)  # type: ignore[attr-defined]
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def is_jagged(*tensors: object) -> bool:
+    """Tell whether one of them is a nested tensor of jagged layout."""
+    return any(isinstance(x, torch.Tensor) and x.layout == torch.jagged for x in tensors)
+
+
 def reason_for_float(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -283,8 +392,15 @@ def reason_for_float(
     """
     try:
         attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
-        query, key, value = autocast(query, key, value)
-        check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if is_jagged(query, key, value):
+            check_jagged(query, key, value, attn_mask, dropout_p)
+            packed = unpack_jagged(query), unpack_jagged(key), unpack_jagged(value)
+            (query, lengths, longest), (key, key_lengths, longest_key), (value, _, _) = packed
+            query, key, value = autocast(query, key, value)
+            check_varlen_attention(query, key, value, lengths, key_lengths, longest, longest_key, is_causal, scale, enable_gqa)
+        else:
+            query, key, value = autocast(query, key, value)
+            check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
     if torch.is_grad_enabled():

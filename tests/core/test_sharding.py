@@ -125,6 +125,16 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
             whole, apart = (qflash.int8_attention(*each, **given) for each in (quantised, values))
             yield {"equal": torch.equal(apart.values.full_tensor(), whole.values)}
 
+    packed = [torch.randn(9, 4, 16, generator=generator) for _ in range(3)]
+    lengths = torch.tensor([0, 2, 9], dtype=torch.int32)
+    for recipe, dim in (("default", 1), ("default", 0), ("paper", 1)):
+        want = qflash.varlen_attention(*packed, lengths, lengths, 7, 7, recipe=recipe)
+        lying, whole = [parts(x, dim) for x in packed], parts(lengths, None)
+        got = qflash.varlen_attention(*lying, whole, whole, 7, 7, recipe=recipe)
+        yield {
+            "equal": torch.equal(got.full_tensor(), want) and shape_of(got) == (1 if dim == 1 and recipe == "default" else None)
+        }  # type: ignore[attr-defined]
+
     bias = torch.randn(4, 6, 8, generator=generator) * 900
     for dim in (0, 1, 2, None):
         yield {"equal": torch.equal(qflash.quantize_bias(parts(bias, dim)).full_tensor(), qflash.quantize_bias(bias))}
@@ -164,8 +174,10 @@ def test_two_processes_give_the_bits_of_one() -> None:
         for case, result in zip(CASES, (each for each in found if "out" in each), strict=True):
             assert result == {"equal": True, "out": case.out, "communication": case.communication}, case
         others = [each["equal"] for each in found if "out" not in each]
-        # int8 tensors, biases, scales of four granularities (all but per token also centred), sums to be made, a module
-        assert others == [True] * (sum(case.recipe == "default" and case.mask is None for case in CASES) + 4 + 7 * 4 + 1 + 1)
+        # int8 tensors, packed sequences, biases, scales of four granularities (all but per token also centred), sums to be made, a module
+        assert others == [True] * (
+            sum(case.recipe == "default" and case.mask is None for case in CASES) + 3 + 4 + 7 * 4 + 1 + 1
+        )
 
 
 if __name__ == "__main__":

@@ -423,3 +423,36 @@ def test_exported_program_is_eager() -> None:
 def test_operators_pass_pytorchs_checks(sample: str) -> None:
     arguments = operator_samples(CUDA, "triton")[sample]
     torch.library.opcheck(getattr(torch.ops.qflash, sample.split()[0]).default, arguments)
+
+
+# --- packed sequences ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_packed_sequences_have_the_bits_of_separate_calls(dtype: torch.dtype, recipe: str, causal: bool) -> None:
+    queries, keys = [1, 0, 19, 300, 64, 3], [7, 0, 0, 140, 66, 1000]
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 64, generator=generator).to(dtype)
+        for lengths, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    lengths = [torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in (queries, keys)]
+    longest = max(queries), max(keys)
+    options = {"is_causal": causal, "enable_gqa": True, "recipe": recipe}
+    expected = qflash.varlen_attention(query, key, value, *lengths, *longest, **options, backend="reference")
+    there = [x.to(CUDA) for x in (query, key, value, *lengths)]
+    qflash.varlen_attention(*there, *longest, **options)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = qflash.varlen_attention(*there, *longest, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same_bits(got.cpu(), expected)
+    x = torch.nested.nested_tensor_from_jagged(there[0], offsets=there[3]).transpose(1, 2)
+    assert same_bits(
+        qflash.attention(x, x, x, recipe=recipe).transpose(1, 2).values(),
+        qflash.varlen_attention(there[0], there[0], there[0], there[3], there[3], longest[0], longest[0], recipe=recipe),
+    )

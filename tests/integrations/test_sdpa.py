@@ -86,14 +86,19 @@ def needing_gradient(x: torch.Tensor) -> torch.Tensor:
         return SDPA(x.clone().requires_grad_(), x, x)
 
 
+def as_jagged(x: torch.Tensor) -> torch.Tensor:
+    """Return a batch as a nested tensor."""
+    return torch.nested.nested_tensor(list(x.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "float64": (lambda x: SDPA(x.double(), x.double(), x.double()), "query must be float16, bfloat16, float32, got float64"),
     "dropout": (lambda x: SDPA(x, x, x, dropout_p=1.0), "dropout_p must be 0, "),
     "scale": (lambda x: SDPA(x, x, x, scale=-1.0), "scale must be positive and finite, got -1.0"),
     "gradient": (needing_gradient, "it needs a gradient"),
     "jagged": (
-        lambda x: SDPA(*[torch.nested.nested_tensor(list(x.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)] * 3),
-        "query must be a dense",
+        lambda x: SDPA(*[as_jagged(x.double())] * 3),
+        "query must be float16, bfloat16, float32, got float64",
     ),
 }
 

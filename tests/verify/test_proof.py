@@ -123,7 +123,7 @@ def test_every_case_spells_out_a_call() -> None:
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128"), "long_hopper_kernel")
     anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
     anywhere |= dict.fromkeys(("vit-paper", "long-causal-gqa", "long-accurate", "vae-512"), "long_kernel")
-    anywhere |= dict.fromkeys(("longest", "longest-causal-accurate"), "long_kernel")
+    anywhere |= dict.fromkeys(("longest", "varlen"), "long_kernel")
     anywhere |= {"pack-value": "pack_value_kernel"}
     for case in verify_cases.CASES:
         call = verify_cases.kernel_call(case, "sm_90")
@@ -140,7 +140,8 @@ def test_every_case_spells_out_a_call() -> None:
         assert verify_cases.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, general)
         pointers = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
         assert all(x.device.type == "meta" for x in pointers.values())
-        assert pointers["o_ptr" if case.name != "pack-value" else "packed_ptr"].dtype == torch.int8
+        out = pointers["o_ptr" if case.name != "pack-value" else "packed_ptr"]
+        assert str(out.dtype) == f"torch.{case.output}"
     names = [case.name for case in verify_cases.CASES]
     assert len(set(names)) == len(names)
 

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..attention_call import AttentionCall, int8_call
+from ..varlen import VarlenCall
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
 from .heuristics import choose_tiles, worth_compiling
@@ -188,3 +189,14 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         value_offset=found.value_offset,
     )  # fmt: skip
     return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)
+
+
+def launch_varlen(call: VarlenCall) -> torch.Tensor:
+    """Attend to packed int8 sequences (:func:`.segments.quantize`) in one launch."""
+    guard = call.query.device.type == "cpu"
+    # the interpreter truncates to bfloat16 where that must round
+    dtype = torch.float32 if guard and call.out_dtype == torch.bfloat16 else call.out_dtype
+    out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=dtype, device=call.query.device)
+    for launch in portable.varlen_launches(call, out, guard):
+        launch.run()
+    return out.to(call.out_dtype)

@@ -39,7 +39,8 @@ class Case:
         value_dim: channels of value if they are not query's.
         input: ``"int8"`` or the name of a float dtype: then the call quantises, too.
         output: the same of the output.
-        layout: ``"contiguous"``, ``"packed"`` (views of one projection) or ``"misaligned"`` (rows that begin anywhere).
+        layout: ``"contiguous"``, ``"packed"`` (views of one projection) or ``"misaligned"`` (rows that begin anywhere), or
+            ``"varlen"``: sequences of up to so many tokens, packed, of which all but attention is PyTorch's.
         launch: which of the call's launches.
     """
 
@@ -110,7 +111,7 @@ CASES: tuple[AnyCase, ...] = (
     Case("long-causal-gqa", 4096, 64, mask="causal", key_heads=1),
     Case("long-accurate", 4096, 64, recipe="accurate"),
     Case("longest", 1 << 20, 64, batch=1, queries=1024),  # sums in 64 bits
-    Case("longest-causal-accurate", 1 << 17, 64, recipe="accurate", mask="causal", batch=1),
+    Case("varlen", 1024, 64, input="float16", output="float16", layout="varlen"),
     Case("pack-value", 4096, 64, launch=0),
     LayerCase("linear", 64 * 197, 384, 1152),  # DeiT-S, batch 64
     LayerCase("linear-few", 197, 384, 1152),  # batch 1: smaller blocks
@@ -242,11 +243,25 @@ def _run_layer(case: LayerCase) -> None:
         execution.int8_linear(*linear, residual, output, "triton")
 
 
+def _attend_packed(case: Case, recipe: Recipe) -> None:
+    """Call the operator of attention of packed sequences."""
+    from .. import varlen
+
+    shape, dtype = (case.batch * case.tokens, 4, case.head_dim), getattr(torch, case.input)
+    query, key, value = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
+    cumulative = torch.empty(case.batch + 1, dtype=torch.int32, device="meta")
+    options = case.mask == "causal", case.head_dim**-0.5, recipe.key, "triton"
+    varlen.varlen_attention(query, key, value, cumulative, cumulative, case.tokens, case.tokens, *options)
+
+
 def _attend(case: Case) -> None:
     """Call the operator of attention."""
     from .. import execution
 
     recipe = resolve_recipe(case.recipe)
+    if case.layout == "varlen":
+        _attend_packed(case, recipe)
+        return
     batch, heads, keys, head_dim = case.batch, 4, case.tokens, case.head_dim
     queries, value_dim = case.queries or keys, case.value_dim or head_dim
     dtype = getattr(torch, case.input)

@@ -486,7 +486,7 @@ def output_factors(
 def finish(
     accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs, stored,
     BITS: tl.constexpr, EXACT: tl.constexpr, VALUE_OFFSET: tl.constexpr, FLOOR_OUTPUT: tl.constexpr, MASK: tl.constexpr,
-    CHECK: tl.constexpr, GUARD: tl.constexpr, WIDE_SUMS: tl.constexpr = False,
+    CHECK: tl.constexpr, GUARD: tl.constexpr, WIDE_SUMS: tl.constexpr = False, VARLEN: tl.constexpr = False, few_keys=False,
 ):  # fmt: skip
     """Normalise by the row sums (Algorithm 1, step 11) and store a (BLOCK_M, BLOCK_DV) block of outputs where ``stored``.
 
@@ -495,7 +495,8 @@ def finish(
     Float outputs of rows with an unusable scale or a NaN in the bias are NaN.
 
     With WIDE_SUMS (rows of more than 65536 keys) the accumulator is int64, for 15 bits the whole numerator (``high`` plays no
-    part), and what follows from it has 64 bits up to the normalised output.
+    part), and what follows from it has 64 bits up to the normalised output. With VARLEN ``few_keys`` says that the row has so
+    few keys that its sum is that of rounded P, whatever EXACT says.
     """
     total = tl.max(total, 1)[:, None]
     if WIDE_SUMS:
@@ -505,6 +506,9 @@ def finish(
         total += tl.max(high_total, 1)[:, None].to(total.dtype) * 256 + 128 * count
     elif EXACT:
         fine = fine_sum(total, tl.max(high_total, 1)[:, None], count)
+        if VARLEN:
+            # the sum of rounded P in the unit of a finer one: nothing is missing
+            fine = tl.where(few_keys, 0, fine)
         total, missing = missing_mass(fine, 127 * count - total)
         accumulator -= missing * mean
     elif BITS == 8:

@@ -924,3 +924,132 @@ int qflash_float_attention(
     free(memory);
     return failed;
 }
+
+/* --- packed sequences ------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int64_t *cu_q, *cu_k; /* where each sequence begins, and the last ends */
+    int64_t sequences, rounded_keys; /* rows of up to rounded_keys keys have no exact sum */
+} packing;
+
+/* The part of a conversion of packed tokens that belongs to sequence i: at most its first `most` tokens. */
+static conversion sequence_of(const conversion *all, const int64_t *begin, int64_t i, int64_t most) {
+    conversion a = *all;
+    const int64_t first = begin[i], d = a.channels;
+    a.tokens = at_most(begin[i + 1] - first, most);
+    a.x += first * a.stride[2];
+    a.values += first * a.heads * d;
+    a.scale += a.granularity == PER_TENSOR  ? i
+               : a.granularity == PER_HEAD  ? i * a.heads
+               : a.granularity == PER_TOKEN ? first * a.heads
+                                            : i * a.heads * d;
+    if (a.offset) a.offset += i * a.heads * d;
+    return a;
+}
+
+/* Attention of packed float sequences: threads share sequences and heads, quantise, then attend. `like` is the problem of one
+ * sequence of the most queries and keys. */
+int qflash_varlen_attention(const conversion *three, const problem *like, const packing *where, void *out) {
+    const int64_t sequences = where->sequences;
+    conversion all[3] = {three[0], three[1], three[2]};
+    int64_t bytes = LINE;
+    for (int t = 0; t < 3; t++) {
+        const conversion *a = &all[t];
+        const int64_t per = a->granularity == PER_TENSOR ? 1 : a->heads * (a->granularity == PER_CHANNEL ? a->channels : 1);
+        bytes += whole_lines(numbers_of(a)) + whole_lines(4 * (a->granularity == PER_TOKEN ? a->tokens : sequences) * per);
+        bytes += whole_lines(4 * sequences);
+    }
+    bytes += whole_lines(4 * sequences * all[2].heads * all[2].channels);
+    char *memory = calloc(bytes, 1), *place = (char *)whole_lines((intptr_t)memory);
+    if (!memory) return 1;
+    int32_t *most[3];
+    for (int t = 0; t < 3; t++) {
+        conversion *a = &all[t];
+        const int64_t per = a->granularity == PER_TENSOR ? 1 : a->heads * (a->granularity == PER_CHANNEL ? a->channels : 1);
+        a->values = (int8_t *)place, place += whole_lines(numbers_of(a));
+        a->scale = (float *)place, place += whole_lines(4 * (a->granularity == PER_TOKEN ? a->tokens : sequences) * per);
+        most[t] = (int32_t *)place, place += whole_lines(4 * sequences);
+    }
+    if (all[2].center == ZERO_POINT) all[2].offset = (float *)place;
+    int failed = 0;
+#pragma omp parallel num_threads((int)like->threads) reduction(| : failed)
+    {
+        const int64_t longest = like->queries > like->keys ? like->queries : like->keys;
+        const int64_t widest = like->head_dim > like->value_dim ? like->head_dim : like->value_dim;
+        float *x = malloc(sizeof(float) * (longest * widest + 5 * widest)), *range = x + longest * widest;
+        failed |= !x;
+        for (int find = 1; find >= 0; find--) {
+            for (int t = 0; x && t < 3; t++) {
+                const int64_t *begin = t ? where->cu_k : where->cu_q;
+                const share mine = share_of(sequences * all[t].heads);
+                if (find && all[t].granularity != PER_TENSOR) continue;
+                for (int64_t task = mine.begin; task < mine.end; task++) {
+                    const int64_t i = task / all[t].heads, head = task % all[t].heads;
+                    const int64_t seen = like->causal && t ? where->cu_q[i + 1] - where->cu_q[i] : INT64_MAX;
+                    const conversion a = sequence_of(&all[t], begin, i, seen);
+                    if (a.tokens == 0) continue;
+                    const int32_t one = heads_of(&a, head, head + 1, find, most[t][i], x, range);
+                    if (!find) continue;
+#pragma omp critical
+                    most[t][i] = one > most[t][i] ? one : most[t][i];
+                }
+            }
+#pragma omp barrier
+        }
+        free(x);
+        workspace w = {0};
+        char *room = NULL;
+        const int allocated = allocate(like, &w, &room);
+        failed |= !allocated;
+        int64_t tasks = 0;
+        const int64_t group = like->heads / like->key_heads;
+        for (int64_t i = 0; i < sequences; i++)
+            tasks += like->heads * ((where->cu_q[i + 1] - where->cu_q[i] + BLOCK - 1) / BLOCK);
+        const share mine = share_of(tasks);
+        int64_t before = 0;
+        for (int64_t i = 0; allocated && i < sequences && before < mine.end; i++) {
+            problem one = *like;
+            const int64_t queries = where->cu_q[i + 1] - where->cu_q[i], blocks = (queries + BLOCK - 1) / BLOCK;
+            const int64_t begin = mine.begin > before ? mine.begin - before : 0;
+            const int64_t end = at_most(like->heads * blocks, mine.end - before);
+            before += like->heads * blocks;
+            if (begin >= end) continue;
+            const int64_t seen = like->causal ? queries : INT64_MAX;
+            const conversion q = sequence_of(&all[0], where->cu_q, i, INT64_MAX), k = sequence_of(&all[1], where->cu_k, i, seen);
+            const conversion v = sequence_of(&all[2], where->cu_k, i, seen);
+            one.query = q.values, one.key = k.values, one.value = v.values;
+            one.query_scale = q.scale, one.key_scale = k.scale, one.value_scale = one.output_scale = v.scale;
+            one.offset = v.offset;
+            one.queries = queries, one.keys = k.tokens;
+            one.q[1] = queries * one.head_dim, one.k[1] = one.keys * one.head_dim, one.v[1] = one.keys * one.value_dim;
+            /* scales of tokens follow one another head by head */
+            if (q.granularity == PER_TOKEN) one.qs[1] = queries;
+            if (k.granularity == PER_TOKEN) one.ks[1] = one.keys;
+            one.exact = one.exact && one.keys > where->rounded_keys;
+            one.inverse_count = at_most(((int64_t)1 << 31) / (one.keys ? one.keys : 1), INT32_MAX);
+            one.out = (float *)out + where->cu_q[i] * one.o[2];
+            w.head = w.out_head = -1;
+            for (int64_t task = begin; task < end; task++) {
+                const int64_t h = task / blocks, first = task % blocks * BLOCK;
+                const int rows = (int)at_most(BLOCK, queries - first);
+                if (one.keys == 0) {
+                    for (int r = 0; r < rows; r++)
+                        memset((float *)one.out + h * one.o[1] + (first + r) * one.o[2], 0, sizeof(float) * one.value_dim);
+                    continue;
+                }
+                if (w.head != h / group) {
+                    w.head = h / group;
+                    pack_head(&one, &w, 0, h / group);
+                }
+                if (w.out_head != h) {
+                    w.out_head = h;
+                    output_scales(&one, &w, 0, h);
+                }
+                attend(&one, &w, 0, h, first, rows);
+            }
+        }
+        free(room);
+    }
+    free(memory);
+    return failed;
+}

@@ -34,12 +34,15 @@ from ...attention_call import AttentionCall, Scales
 from ...memory_format import empty_output
 from ...paths import check_private, make_cache_folder
 from ...quantization import GRANULARITIES, scale_shape
+from ...recipe import Recipe
+from ...varlen import VarlenCall
 
 _SOURCES = ("attention.c", "network.c")
 """What is compiled, to one library."""
 _HEADERS = ("products.h",)
 _FUNCTIONS = {
-    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7, "linear": 1, "layer_norm": 1,
+    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7, "varlen_attention": 4, "linear": 1,
+    "layer_norm": 1,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded
@@ -217,6 +220,7 @@ _Attention = arguments_type(_POINTERS, 61)
 _Quantize = arguments_type(("x", "values", "scale", "offset"), 11)
 _AS_IS, _MIDRANGE, _ZERO_POINT = range(3)
 """What a channel is quantised less: nothing, its midrange, or a zero point, which comes out as an offset."""
+_Packing = arguments_type(("cu_q", "cu_k"), 2)
 _PACKED = "for the packed keys and values of a head"
 
 
@@ -328,6 +332,36 @@ def launch_attention(call: AttentionCall) -> torch.Tensor:
     return out.to(call.out_dtype)
 
 
+def launch_varlen(call: VarlenCall) -> torch.Tensor:
+    """Run :func:`qflash.varlen.varlen_attention` as one function of C: float tensors, balanced and rotated already."""
+    recipe, lengths = call.recipe, call.lengths
+    queries, keys = max(1, lengths.most_queries), max(1, lengths.most_keys)
+    heads, value_dim = call.query.shape[1], call.value.shape[2]
+    steps, sizes, granularities = (_Quantize * 3)(), (queries, keys, keys), _kinds(recipe)
+    floats = [x.to(torch.float32) for x in (call.query, call.key, call.value)]
+    values, scales = [], []
+    for index, (x, most, (granularity, center)) in enumerate(zip(floats, sizes, granularities, strict=True)):
+        steps[index] = _Quantize(
+            x.data_ptr(), 0, 0, 0,
+            (1, x.shape[1], x.shape[0], x.shape[2], 0, x.stride(1), x.stride(0), x.stride(2), GRANULARITIES.index(granularity),
+             center, 1),
+        )  # fmt: skip
+        values.append(torch.empty((1, x.shape[1], most, x.shape[2]), dtype=torch.int8, device="meta"))
+        scales.append(torch.empty(scale_shape(values[-1].shape, granularity), dtype=torch.float32, device="meta"))
+    out = torch.empty((call.query.shape[0], heads, value_dim), dtype=torch.float32, device="cpu")
+    offset = torch.empty(scale_shape(values[2].shape, "channel"), device="meta") if recipe.smooth_value else None
+    longest = AttentionCall(
+        values[0], values[1], values[2], Scales(scales[0], scales[1], scales[2], None, offset), None, call.is_causal,
+        call.softmax_scale, torch.float32, recipe,
+    )  # fmt: skip
+    like = _attention(longest, out[None].transpose(1, 2))
+    begins = [x.to(torch.int64) for x in (lengths.queries, lengths.keys)]
+    packing = _Packing(*(x.data_ptr() for x in begins), (lengths.sequences, fp.MOST_ROUNDED_KEYS))
+    addresses = ctypes.byref(steps), ctypes.byref(like), ctypes.byref(packing)
+    check_memory(load().qflash_varlen_attention(*addresses, out.data_ptr()), f"to quantise or {_PACKED}")
+    return out.to(call.out_dtype)
+
+
 def prepare_attention(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return what repeats :func:`qflash.execution.attend` on other tensors of the same shapes and strides.
 
@@ -364,16 +398,21 @@ def _prepare_int8(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch
     return repeat
 
 
+def _kinds(recipe: Recipe) -> tuple[tuple[str, int], ...]:
+    """Return of query, key and value what shares a scale, and what a channel is quantised less."""
+    return (
+        (recipe.query_granularity, _AS_IS),
+        (recipe.key_granularity, _MIDRANGE if recipe.smooth_key else _AS_IS),
+        (recipe.value_granularity, _ZERO_POINT if recipe.smooth_value else _AS_IS),
+    )
+
+
 def _prepare_floats(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     recipe, dtype = call.recipe, call.query.dtype
     if recipe.balance or recipe.rotate or call.mask_kind == "bias":
         return None
     floats = call.query, call.key, call.value
-    kinds = (
-        (recipe.query_granularity, _AS_IS),
-        (recipe.key_granularity, _MIDRANGE if recipe.smooth_key else _AS_IS),
-        (recipe.value_granularity, _ZERO_POINT if recipe.smooth_value else _AS_IS),
-    )
+    kinds = _kinds(recipe)
     values, scales, steps = [], [], (_Quantize * 3)()
     for index, (x, (granularity, center)) in enumerate(zip(floats, kinds, strict=True)):
         # only the strides that a conversion gives are of interest, not its numbers

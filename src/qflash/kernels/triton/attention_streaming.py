@@ -43,6 +43,7 @@ from ..common.tile_ops import (
 )
 
 SECTION_KEYS = tl.constexpr(fp.SECTION_KEYS)
+MOST_ROUNDED_KEYS = tl.constexpr(fp.MOST_ROUNDED_KEYS)
 
 
 @triton.jit
@@ -145,6 +146,8 @@ def long_kernel(
     vo_ptr,
     mask_ptr,
     sums_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
     q_stride_z,
     q_stride_h,
     q_stride_n,
@@ -216,6 +219,7 @@ def long_kernel(
     VALUE_OFFSET: tl.constexpr,
     WIDE_SUMS: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
+    VARLEN: tl.constexpr,
     GUARD: tl.constexpr,
 ):
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
@@ -223,6 +227,10 @@ def long_kernel(
     CHECK says that keys may be masked (a mask, a bias or causal attention). With VALUE_SUMS the channel sums of V, in
     ``parts`` chunks, correct the storage offset of P at the end; without, a product with a constant does in every tile.
     With EXACT the missing mass gets the mean of V, which is made of these sums.
+
+    With VARLEN z is a sequence of packed tensors, whose cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: strides of a
+    batch are 0 but those of what there is for each sequence, and ``queries``, ``keys`` and ``inverse_count`` are found here.
+    Programs past the end of their sequence's queries take no keys and store nothing.
     """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -232,6 +240,25 @@ def long_kernel(
         v_stride_n, o_stride_n = tl.cast(v_stride_n, tl.int64), tl.cast(o_stride_n, tl.int64)
         qs_stride_n, ks_stride_n = tl.cast(qs_stride_n, tl.int64), tl.cast(ks_stride_n, tl.int64)
         mask_stride_m, mask_stride_n = tl.cast(mask_stride_m, tl.int64), tl.cast(mask_stride_n, tl.int64)
+    if VARLEN:
+        first_q, first_k = tl.load(cu_q_ptr + z).to(tl.int64), tl.load(cu_k_ptr + z).to(tl.int64)
+        queries = (tl.load(cu_q_ptr + z + 1).to(tl.int64) - first_q).to(tl.int32)
+        keys = (tl.load(cu_k_ptr + z + 1).to(tl.int64) - first_k).to(tl.int32)
+        if CAUSAL:
+            # keys past the last query do not exist
+            keys = tl.minimum(keys, queries)
+        few_keys = keys <= MOST_ROUNDED_KEYS
+        inverse_count = tl.minimum((1 << 31) // tl.maximum(keys, 1).to(tl.int64), 0x7FFFFFFF).to(tl.int32)
+        no_keys = keys == 0
+        keys = tl.where(tl.program_id(0) * BLOCK_M < queries, keys, 0)
+        q_ptr += first_q * q_stride_n
+        k_ptr += first_k * k_stride_n
+        v_ptr += first_k * v_stride_n
+        o_ptr += first_q * o_stride_n
+        qs_ptr += first_q * qs_stride_n
+        ks_ptr += first_k * ks_stride_n
+    else:
+        few_keys = False
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -252,6 +279,9 @@ def long_kernel(
         query_bits = to_rows(q, query_bits, BLOCK_D)
     usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
     usable = usable & usable_scale(query_bits)
+    if VARLEN:
+        # without keys an output is 0, whatever the query
+        usable = usable | no_keys
     multiplier, fraction_bits, drop = row_multiplier(
         query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
         MOST_BITS, GUARD,
@@ -349,5 +379,6 @@ def long_kernel(
     )  # fmt: skip
     finish(
         accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs,
-        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD, WIDE_SUMS,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET, FLOOR_OUTPUT, MASK, CHECK, GUARD,
+        WIDE_SUMS, VARLEN, few_keys,
     )  # fmt: skip

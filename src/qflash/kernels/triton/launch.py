@@ -8,8 +8,11 @@ import torch
 import triton
 
 from ... import fixed_point as fp
+from ...attention_call import AttentionCall, Scales
+from ...varlen import VarlenCall
 from ..common.quantize_ops import chunk_tokens
-from ..heuristics import split_resident
+from ..device import capability_of
+from ..heuristics import choose_tiles, split_resident
 from ..launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
@@ -20,7 +23,7 @@ from ..launch_arguments import (
     row_arguments,
 )
 from ..launch_recorder import KernelLaunch, ScoreTile
-from ..tiles import PORTABLE, Tiles, kernel_width
+from ..tiles import PORTABLE, SHORT_ROW, AttentionShape, Tiles, kernel_width
 from .attention_resident import short_kernel
 from .attention_streaming import long_kernel, pack_value_kernel
 
@@ -73,6 +76,9 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         "VALUE_SUMS": sums is not None and not call.is_causal,
         "WIDE_SUMS": call.keys > fp.SECTION_KEYS,
         "WIDE_OFFSETS": request.wide_offsets,
+        "VARLEN": False,
+        "cu_q_ptr": call.query,
+        "cu_k_ptr": call.query,
     }
     blocks = triton.cdiv(call.queries, tiles.block_m)
     scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
@@ -120,3 +126,72 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
         grid = (triton.cdiv(width, block) * parts, heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[:, :, :channels, :keys].mT, sums, launches
+
+
+def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[KernelLaunch]:
+    """Spell out attention of packed int8 sequences: a launch for up to 65535 of them.
+
+    Args:
+        call: int8 tensors with their scales and the sums of V.
+        out: (queries, heads, value channels).
+        guard: compile for Triton's interpreter.
+    """
+    lengths, recipe, scales, sums = call.lengths, call.recipe, call.scales, call.value_sums
+    assert scales is not None and scales.query is not None and sums is not None
+    tokens = {"q": call.query, "k": call.key, "v": call.value, "o": out}
+    # views of one batch element, for what kernels take of any call
+    views = {name: x[None].transpose(1, 2) for name, x in tokens.items()}
+    one = AttentionCall(
+        views["q"], views["k"], views["v"],
+        Scales(*(x if x is None else x[None].transpose(1, 2) for x in scales)),  # type: ignore[arg-type]
+        None, call.is_causal, call.softmax_scale, call.out_dtype, recipe,
+    )  # fmt: skip
+    shape = AttentionShape(
+        recipe, one.head_dim, one.value_dim, lengths.most_queries, max(SHORT_ROW + 1, lengths.most_keys),
+        one.heads * lengths.sequences, masked=True,
+    )  # fmt: skip
+    tiles = choose_tiles(shape, capability_of(out.device))
+    if recipe.normalization == "two_pass" and lengths.most_keys <= 64:
+        tiles = tiles._replace(block_n=min(tiles.block_n, 64))
+    request = KernelRequest(one, views["o"], guard)
+    # a sequence may have a single token, which tells nothing of what shares a scale
+    by_token = {"qs": recipe.query_granularity == "token", "ks": recipe.key_granularity == "token"}
+    arguments = call_arguments(request, tiles) | {
+        "keys": lengths.most_keys,
+        "queries": lengths.most_queries,
+        "inverse_count": 0,  # found for each sequence
+        "parts": 1,
+        "KEY_TOKEN": by_token["ks"],
+        "QUERY_TOKEN": by_token["qs"],
+        "EXACT": recipe.takes_exact_sum(lengths.most_keys),
+        "ONLINE": recipe.normalization != "two_pass",
+        "VALUE_SUMS": False,
+        # offsets begin with the sequence
+        "WIDE_OFFSETS": any(x.stride(0) * max(lengths.most_queries, lengths.most_keys) >= 1 << 31 for x in tokens.values()),
+        "WIDE_SUMS": lengths.most_keys > fp.SECTION_KEYS,
+        "VARLEN": True,
+        "VALUE_ROWS": True,
+        "mask_ptr": call.query,
+        **{f"mask_stride_{axis}": 0 for axis in "zhmn"},
+    }
+    for name, x in tokens.items():
+        arguments |= {f"{name}_ptr": x, f"{name}_stride_z": 0, f"{name}_stride_h": x.stride(1)}
+        arguments |= {f"{name}_stride_n": x.stride(0), f"{name}_stride_d": x.stride(2)}
+    given = {"qs": scales.query, "ks": scales.key, "vs": scales.value, "os": scales.value}
+    given["vo"] = scales.value if scales.offset is None else scales.offset
+    for name, x in given.items():
+        heads, channels = (0 if x.shape[dim] == 1 else x.stride(dim) for dim in (1, 2))
+        token = by_token.get(name, False)
+        arguments |= {f"{name}_stride_h": heads, f"{name}_stride_z": 0 if token else x.stride(0)}
+        arguments |= {f"{name}_stride_n": x.stride(0) if token else 0} if name in by_token else {f"{name}_stride_d": channels}
+    scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
+    blocks, launches = triton.cdiv(lengths.most_queries, tiles.block_m), []
+    for start in range(0, lengths.sequences, MOST_BLOCKS):
+        pointers: dict[str, torch.Tensor] = {"cu_q_ptr": lengths.queries[start:], "cu_k_ptr": lengths.keys[start:]}
+        pointers["sums_ptr"] = sums[start:]
+        pointers |= {f"{name}_ptr": x if by_token.get(name) else x[start:] for name, x in given.items()}
+        grid = (blocks, one.heads, min(MOST_BLOCKS, lengths.sequences - start))
+        launches.append(
+            KernelLaunch(long_kernel, grid, arguments | pointers, launch_options(tiles), "triton.streaming", scores)
+        )
+    return launches

@@ -1,0 +1,126 @@
+"""Attention of sequences of several lengths that lie one behind the other in packed tensors: what the operator does.
+
+The specification is a call of :func:`.execution.attend` for each sequence. The other back ends take all sequences at once:
+the C kernels quantise and attend; for the GPU PyTorch finds scales sequence by sequence (:mod:`.segments`) and one launch
+attends. Neither looks at lengths on the host, so that a GPU is not waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from . import segments
+from .attention_call import Scales, float_call
+from .backends import resolve_backend
+from .execution import attend
+from .recipe import Recipe
+
+
+class Lengths(NamedTuple):
+    """Where sequences begin and end.
+
+    Attributes:
+        queries, keys: cumulative lengths, (sequences + 1,), int32 or int64, on the tensors' device.
+        most_queries, most_keys: no sequence has more.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+    @property
+    def sequences(self) -> int:
+        """Their number."""
+        return self.queries.shape[0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class VarlenCall:
+    """Attention of packed sequences, canonical and checked.
+
+    Attributes:
+        query, key, value: ``(tokens, heads, channels)``: float, or int8 with scales. Key and value may have fewer heads.
+        scales: of int8 tensors: for each token (tokens, heads, 1), or for each sequence (sequences, heads | 1, channels | 1).
+        value_sums: of int8 values, of each sequence's tokens, (sequences, heads, channels), int32.
+        lengths: of the sequences.
+        is_causal: query i of a sequence sees its keys 0 to i.
+        softmax_scale: positive factor of the scores.
+        out_dtype: float16, bfloat16 or float32.
+        recipe: the numerical choices.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scales: Scales | None
+    value_sums: torch.Tensor | None
+    lengths: Lengths
+    is_causal: bool
+    softmax_scale: float
+    out_dtype: torch.dtype
+    recipe: Recipe
+
+
+def _check_on_the_host(name: str, cumulative: torch.Tensor, tokens: int, most: int, most_name: str) -> None:
+    """Require cumulative lengths that cut ``tokens`` tokens into sequences of at most ``most``; for a CPU's tensors."""
+    if cumulative[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {int(cumulative[0])}")
+    if cumulative[-1] != tokens:
+        raise ValueError(f"{name} must end with the number of tokens, {tokens}, got {int(cumulative[-1])}")
+    lengths = cumulative.diff()
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"{name} must not fall, got {cumulative.tolist() if len(lengths) < 20 else 'one that does'}")
+    if len(lengths) and lengths.max() > most:
+        raise ValueError(f"{most_name} must be at least the longest of {name}, {int(lengths.max())}, got {most}")
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    scale: float,
+    recipe: str,
+    backend: str,
+) -> torch.Tensor:
+    """Quantise by the recipe and attend, sequence by sequence; see :func:`qflash.varlen_attention`."""
+    if query.device.type == "cpu":
+        _check_on_the_host("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q, "max_seqlen_q")
+        _check_on_the_host("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k, "max_seqlen_k")
+    lengths = Lengths(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+    call = VarlenCall(
+        query, key, value, None, None, lengths, is_causal, scale, query.dtype, Recipe.from_key(recipe)
+    )  # fmt: skip
+    resolved = resolve_backend(backend, query.device)
+    if resolved == "reference":
+        return _attend_each(call)
+    if query.shape[0] == 0 or 0 in (query.shape[1], value.shape[2], lengths.sequences, max_seqlen_q):
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+    if resolved == "cpu":
+        from .kernels.cpu.launch import launch_varlen
+
+        return launch_varlen(segments.prepare(call))
+    from .kernels.dispatch import launch_varlen as launch_on_gpu
+
+    return launch_on_gpu(segments.quantize(segments.prepare(call)))
+
+
+def _attend_each(call: VarlenCall) -> torch.Tensor:
+    """The specification: a call of attention for each sequence."""
+    out = call.query.new_zeros((*call.query.shape[:2], call.value.shape[2]))
+    begins = list(zip(call.lengths.queries.tolist(), call.lengths.keys.tolist(), strict=True))
+    for (first_query, first_key), (end_query, end_key) in itertools.pairwise(begins):
+        query = call.query[first_query:end_query].transpose(0, 1)[None]
+        key, value = (x[first_key:end_key].transpose(0, 1)[None] for x in (call.key, call.value))
+        one = float_call(query, key, value, None, call.is_causal, call.softmax_scale, call.recipe)
+        out[first_query:end_query] = attend(one, "reference")[0].transpose(0, 1)
+    return out

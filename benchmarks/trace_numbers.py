@@ -34,11 +34,15 @@ import ladder  # noqa: E402
 import pages  # noqa: E402
 import performance_tables  # noqa: E402
 import reproduction_tables  # noqa: E402
+import static_attention  # noqa: E402
 import survey_models  # noqa: E402
 
 ROOT = HERE.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-MAKERS = (accuracy, evaluate_digits, integer_networks, ladder, performance_tables, reproduction_tables, survey_models)
+MAKERS = (
+    accuracy, evaluate_digits, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
+    survey_models,
+)  # fmt: skip
 NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

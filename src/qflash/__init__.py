@@ -13,6 +13,7 @@ __all__ = [
     "Recipe",
     "align_bias",
     "attention",
+    "calibrate",
     "coverage",
     "export_onnx",
     "float_attention",
@@ -47,6 +48,7 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.transformers import register_attention
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
+    from .network.static_attention import calibrate
     from .network.storage import load_model, save_model
     from .quantization import QuantizedTensor
     from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -59,10 +61,11 @@ else:
         from . import api, quantization, recipe
         from .integrations import inspection, patching, sdpa
         from .integrations import transformers as hugging_face
-        from .network import onnx_export, storage
+        from .network import onnx_export, static_attention, storage
         from .network import quantize as network
 
-        homes = (recipe, quantization, patching, inspection, hugging_face, sdpa, network, storage, onnx_export, api)
+        networks = network, static_attention, storage, onnx_export
+        homes = recipe, quantization, patching, inspection, hugging_face, sdpa, *networks, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

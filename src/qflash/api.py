@@ -14,7 +14,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import execution, ops, plan_cache, sharding  # noqa: F401 - ops registers torch.ops.qflash
-from .memory_format import as_four, broadcast_heads, empty_bias, has_aligned_rows
+from .memory_format import as_four, as_four_mask, broadcast_heads, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
 from .validation import (
@@ -43,25 +43,6 @@ def _four_scale(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         lead = (1,) * len(values.shape[:-3]) if scale[..., :1, :1, :1].numel() == 1 else tuple(values.shape[:-3])
         scale = scale.expand(*lead, *scale.shape[-3:])
     return as_four(scale)
-
-
-def _four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Bring a mask to (period, heads | 1, queries | 1, keys | 1), expanding nothing that can repeat.
-
-    Leading dimensions that are a run of ones followed by the query's own (Swin's windows inside a batch of
-    images) become a period that repeats over the batch.
-    """
-    if mask is None or (mask.dim() == 4 and query.dim() == 4):
-        return mask
-    if mask.dim() < query.dim():
-        mask = mask.reshape((1,) * (max(query.dim(), 4) - mask.dim()) + tuple(mask.shape))
-    if mask.dim() <= 4:
-        return as_four(mask)
-    lead, have = query.shape[:-3], mask.shape[:-3]
-    first = next((i for i, size in enumerate(have) if size != 1), len(have))
-    if tuple(have[first:]) != tuple(lead[first:]):
-        mask = mask.expand(*have[:first], *lead[first:], *mask.shape[-3:])
-    return as_four(mask)
 
 
 def _shaped(run: Callable[..., torch.Tensor] | None, shape: tuple[int, ...]) -> Callable[..., torch.Tensor] | None:
@@ -143,7 +124,7 @@ def attention(
     check_backend(backend)
     choices = resolve_recipe(recipe)
     query, key, value = broadcast_heads(query, key, value)
-    views = as_four(query), as_four(key), as_four(value), _four_mask(attn_mask, query)
+    views = as_four(query), as_four(key), as_four(value), as_four_mask(attn_mask, query)
     given = is_causal, factor, choices.key, backend
     out = (sharding.attention if sharding.prepare(query) else torch.ops.qflash.attention)(*views, *given)
     shape = (*query.shape[:-1], value.shape[-1])
@@ -437,7 +418,7 @@ def int8_attention(
     shape = (*query_values.shape[:-1], value.shape[-1])
     value_scale = _four_scale(value.scale, value_values)
     given = None if out_dtype is not None else _output_scale(output_scale, value, shape)
-    factor, mask = resolve_softmax_scale(scale, query.shape[-1]), _four_mask(attn_mask, query_values)
+    factor, mask = resolve_softmax_scale(scale, query.shape[-1]), as_four_mask(attn_mask, query_values)
     q, k, v = as_four(query_values), as_four(key_values), as_four(value_values)
     query_scale, key_scale = _four_scale(query.scale, query_values), _four_scale(key.scale, key_values)
     out_scale = None if given is None else _four_scale(given, query_values)

@@ -106,14 +106,21 @@ def quantize_centered(info: Any, in_dims: InDims, x: torch.Tensor, granularity: 
 
 
 def quantize_with_scale(
-    info: Any, in_dims: InDims, x: torch.Tensor, scale: torch.Tensor, backend: str
+    info: Any, in_dims: InDims, x: torch.Tensor, scale: torch.Tensor, backend: str, center: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, int]:
     """Map ``torch.ops.qflash.quantize_with_scale``."""
     x = _front(x, in_dims[0], info.batch_size)
-    if in_dims[1] is not None:
-        scale = scale.movedim(in_dims[1], 0)
-        scale = scale.reshape(len(scale), *(1,) * (x.dim() - scale.dim()), *scale.shape[1:])
-    return torch.ops.qflash.quantize_with_scale(x, scale, backend), 0
+
+    def beside(given: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """Return what broadcasts to each element as what broadcasts to all."""
+        if dim is None:
+            return given
+        given = given.movedim(dim, 0)
+        return given.reshape(len(given), *(1,) * (x.dim() - given.dim()), *given.shape[1:])
+
+    if center is not None:
+        center = beside(center, in_dims[3])
+    return torch.ops.qflash.quantize_with_scale(x, beside(scale, in_dims[1]), backend, center), 0
 
 
 def quantize_bias(info: Any, in_dims: InDims, bias: torch.Tensor) -> tuple[torch.Tensor, int]:

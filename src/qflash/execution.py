@@ -56,13 +56,29 @@ def quantize_centered(x: torch.Tensor, granularity: str, backend: str) -> tuple[
     return values.reshape(shapes[0]), scale.reshape(shapes[1]), offset.reshape(shapes[2])
 
 
-def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
-    """Quantise a tensor of any rank with given scales."""
-    if resolve_backend(backend, x.device) == "triton":
+def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str, center: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantise a tensor of any rank with given scales.
+
+    Args:
+        x: float (..., tokens, channels).
+        scale: float32, broadcastable to x.
+        backend: see :func:`qflash.attention`.
+        center: float32, broadcastable to x and the same for all tokens; subtracted first, in float32. None for nothing.
+    """
+    resolved = resolve_backend(backend, x.device)
+    if resolved == "triton":
         from .kernels.triton.quantize import launch_quantize_values
 
-        return launch_quantize_values(as_four(x), as_four(scale.expand(x.shape))).reshape(x.shape)
-    return quantization.quantize_values(x, scale)
+        middle = None if center is None else as_four(center.expand(*x.shape[:-2], 1, x.shape[-1]))
+        return launch_quantize_values(as_four(x), as_four(scale.expand(x.shape)), middle).reshape(x.shape)
+    if resolved == "cpu":
+        from .kernels.cpu import launch
+
+        given = [each if each is None or each.dim() > 3 else as_four(each) for each in (scale, center)]
+        # of whole heads or channels; a scale for each token has no kernel
+        if all(each is None or (each.dim() == 4 and each.shape[0] == each.shape[2] == 1) for each in given):
+            return launch.launch_quantize_values(as_four(x), given[0], given[1]).reshape(x.shape)  # type: ignore[arg-type]
+    return quantization.quantize_values(x if center is None else x.to(torch.float32) - center, scale)
 
 
 def quantize_bias(bias: torch.Tensor, backend: str = "auto") -> torch.Tensor:

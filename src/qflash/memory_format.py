@@ -16,6 +16,25 @@ def as_four(x: torch.Tensor) -> torch.Tensor:
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
+def as_four_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Bring a mask to (period, heads | 1, queries | 1, keys | 1), expanding nothing that can repeat.
+
+    Leading dimensions that are a run of ones followed by the query's own (Swin's windows inside a batch of
+    images) become a period that repeats over the batch.
+    """
+    if mask is None or (mask.dim() == 4 and query.dim() == 4):
+        return mask
+    if mask.dim() < query.dim():
+        mask = mask.reshape((1,) * (max(query.dim(), 4) - mask.dim()) + tuple(mask.shape))
+    if mask.dim() <= 4:
+        return as_four(mask)
+    lead, have = query.shape[:-3], mask.shape[:-3]
+    first = next((i for i, size in enumerate(have) if size != 1), len(have))
+    if tuple(have[first:]) != tuple(lead[first:]):
+        mask = mask.expand(*have[:first], *lead[first:], *mask.shape[-3:])
+    return as_four(mask)
+
+
 def is_expanded(x: torch.Tensor) -> bool:
     """Tell whether a (batch, heads, tokens, channels) holds the same batch element several times, in one place of memory."""
     return x.dim() == 4 and x.shape[0] > 1 and x.stride(0) == 0

@@ -26,7 +26,7 @@ from .memory_format import empty_output
 _LIBRARY = torch.library.Library("qflash", "DEF")
 _LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")
 _LIBRARY.define("quantize_centered(Tensor x, str granularity, str backend) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend) -> Tensor")
+_LIBRARY.define("quantize_with_scale(Tensor x, Tensor scale, str backend, Tensor? center=None) -> Tensor")
 _LIBRARY.define("quantize_bias(Tensor bias) -> Tensor")
 _LIBRARY.define(
     "int8_attention(Tensor query, Tensor query_scale, Tensor key, Tensor key_scale, Tensor value, Tensor value_scale, "
@@ -53,7 +53,9 @@ def _fake_quantize_centered(x: torch.Tensor, granularity: str, backend: str) -> 
     return *_fake_quantize(x, granularity, backend), offset
 
 
-def _fake_quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+def _fake_quantize_with_scale(
+    x: torch.Tensor, scale: torch.Tensor, backend: str, center: torch.Tensor | None = None
+) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=torch.int8)
 
 

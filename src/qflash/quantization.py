@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +303,17 @@ def centered_values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) ->
     return values.nan_to_num(0.0).to(torch.int8, memory_format=torch.contiguous_format)
 
 
+def balance_exponents(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`balance_channels` takes from the query's amplitudes and gives to the key's, as powers of two, int32.
+
+    Args:
+        query, key: amplitudes of the channels, float, of the same shape.
+    """
+    usable = (query > 0) & (key > 0) & query.isfinite() & key.isfinite()
+    exponent = torch.div(torch.frexp(query).exponent - torch.frexp(key).exponent, 2, rounding_mode="trunc")
+    return torch.where(usable, exponent, 0)
+
+
 def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Even out query and key amplitudes channel by channel: ``query / 2**e``, ``key * 2**e``.
 
@@ -317,16 +329,9 @@ def balance_channels(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tens
     key_heads = key.shape[1]
     above = query.abs().amax(dim=-2).reshape(batch, key_heads, heads // key_heads, channels).amax(dim=2)
     below = key.abs().amax(dim=-2)
-    exponent = balancing_exponent(above, below)[:, :, None, :]
+    exponent = balance_exponents(above, below)[:, :, None, :]
     key = times_power_of_two(key, exponent)
     return times_power_of_two(query, -exponent.repeat_interleave(heads // key_heads, dim=1)), key
-
-
-def balancing_exponent(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of :func:`balance_channels` from the amplitudes of query's and key's channels."""
-    usable = (above > 0) & (below > 0) & above.isfinite() & below.isfinite()
-    exponent = torch.div(torch.frexp(above).exponent - torch.frexp(below).exponent, 2, rounding_mode="trunc")
-    return torch.where(usable, exponent, 0)
 
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
@@ -350,7 +355,8 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
 
 def rotated_head_dim(head_dim: int) -> int:
     """Return the head dimension after rotation: the next power of two."""
-    return 1 << max(head_dim - 1, 0).bit_length()
+    # a trace has a tensor where a size is
+    return 1 << max(operator.index(head_dim) - 1, 0).bit_length()
 
 
 def bias_to_fixed(bias: torch.Tensor) -> torch.Tensor:

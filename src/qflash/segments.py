@@ -92,7 +92,7 @@ def prepare(call: VarlenCall) -> VarlenCall:
         key = key.to(torch.float32) - keys.of(ranges.low * 0.5 + ranges.high * 0.5)
     if recipe.balance:
         above, below = queries.ranges(query).amplitude, keys.ranges(key).amplitude
-        exponent = quantization.balancing_exponent(above.unflatten(1, (key.shape[1], -1)).amax(dim=2), below)
+        exponent = quantization.balance_exponents(above.unflatten(1, (key.shape[1], -1)).amax(dim=2), below)
         per_query = exponent.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         query = times_power_of_two(query.to(torch.float32), -queries.of(per_query))
         key = times_power_of_two(key.to(torch.float32), keys.of(exponent))

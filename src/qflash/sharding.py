@@ -160,14 +160,19 @@ def _quantized(x: Any, granularity: str, shapes: Sequence[Sequence[int]]) -> lis
     return found
 
 
-def _quantize_with_scale(x: Any, scale: Any, *backend: str) -> list[Placements]:
-    from torch.distributed.tensor import Replicate, Shard
+def _quantize_with_scale(x: Any, scale: Any, backend: str, *center: Any) -> list[Placements]:
+    from torch.distributed.tensor import Shard
 
-    found: list[Placements] = [(_whole(x), [*_whole(x, scale), None])]
-    missing = len(x.shape) - len(scale.shape)
+    found: list[Placements] = [(_whole(x), _whole(x, scale, backend, *center))]
     for dim in range(len(x.shape)):
-        own = _part(dim - missing, scale.shape) if dim >= missing else Replicate()
-        found.append(([Shard(dim)], [Shard(dim), own, None]))
+        # both may have fewer dimensions: the first are missing
+        others = [
+            _part(dim - len(x.shape) + len(each.shape), each.shape)
+            if _is_tensor(each) and dim >= len(x.shape) - len(each.shape)
+            else _whole(each)[0]
+            for each in (scale, *center)
+        ]
+        found.append(([Shard(dim)], [Shard(dim), others[0], None, *others[1:]]))
     return found
 
 

@@ -110,6 +110,11 @@ def test_given_scales(dims: tuple[int | None, int | None]) -> None:
         "quantize_with_scale"
     ]
 
+    def centred(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.ops.qflash.quantize_with_scale(x, scale, "auto", 3 * scale)
+
+    assert calls_of_vmap(centred, args, dims) == ["quantize_with_scale"]
+
 
 def test_a_bias() -> None:
     assert calls_of_vmap(qflash.quantize_bias, (drawn(4, 3, 5),), (1,)) == ["quantize_bias"]

@@ -99,6 +99,25 @@ def test_a_patched_model_of_any_batch_is_one_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
+def test_a_model_with_static_scales_is_one_graph_and_is_exported() -> None:
+    model = qflash.patch(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=3, depth=1).eval(), "accurate")
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    images = torch.randn(3, 3, 64, 64)
+    # runs what is compiled, which is not to be compiled with what watches it
+    qflash.calibrate(compiled, [images], progress=False)
+    assert counter.frame_count == 0
+    with torch.no_grad():
+        want = model(images)
+        assert same_bits(compiled(images), want) and counter.frame_count == 1
+    program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8)},))
+    names = [str(node.target) for node in program.graph.nodes if "qflash" in str(node.target) and node.op == "call_function"]
+    assert names == ["qflash.quantize_with_scale.default"] * 3 + ["qflash.int8_attention.default"]
+    with torch.no_grad():
+        assert same_bits(program.module()(images), want)
+        torch.testing.assert_close(program.module()(images[:2]), want[:2])
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu" and cpu_missing() is not None, reason="no compiled kernels here")
 @pytest.mark.parametrize("name", ["default", "paper", "causal", "three dimensions", "float output"])
 def test_a_compiled_call_goes_the_whole_way_once(

@@ -150,6 +150,15 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
                     for a, b in ((got_values.values, want_values.values), (got_values.scale, want_values.scale))
                 )
                 yield {"equal": all(same)}
+    middle = torch.randn(6, 1, 8, generator=generator)
+    steps = torch.rand(6, 1, 8, generator=generator) + 0.1
+    rows = torch.randn(4, 6, 5, 8, generator=generator)
+    for dim in (0, 1, 2, None):
+        for center in (None, middle):
+            want = torch.ops.qflash.quantize_with_scale(rows, steps, "auto", center)
+            beside = None if center is None else parts(center, None)
+            got = torch.ops.qflash.quantize_with_scale(parts(rows, dim), parts(steps, None), "auto", beside)
+            yield {"equal": torch.equal(got.full_tensor(), want) and shape_of(got) == dim}
     # sums that are still to be made
     halves = parts(x, None) / 2
     partial = type(halves).from_local(halves.to_local(), mesh, [Partial("sum")])
@@ -174,10 +183,10 @@ def test_two_processes_give_the_bits_of_one() -> None:
         for case, result in zip(CASES, (each for each in found if "out" in each), strict=True):
             assert result == {"equal": True, "out": case.out, "communication": case.communication}, case
         others = [each["equal"] for each in found if "out" not in each]
-        # int8 tensors, packed sequences, biases, scales of four granularities (all but per token also centred), sums to be made, a module
-        assert others == [True] * (
-            sum(case.recipe == "default" and case.mask is None for case in CASES) + 3 + 4 + 7 * 4 + 1 + 1
-        )
+        kept = sum(case.recipe == "default" and case.mask is None for case in CASES)
+        # int8 tensors, packed sequences, given scales, biases, scales of four granularities (all but per token also centred),
+        # sums to be made, a module
+        assert others == [True] * (kept + 3 + 8 + 4 + 7 * 4 + 1 + 1)
 
 
 if __name__ == "__main__":

@@ -257,3 +257,16 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ImportError, match=r"qflash\[transformers\]"):
         qflash.register_attention()
+
+
+def test_static_scales_are_for_patched_models() -> None:
+    named = build("vit", attn_implementation="integer")
+    with pytest.raises(ValueError, match="must be patched first"):
+        qflash.calibrate(named, [inputs("vit")], progress=False)
+    model = qflash.patch(build("vit", attn_implementation="sdpa"))
+    qflash.calibrate(model, [inputs("vit")], progress=False)
+    assert len(qflash.coverage(model).static) == SMALL["num_hidden_layers"]
+    with torch.inference_mode():
+        got = model(**inputs("vit")).last_hidden_state
+        want = qflash.unpatch(model)(**inputs("vit")).last_hidden_state
+    assert sqnr(want, got) > 35

@@ -25,7 +25,7 @@ import qflash
 from cpu_driver.matrix import LONG
 from helpers import INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
 from network_cases import draw_layer_norm, draw_linear, extremes
-from qflash import backends, quantization, reference
+from qflash import backends, execution, quantization, reference
 from qflash.attention_call import int8_call
 from qflash.fixed_point import SECTION_KEYS
 from qflash.kernels.cpu import launch as cpu
@@ -179,6 +179,30 @@ def test_a_forked_process_computes_on(monkeypatch: pytest.MonkeyPatch, plans: di
     process.kill()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_scales_and_middles_have_the_reference_bits(layout: str) -> None:
+    generator = torch.Generator().manual_seed(LAYOUTS.index(layout))
+    x = torch.randn(3, 4, 19, 24, generator=generator) * 3
+    x[0, 0, 0, :6] = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0])
+    steps = torch.rand(4, 1, 24, generator=generator) * 0.05 + 0.01
+    steps[2, 0, :3] = torch.tensor([math.nan, 2.0**-126, 1e30])
+    middle = torch.randn(4, 1, 24, generator=generator)
+    # ties, and what lies just inside and outside of the ends
+    x[1, 1, :12, 0] = steps[1, 0, 0] * torch.tensor([0.5, 1.5, 2.5, -0.5, 126.5, 127.5, 127.4, -127.5, -128.5, -129, 130, 1e6])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for scale in (steps, steps[:1], steps[..., 4:5], steps[0, 0, 5], steps[0, :, 5:6]):
+            for center in (None, middle, middle[..., :1]):
+                given = lay_out(x.to(dtype), layout)
+                got, expected = (
+                    execution.quantize_with_scale(given, scale, backend, center) for backend in ("cpu", "reference")
+                )
+                assert same_bits(got, expected), (dtype, tuple(scale.shape), center is None)
+    windows = x.unflatten(0, (1, 3))
+    assert same_bits(*(execution.quantize_with_scale(windows, steps, backend, middle) for backend in ("cpu", "reference")))
+    tokens = torch.rand(19, 1, generator=generator) + 0.1
+    assert same_bits(*(execution.quantize_with_scale(x, tokens, backend) for backend in ("cpu", "reference")))
 
 
 def quantize_both(x: torch.Tensor, granularity: str, center: bool) -> tuple[torch.Tensor, ...]:

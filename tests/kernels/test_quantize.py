@@ -52,6 +52,18 @@ def test_kernels_agree_on_what_is_not_finite(center: bool, bad: float, granulari
     assert bool(expected_scale.isnan().any())
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 17, 24), (2, 2, 3, 9, 5), (3, 40)])
+def test_given_scales_and_middles(shape: tuple[int, ...]) -> None:
+    channels = (shape[-3] if len(shape) > 2 else 1, 1, shape[-1])
+    x, middle = draw(shape, 3, torch.float16).to(DEVICE), draw(channels, 4).to(DEVICE)
+    middle = middle if len(shape) > 2 else middle[0]
+    for scale in (middle.abs() + 0.01, (middle.abs() + 0.01).amax(-1, keepdim=True)):
+        got, expected = (execution.quantize_with_scale(x, scale, backend, middle) for backend in ("triton", "reference"))
+        assert same_bits(got, expected) and got.shape == x.shape
+        assert same_bits(expected, execution.quantize_with_scale(x.float() - middle, scale, "reference"))
+        assert not same_bits(expected, execution.quantize_with_scale(x, scale, "reference"))
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
 def test_kernels_take_any_rank(rank: int) -> None:
     shape = (2, 2, 3, 9, 5)[-rank:]

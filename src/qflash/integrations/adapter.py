@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..api import attention, causal_mask
+from . import static_scales
 
 AttentionFunction = Callable[..., torch.Tensor]
 """Takes query, key, value, ``attn_mask`` and ``scale``; see ``attention`` of :func:`qflash.patch`."""
@@ -83,6 +84,14 @@ def call_chosen(
             key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         return attend_with(module._qflash_attention, query, key, value, mask, is_causal, factor)
+    watch, scales = module._qflash_watch, module._modules.get(static_scales.NAME)
+    if watch is not None:
+        watch(query, key, value, mask, is_causal)
+    elif scales is not None:
+        return static_scales.static_attention(
+            query, key, value, mask, is_causal, scale, enable_gqa, scales.tensors(), module._qflash_recipe,
+            module._qflash_backend,
+        )  # fmt: skip
     return attention(
         query,
         key,

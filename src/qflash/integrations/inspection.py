@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import static_scales
+
 _WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward", "dispatch_attention_fn"}
 """Attention functions: of PyTorch, and what chooses one in diffusers."""
 _SOFTMAX = {"softmax", "Softmax"}
@@ -74,6 +76,8 @@ class Layer:
         float_calls: calls of the same in floating point.
         forms_weights: attention weights were worked out in floating point besides, since the caller may want them
             (``need_weights=True`` of nn.MultiheadAttention).
+        is_static: the scales of query, key and value are those that :func:`qflash.calibrate` found, or a state_dict held.
+        dynamic: why :func:`qflash.calibrate` left it with dynamic scales; None if it did not.
     """
 
     name: str
@@ -83,11 +87,19 @@ class Layer:
     integer_calls: int = 0
     float_calls: int = 0
     forms_weights: bool = False
+    is_static: bool = False
+    dynamic: str | None = None
 
     @property
     def is_integer(self) -> bool:
         """Tell whether all that is known of it runs in integers."""
         return self.route is not None and self.reason is None
+
+    @property
+    def remark(self) -> str:
+        """What a table says beside the route."""
+        dynamic = f"its scales stay dynamic: {self.dynamic}" if self.dynamic else ""
+        return self.reason or _WEIGHTS * self.forms_weights or dynamic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +128,23 @@ class Coverage:
         """Layers that stay in floating point, or some of whose calls did."""
         return tuple(layer for layer in self.layers if not layer.is_integer)
 
+    @property
+    def static(self) -> tuple[Layer, ...]:
+        """Layers whose scales do not depend on the data."""
+        return tuple(layer for layer in self.layers if layer.is_static)
+
     def __str__(self) -> str:
         head = f"{len(self.integer)} of {len(self)} attention layers in integers"
+        if self.static:
+            head += f", {len(self.static)} with static scales"
         if not self.layers:
             return "no attention found"
         rows = [
-            (layer.name or "(the model)", layer.kind, layer.route or "float", layer.reason or _WEIGHTS * layer.forms_weights)
+            (
+                layer.name or "(the model)", layer.kind, (layer.route or "float") + ", static" * layer.is_static, layer.remark,
+            )
             for layer in self.layers
-        ]
+        ]  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
         return "\n".join([head, *(line.rstrip() for line in lines)])
@@ -247,8 +268,10 @@ def _layer(name: str, module: Any) -> Layer:
     calls: Counter[str | None] = module._qflash_calls
     reasons = [reason for reason, _ in calls.most_common() if reason is not None]
     floats = sum(calls[reason] for reason in reasons)
+    is_static = static_scales.NAME in module._modules
     return Layer(
-        name, base.__name__, kind._qflash_route, "; ".join(reasons) or None, calls[None], floats, module._qflash_weights
+        name, base.__name__, kind._qflash_route, "; ".join(reasons) or None, calls[None], floats, module._qflash_weights,
+        is_static, None if is_static else module._qflash_dynamic,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from ..recipe import Recipe, resolve_recipe
 from ..torch_internals import constant_in_traces
 from ..validation import check_backend, check_flags
+from . import static_scales
 from .adapter import Adapter, AttentionFunction, call_chosen
 from .deferred_scores import is_deferred, work_out
 from .function_mode import NOT_SEEN, IntegerAttention
@@ -43,11 +44,21 @@ class _Patched(nn.Module):
     _qflash_calls: Counter[str | None]
     _qflash_weights: bool = False
     _qflash_kept: Any
+    _qflash_watch: Callable[..., None] | None = None
+    _qflash_dynamic: str | None = None
     _qflash_mask: Callable[[], torch.Tensor | None]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The subclass is made at run time and cannot be imported by name; its base can. What was kept is worked out again.
         return _rebuild, (self._qflash_base,), {**self.__getstate__(), **_nothing_kept()}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        problem = static_scales.prepare_loading(self, state_dict, prefix)
+        if problem is not None:
+            # the last argument is PyTorch's list of what to raise, whether keys may be missing or not
+            arguments[-1].append(problem)
+            static_scales.take_out(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise TypeError(
@@ -68,7 +79,10 @@ def _no_mask() -> None:
 
 
 def _nothing_kept() -> dict[str, Any]:
-    return {"_qflash_kept": None, "_qflash_mask": _no_mask, "_qflash_calls": Counter(), "_qflash_weights": False}
+    return {
+        "_qflash_kept": None, "_qflash_mask": _no_mask, "_qflash_calls": Counter(), "_qflash_weights": False,
+        "_qflash_watch": None,
+    }  # fmt: skip
 
 
 def _adapter_for(module_class: type) -> Adapter | None:
@@ -217,10 +231,10 @@ def patch(
     answered while its own ``forward`` runs. :func:`qflash.coverage` lists them.
 
     Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
-    that is said here. The patched model is for inference: attention dropout raises, and backward() is not implemented.
-    Attention that is known to stay in floating point is named in a warning, with the reason; what turns out not to qualify
-    when it is called is named in a warning then. Hooks on the dropout and softmax of an adapter's attention, which are not
-    called any more, are named as well.
+    that is said here, and drops the static scales of :func:`qflash.calibrate`. The patched model is for inference: attention
+    dropout raises, and backward() is not implemented. Attention that is known to stay in floating point is named in a warning,
+    with the reason; what turns out not to qualify when it is called is named in a warning then. Hooks on the dropout and
+    softmax of an adapter's attention, which are not called any more, are named as well.
 
     Args:
         model: any module that holds attention, or is one.
@@ -282,8 +296,11 @@ def patch(
         module._qflash_backend = backend  # type: ignore[assignment]
         # not by setattr: a function that is itself a module would become a submodule and enter the state_dict
         module.__dict__ |= {
-            "_qflash_attention": attention, "_qflash_keep_bias": keep_bias, "_qflash_strict": strict, **_nothing_kept(),
+            "_qflash_attention": attention, "_qflash_keep_bias": keep_bias, "_qflash_strict": strict,
+            "_qflash_dynamic": None, **_nothing_kept(),
         }  # fmt: skip
+        # which were found for what was patched before
+        module._modules.pop(static_scales.NAME, None)
     idle = [
         f"{name}.{child}" if name else child
         for name, module, kind in found
@@ -340,6 +357,7 @@ def unpatch(model: ModelT) -> ModelT:
         )
     _change_classes((name, module, module._qflash_base) for name, module in patched)
     for _, module in patched:
+        module._modules.pop(static_scales.NAME, None)
         for key in [key for key in module.__dict__ if key.startswith("_qflash_")]:
             del module.__dict__[key]
     return model

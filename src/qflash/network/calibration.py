@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,18 @@ from .conversion import Range
 METHODS = ("minmax", "percentile", "mse")
 _ROWS = 4096
 """Rows of a tensor that are kept for percentiles and errors."""
+
+
+def check_method(method: object, percentile: float) -> None:
+    """Require one of :data:`METHODS`, and a percentile that makes sense.
+
+    Raises:
+        ValueError: something else; the message names it.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if not 50 < percentile <= 100:
+        raise ValueError(f"percentile must be above 50 and at most 100, got {percentile}")
 
 
 class Observer:
@@ -108,3 +120,17 @@ def observing(model: nn.Module, inputs: Sequence[str], outputs: Sequence[str], k
 
             stack.callback(model.get_submodule(name).register_forward_hook(after).remove)
         yield observers
+
+
+@contextmanager
+def progress_bar(shown: bool, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show how many images or batches have been seen; yields what is told of each batch."""
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("calibrating"), BarColumn(), TextColumn(f"{{task.completed}} {unit}"), TimeElapsedColumn()
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda count: progress.advance(task, count)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..recipe import Recipe, resolve_recipe
 from . import swin_transformer, vision_transformer
-from .calibration import METHODS, observing
+from .calibration import check_method, observing, progress_bar
 from .mixed import keep_in_float
 from .models import IntegerNetwork, check_images
 
@@ -90,10 +89,7 @@ def quantize_model(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"model has parts without an integer form: {'; '.join(problems[:5])}{more}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    if not 50 < percentile <= 100:
-        raise ValueError(f"percentile must be above 50 and at most 100, got {percentile}")
+    check_method(method, percentile)
     choices = resolve_recipe(recipe)
     means, deviations = _statistics(model, mean, std)
     parameter = next(model.parameters())
@@ -103,7 +99,8 @@ def quantize_model(
     )
     inputs, outputs = family.observed(model)
     count = 0
-    with torch.inference_mode(), observing(model, inputs, outputs, method != "minmax") as observers, _bar(progress) as tick:
+    watching = observing(model, inputs, outputs, method != "minmax")
+    with torch.inference_mode(), watching as observers, progress_bar(progress, "images") as tick:
         for batch in calibration_batches:
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             check_images(images, len(means), size)
@@ -117,17 +114,3 @@ def quantize_model(
     network: IntegerNetwork = family.convert(model, ranges, means, deviations, choices)
     keep_in_float(network, model, keep_float)
     return network.to(parameter.device)
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show how many images have been seen; yields what is told of each batch."""
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("calibrating"), BarColumn(), TextColumn("{task.completed} images"), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda count: progress.advance(task, count)

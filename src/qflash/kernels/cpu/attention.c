@@ -619,7 +619,7 @@ typedef struct {
 } conversion;
 
 /* `center`: nothing; less every channel's midrange; less a zero point per channel, whose `offset` is written */
-enum { AS_IS, MIDRANGE, ZERO_POINT };
+enum { AS_IS, MIDRANGE, ZERO_POINT, GIVEN };
 
 INLINE float clamped_scale(float scale) {
     return scale < 0x1p-126f ? 0x1p-126f : scale > 0x1.02p121f ? 0x1.02p121f : scale;
@@ -748,6 +748,30 @@ INLINE int32_t centered_ranges(rows_of x, int64_t n, const int64_t d, float *res
     return most;
 }
 
+/* A head with given steps and middles, both (heads, channels), of which `offset` may be NULL: quantization.quantize_values.
+ * `range` has room for three rows. */
+INLINE void quantize_given_head(const conversion *a, const int64_t d, rows_of x, int64_t head, float *restrict range) {
+    const int64_t n = a->tokens;
+    int8_t *restrict out = a->values + head * n * d;
+    const float *step = a->scale + head % a->heads * d;
+    float *inverse = range, *middle = range + d;
+    int32_t *keep = (int32_t *)(range + 2 * d);
+    for (int64_t c = 0; c < d; c++) {
+        inverse[c] = 1.0f / step[c];
+        middle[c] = a->offset ? a->offset[head % a->heads * d + c] : 0.0f;
+        keep[c] = usable(step[c]) ? -1 : 0;
+    }
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < d; c++) {
+            const float one = x.x[i * x.line + c] - middle[c], about = one * inverse[c];
+            int32_t value = to_int8(one, inverse[c]); /* of what is not saturated */
+            value = about >= 127.0f ? 127 : value;
+            value = about <= -128.0f ? -128 : value;
+            value = about == about ? value : 0;
+            out[i * d + c] = (int8_t)(value & keep[c]);
+        }
+}
+
 INLINE float scale_from_least(int32_t bits) {
     return bits >= 0x7F800000 ? NAN : bits == 0 ? 1.0f : clamped_scale(float_of(bits));
 }
@@ -787,6 +811,8 @@ INLINE int32_t heads_known(
         if (find) {
             int32_t one = a->center == ZERO_POINT ? centered_ranges(rows, a->tokens, d, range) : largest_of_head(rows, a->tokens, d);
             most = one > most ? one : most;
+        } else if (a->center == GIVEN) {
+            quantize_given_head(a, d, rows, head, range);
         } else if (a->center == ZERO_POINT) {
             quantize_centered_head(a, d, rows, head, all, range);
         } else {

@@ -218,8 +218,9 @@ def arguments_type(pointers: tuple[str, ...], integers: int) -> type[ctypes.Stru
 _POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "offset", "mask", "out")
 _Attention = arguments_type(_POINTERS, 61)
 _Quantize = arguments_type(("x", "values", "scale", "offset"), 11)
-_AS_IS, _MIDRANGE, _ZERO_POINT = range(3)
-"""What a channel is quantised less: nothing, its midrange, or a zero point, which comes out as an offset."""
+_AS_IS, _MIDRANGE, _ZERO_POINT, _GIVEN = range(4)
+"""What a channel is quantised less: nothing, its midrange, a zero point, which comes out as an offset, or a given number, whose
+step is given as well."""
 _Packing = arguments_type(("cu_q", "cu_k"), 2)
 _PACKED = "for the packed keys and values of a head"
 
@@ -278,6 +279,25 @@ def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.T
         arguments = _quantization(x, values, scale, offset, granularity, _ZERO_POINT)
         check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
     return values, scale, offset
+
+
+def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.Tensor | None) -> torch.Tensor:
+    """Quantise ``x`` (batch, heads, tokens, channels) with given scales: :func:`qflash.quantization.quantize_values`.
+
+    Args:
+        x: float16, bfloat16 or float32, on the CPU.
+        scale: float32 (1, heads or 1, 1, channels or 1).
+        center: float32, of such a shape, subtracted first; None for nothing.
+    """
+    values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
+    if x.numel():
+        x = x.to(torch.float32)
+        each = 1, x.shape[1], 1, x.shape[3]
+        steps, middles = (None if given is None else given.expand(each).contiguous() for given in (scale, center))
+        assert steps is not None
+        arguments = _quantization(x, values, steps, middles, "head", _GIVEN)
+        check_memory(load().qflash_quantize(ctypes.byref(arguments)), "to quantise")
+    return values
 
 
 def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:

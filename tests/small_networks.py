@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "long rows": ("vit", {"num_classes": 10, "patch_size": 3, "img_size": 27, "depth": 1}),
     "grey": ("vit", {"num_classes": 3, "in_chans": 1, "depth": 1}),
     "no biases": ("vit", {"num_classes": 3, "qkv_bias": False, "proj_bias": False, "depth": 1}),
+    "query and key norms": ("vit", {"num_classes": 10, "qk_norm": True}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
 }

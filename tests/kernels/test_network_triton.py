@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from helpers import DEVICE, same_bits
 from network_cases import KINDS, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from small_networks import made  # noqa: F401 - a fixture
 
 
 def check(layer: Layer) -> None:
@@ -39,3 +42,10 @@ def test_layers_at_the_ends_of_their_ranges() -> None:
     # the interpreter takes a tenth of a second for each; 7 divides none of the ways in which they differ
     for layer in (*extremes()[:-15:7], *extremes()[-15:]):
         check(layer)
+
+
+def test_attention_with_query_and_key_norms(made: Any) -> None:  # noqa: F811
+    module = copy.deepcopy(made("query and key norms")[1].blocks[0].attn)
+    x = integers(-128, 128, (1, 5, 48), torch.int8, random.Random(3))
+    want = module.attend(x, "reference")
+    assert same_bits(module.to(DEVICE).attend(x.to(DEVICE), "triton").cpu(), want) and want.unique().numel() > 20

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,7 @@ def test_logits_stay_close_to_the_float_model(made: Any, kind: str) -> None:
     assert not list(network.parameters())
 
 
-@pytest.mark.parametrize("kind", ["class token", "long rows", "swin"])
+@pytest.mark.parametrize("kind", ["class token", "long rows", "query and key norms", "swin"])
 def test_back_ends_and_batches_give_the_same_integers(made: Any, kind: str) -> None:
     model, network = made(kind)
     images = draw(model, 7, seed=6)
@@ -72,7 +73,7 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtyp
     return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(out)
 
 
-@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "swin"])
+@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "query and key norms", "swin"])
 def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = made(kind)
     images = draw(model, 2, seed=7)
@@ -91,7 +92,7 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     assert {"mm.default", "bmm.default"} & mode.seen and len(mode.seen) > 20
 
 
-@pytest.mark.parametrize("kind", ["registers", "swin", "features"])
+@pytest.mark.parametrize("kind", ["registers", "query and key norms", "swin", "features"])
 def test_a_file_gives_the_same_network(made: Any, kind: str, tmp_path: Path) -> None:
     model, network = made(kind)
     images = draw(model, 3, seed=8)
@@ -254,7 +255,6 @@ def test_bad_arguments_are_named(made: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"qk_norm": True}, r"blocks.0.attn.q_norm; blocks.0.attn.k_norm"),
         ({"act_layer": torch.nn.ReLU}, r"blocks.0.mlp.act of ReLU \(only GELU\)"),
         ({"global_pool": "map"}, "global_pool='map'"),
         ({"dynamic_img_size": True}, "dynamic_img_size=True"),
@@ -265,6 +265,49 @@ def test_bad_arguments_are_named(made: Any) -> None:
 def test_layers_without_an_integer_form_are_named(options: dict[str, Any], message: str) -> None:
     model = build("vit", **options)
     refused(ValueError, message, model, [draw(model, 1)])
+
+
+def test_queries_and_keys_are_normalised(made: Any) -> None:
+    """The integers of one block's attention are those of the float block, in the steps that its scales say."""
+    model, network = made("query and key norms")
+    ours, theirs = network.blocks[1].attn, model.blocks[1].attn
+    seen: dict[str, torch.Tensor] = {}
+    handles = [
+        part.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out))
+        for name, part in {"query": theirs.q_norm, "key": theirs.k_norm}.items()
+    ]
+    given = []
+    handles.append(ours.proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0])))
+    handles.append(network.blocks[1].norm1.register_forward_hook(lambda _, __, out: given.append(out)))
+    images = draw(model, 4, seed=14)
+    with torch.inference_mode():
+        model(normalise(model, images))
+    network(images)
+    for handle in handles:
+        handle.remove()
+    query, key, _ = ours.project(given[0], "reference")
+    scores = (query.double() @ key.double().mT) * (ours.query_scale.view(torch.float32) * ours.key_scale.view(torch.float32))
+    want = seen["query"].double() @ seen["key"].double().mT
+    # a constant in a row is nothing to softmax
+    assert sqnr(want - want.mean(-1, keepdim=True), scores - scores.mean(-1, keepdim=True)) > 28
+    assert ours.query_scale.unique().numel() == ours.key_scale.unique().numel() == 1
+    assert query.abs().amax() > 100 and key.abs().amax() > 100
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (lambda: timm.layers.RmsNorm(24), r"blocks.1.attn.k_norm of RmsNorm \(only LayerNorm with weight and bias\)"),
+        (lambda: torch.nn.LayerNorm(24, elementwise_affine=False), r"blocks.1.attn.k_norm of LayerNorm \(only"),
+        (torch.nn.Identity, r"blocks.1.attn.k_norm of Identity \(only"),
+    ],
+)
+def test_other_norms_of_queries_and_keys_are_named(part: Any, message: str) -> None:
+    model = build("vit", qk_norm=True)
+    model.blocks[1].attn.k_norm = part()
+    refused(ValueError, message, model, [draw(model, 1)])
+    model.blocks[1].attn.q_norm = model.blocks[1].attn.k_norm = torch.nn.Identity()
+    refused(ValueError, "qk_norm in some blocks only", model, [draw(model, 1)])
 
 
 def test_features_of_all_tokens(made: Any) -> None:

@@ -106,6 +106,10 @@ class Sums:
     unit: torch.Tensor
     bias: torch.Tensor
 
+    def __getitem__(self, outputs: slice) -> Sums:
+        """Return those of some of the outputs."""
+        return Sums(self.weight[outputs], self.unit[outputs], self.bias[outputs])
+
     def bound(self, bias: torch.Tensor) -> int:
         """Return what no sum of any input exceeds in magnitude, with a bias in its unit."""
         return int((self.weight.to(torch.int64).abs().sum(dim=1) * 128 + bias.abs().to(torch.int64)).max())
@@ -268,6 +272,26 @@ def convert_norm_linear(
     return grid
 
 
+def _query_key_grids(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return scales (heads, 1) of query and key, steps (heads, channels) of both, and the key's middles.
+
+    Args:
+        low, high: ends of the ranges of (query, key), (2, heads, channels).
+    """
+    query, key = torch.maximum(low[0].abs(), high[0].abs()).clamp(min=1e-12), ((high[1] - low[1]) / 2).clamp(min=1e-12)
+    # a channel's loud queries meet quiet keys: one factor evens both out, and no score changes
+    even = (query / key).sqrt().clamp(1 / 64, 64)
+    query_scale = (query / even).amax(dim=1, keepdim=True) / 127
+    key_scale = (key * even).amax(dim=1, keepdim=True) / 127
+    # softmax does not see a key's middle
+    return query_scale, key_scale, query_scale * even, key_scale / even, (high[1] + low[1]) / 2
+
+
+def _each(numbers: Sequence[float], times: int) -> torch.Tensor:
+    """Return numbers as float64, each so many times."""
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu").repeat_interleave(times)
+
+
 def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: float, factor: torch.Tensor | float) -> None:
     """Fill in a block's attention and the normalisation before it.
 
@@ -275,7 +299,8 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
         ours: to fill in.
         block: timm's, with ``norm1`` and ``attn``.
         name: of the block, in the ranges.
-        ranges: of ``attn.qkv``'s inputs and outputs and ``attn.proj``'s inputs.
+        ranges: of ``attn.qkv``'s inputs and outputs and ``attn.proj``'s inputs, and of both sides of ``attn.q_norm`` and
+            ``attn.k_norm`` where there are.
         unit: of the residual stream.
         factor: layer scale.
     """
@@ -288,16 +313,24 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
     heads, width = module.heads, module.head_dim
     made = ranges[f"{name}.attn.qkv:out"]
     low, high = (x.view(3, heads, width) for x in (made.low, made.high))
-    query, key = torch.maximum(low[0].abs(), high[0].abs()).clamp(min=1e-12), ((high[1] - low[1]) / 2).clamp(min=1e-12)
-    # a channel's loud queries meet quiet keys: one factor evens both out, and no score changes
-    even = (query / key).sqrt().clamp(1 / 64, 64)
-    query_scale = (query / even).amax(dim=1, keepdim=True) / 127
-    key_scale = (key * even).amax(dim=1, keepdim=True) / 127
     value_step, value_middle = ((high[2] - low[2]) / 2).clamp(min=1e-12) / 127, (high[2] + low[2]) / 2
-    steps = torch.stack((query_scale * even, key_scale / even, value_step))
-    # softmax does not see a key's middle; the value's goes behind the projection, since weights sum to one
-    middles = torch.stack((torch.zeros_like(query), (high[1] + low[1]) / 2, value_middle))
-    finish_linear(module.qkv, sums, steps.flatten(), middles.flatten())
+    if module.qkv is not None:
+        query_scale, key_scale, query_step, key_step, key_middle = _query_key_grids(low[:2], high[:2])
+        steps = torch.stack((query_step, key_step, value_step))
+        # the value's middle goes behind the projection, since weights sum to one
+        middles = torch.stack((torch.zeros_like(low[0]), key_middle, value_middle))
+        finish_linear(module.qkv, sums, steps.flatten(), middles.flatten())
+    else:
+        assert module.qk is not None and module.v is not None and module.q_norm is not None and module.k_norm is not None
+        # the norms have the same weights in all heads, whose rows they take in one unit
+        units = [unit_of(ranges[f"{name}.attn.{part}:in"]) for part in ("q_norm", "k_norm")]
+        finish_linear(module.qk, sums[: 2 * heads * width], _each(units, heads * width))
+        finish_linear(module.v, sums[2 * heads * width :], value_step.flatten(), value_middle.flatten())
+        ends = [ranges[f"{name}.attn.{part}:out"] for part in ("q_norm", "k_norm")]
+        low, high = torch.stack([x.low for x in ends])[:, None], torch.stack([x.high for x in ends])[:, None]
+        query_scale, key_scale, query_step, key_step, key_middle = _query_key_grids(low, high)
+        finish_norm(module.q_norm, block.attn.q_norm, units[0], query_step[0])
+        finish_norm(module.k_norm, block.attn.k_norm, units[1], key_step[0], key_middle[0])
 
     weight, bias = scaled_parameters(block.attn.proj, factor)
     out = ranges[f"{name}.attn.proj:in"]
@@ -348,22 +381,37 @@ def has_weights(module: Any) -> bool:
     return getattr(module, "weight", None) is not None
 
 
+def _is_plain_norm(norm: Any) -> bool:
+    """Tell whether a submodule is a layer normalisation with weight and bias."""
+    return isinstance(norm, nn.LayerNorm) and has_weights(norm) and norm.bias is not None
+
+
+def has_qk_norm(attention: Any) -> bool:
+    """Tell whether attention does something to query or key before the scores."""
+    parts = (getattr(attention, part, None) for part in ("q_norm", "k_norm"))
+    return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
+
+
 def unsupported_block(block: Any, name: str) -> Iterator[str]:
     """Say what of a transformer block has no integer form here; its parts are named."""
     attention: Any = getattr(block, "attn", None)
     mlp: Any = getattr(block, "mlp", None)
     norms = (getattr(block, "norm1", None), getattr(block, "norm2", None))
     for part, norm in zip(("norm1", "norm2"), norms, strict=True):
-        if not isinstance(norm, nn.LayerNorm) or not has_weights(norm) or norm.bias is None:
+        if not _is_plain_norm(norm):
             yield f"{name}.{part} of {type(norm).__name__} (only LayerNorm with weight and bias)"
     if not isinstance(getattr(attention, "qkv", None), nn.Linear) or not isinstance(
         getattr(attention, "proj", None), nn.Linear
     ):
         yield f"{name}.attn of {type(attention).__name__}"
     else:
-        for part in ("q_norm", "k_norm", "norm", "gate"):
+        for part in ("norm", "gate"):
             if has_weights(getattr(attention, part, None)):
                 yield f"{name}.attn.{part}"
+        for part in ("q_norm", "k_norm"):
+            norm = getattr(attention, part, None)
+            if has_qk_norm(attention) and not _is_plain_norm(norm):
+                yield f"{name}.attn.{part} of {type(norm).__name__} (only LayerNorm with weight and bias)"
     act = getattr(mlp, "act", None)
     if not all(isinstance(getattr(mlp, part, None), nn.Linear) for part in ("fc1", "fc2")):
         yield f"{name}.mlp of {type(mlp).__name__}"

@@ -34,6 +34,7 @@ class VisionTransformerShape:
         first_norm: whether tokens are normalised before the first block.
         softmax_scale: factor of the scores.
         recipe: of attention (:attr:`qflash.Recipe.key`).
+        qk_norm: whether query and key of a head are normalised.
     """
 
     image_size: tuple[int, int]
@@ -50,6 +51,7 @@ class VisionTransformerShape:
     first_norm: bool
     softmax_scale: float
     recipe: str
+    qk_norm: bool = False
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -162,9 +164,12 @@ class VisionTransformer(IntegerNetwork):
         self._buffer("prefix", (1, shape.prefix_tokens, shape.channels), torch.int16)
         self.norm_pre = LayerNorm(shape.channels, torch.int16) if shape.first_norm else None
         self.blocks = nn.ModuleList(
-            Block(shape.channels, shape.heads, shape.head_dim, shape.hidden, shape.softmax_scale, Recipe.from_key(shape.recipe))
+            Block(
+                shape.channels, shape.heads, shape.head_dim, shape.hidden, shape.softmax_scale, Recipe.from_key(shape.recipe),
+                qk_norm=shape.qk_norm,
+            )
             for _ in range(shape.depth)
-        )
+        )  # fmt: skip
         last = torch.int8 if shape.outputs else torch.int32
         self.norm = LayerNorm(shape.channels, torch.int16 if shape.pool == "mean" else last)
         pooled = {"token": None, "mean_then_norm": torch.int16, "mean": last}[shape.pool]

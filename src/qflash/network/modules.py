@@ -144,8 +144,14 @@ class Mean(IntegerModule):
 class Attention(IntegerModule):
     """Self-attention: query, key and value by one product, integer attention, projection.
 
+    With ``qk_norm`` a head's query and key are normalised over its channels before. They then come as int16 from a product
+    of their own.
+
     Attributes:
-        qkv: to int8, (query, key, value) x heads x channels.
+        qkv: to int8, (query, key, value) x heads x channels; None with ``qk_norm``.
+        qk: to int16, (query, key) x heads x channels; None without.
+        v: to int8, heads x channels; None without.
+        q_norm, k_norm: to int8, of heads; None without.
         proj: to the residual stream.
         query_scale, key_scale: (1, heads, 1, 1); value_scale, output_scale: (1, heads, 1, channels): the bits of float32
             scales as int32. The integer arithmetic takes mantissa and exponent of them and computes nothing in floating point.
@@ -161,11 +167,21 @@ class Attention(IntegerModule):
     bias: torch.Tensor | None
 
     def __init__(
-        self, channels: int, heads: int, head_dim: int, softmax_scale: float, recipe: Recipe, bias_shape: tuple[int, ...] | None
+        self,
+        channels: int,
+        heads: int,
+        head_dim: int,
+        softmax_scale: float,
+        recipe: Recipe,
+        bias_shape: tuple[int, ...] | None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.softmax_scale, self.recipe = heads, head_dim, softmax_scale, recipe
-        self.qkv = Linear(channels, 3 * heads * head_dim, torch.int8)
+        self.qkv = None if qk_norm else Linear(channels, 3 * heads * head_dim, torch.int8)
+        self.qk = Linear(channels, 2 * heads * head_dim, torch.int16) if qk_norm else None
+        self.v = Linear(channels, heads * head_dim, torch.int8) if qk_norm else None
+        self.q_norm, self.k_norm = (LayerNorm(head_dim, torch.int8) if qk_norm else None for _ in range(2))
         self.proj = Linear(heads * head_dim, channels, torch.int16)
         for name, width in (("query", 1), ("key", 1), ("value", head_dim), ("output", head_dim)):
             self._buffer(f"{name}_scale", (1, heads, 1, width), torch.int32)
@@ -174,10 +190,21 @@ class Attention(IntegerModule):
         else:
             self._buffer("bias", bias_shape, torch.int32)
 
+    def project(self, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value, int8 (batch, heads, tokens, head_dim), of int8 (batch, tokens, channels)."""
+        each = self.heads, self.head_dim
+        if self.qkv is not None:
+            query, key, value = self.qkv(x, None, backend).unflatten(-1, (3, *each)).unbind(-3)
+        else:
+            assert self.qk is not None and self.v is not None and self.q_norm is not None and self.k_norm is not None
+            query, key = self.qk(x, None, backend).unflatten(-1, (2, *each)).unbind(-3)
+            query, key = self.q_norm(query, backend), self.k_norm(key, backend)
+            value = self.v(x, None, backend).unflatten(-1, each)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
     def attend(self, x: torch.Tensor, backend: str) -> torch.Tensor:
         """Return int8 (batch, tokens, heads * head_dim) of int8 (batch, tokens, channels)."""
-        packed = self.qkv(x, None, backend).unflatten(-1, (3, self.heads, self.head_dim))
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = self.project(x, backend)
         scales = (each.view(torch.float32) for each in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
         query_scale, key_scale, value_scale, output_scale = scales
         out = torch.ops.qflash.int8_attention(
@@ -203,10 +230,11 @@ class Block(IntegerModule):
         softmax_scale: float,
         recipe: Recipe,
         bias_shape: tuple[int, ...] | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.norm1 = LayerNorm(channels, torch.int8)
-        self.attn = Attention(channels, heads, head_dim, softmax_scale, recipe, bias_shape)
+        self.attn = Attention(channels, heads, head_dim, softmax_scale, recipe, bias_shape, qk_norm)
         self.norm2 = LayerNorm(channels, torch.int8)
         self.fc1 = LinearGelu(channels, hidden)
         self.fc2 = Linear(hidden, channels, torch.int16)

@@ -235,9 +235,20 @@ def attention(graph: Graph, module: Attention, x: Value, tokens: int, windows: i
     lead = (-1,) if windows is None else (-1, windows)
     axes = tuple(range(len(lead)))
     token, head, channel = (len(lead) + i for i in range(3))
-    with graph.scope("qkv"):
-        packed = linear(graph, module.qkv, x)
-    query, key, value = (graph.reshape(part, *lead, tokens, heads, width) for part in graph.split(packed, 3))
+    shape = *lead, tokens, heads, width
+    if module.qkv is not None:
+        with graph.scope("qkv"):
+            query, key, value = (graph.reshape(part, *shape) for part in graph.split(linear(graph, module.qkv, x), 3))
+    else:
+        assert module.qk is not None and module.v is not None and module.q_norm is not None and module.k_norm is not None
+        with graph.scope("qk"):
+            query, key = (graph.reshape(part, *shape) for part in graph.split(linear(graph, module.qk, x), 2))
+        with graph.scope("q_norm"):
+            query = layer_norm(graph, module.q_norm, query)
+        with graph.scope("k_norm"):
+            key = layer_norm(graph, module.k_norm, key)
+        with graph.scope("v"):
+            value = graph.reshape(linear(graph, module.v, x), *shape)
     query, value = (graph.transpose(part, *axes, head, token, channel) for part in (query, value))
     t, fraction_bits = _scores(graph, module, query, graph.transpose(key, *axes, head, channel, token))
 

@@ -37,15 +37,18 @@ def unsupported(model: Any) -> Iterator[str]:
         yield "fc_norm behind the class token"
     for index, block in enumerate(model.blocks):
         yield from cv.unsupported_block(block, f"blocks.{index}")
+    if len({cv.has_qk_norm(getattr(block, "attn", None)) for block in model.blocks}) > 1:
+        yield "qk_norm in some blocks only"
 
 
 def observed(model: Any) -> tuple[list[str], list[str]]:
     """Name the submodules whose inputs, and whose outputs, calibration looks at."""
     inputs, outputs = ["head"], ["patch_embed", "norm", "fc_norm"]
     inputs += [name for name in ("norm_pre", "fc_norm") if cv.has_weights(getattr(model, name))]
-    for index in range(len(model.blocks)):
+    for index, block in enumerate(model.blocks):
         more_inputs, more_outputs = cv.observed_block(f"blocks.{index}")
-        inputs, outputs = inputs + more_inputs, outputs + more_outputs
+        norms = [f"blocks.{index}.attn.{part}" for part in ("q_norm", "k_norm") if cv.has_qk_norm(block.attn)]
+        inputs, outputs = inputs + more_inputs + norms, outputs + more_outputs + norms
     return inputs, outputs
 
 
@@ -65,7 +68,7 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
         channels=model.embed_dim, depth=len(model.blocks), heads=first.attn.num_heads, head_dim=first.attn.head_dim,
         hidden=first.mlp.fc1.out_features, prefix_tokens=model.num_prefix_tokens, pool=pool,
         outputs=getattr(model.head, "out_features", 0), first_norm=cv.has_weights(model.norm_pre),
-        softmax_scale=first.attn.scale, recipe=recipe.key,
+        softmax_scale=first.attn.scale, recipe=recipe.key, qk_norm=cv.has_qk_norm(first.attn),
     )  # fmt: skip
     network = VisionTransformer(shape)
     unit = cv.stream_unit(ranges, [f"blocks.{index}" for index in range(shape.depth)])

@@ -1,7 +1,7 @@
-"""Top-1 of both digits models with every method, on all 540 held-out digits; docs/evaluation.md's table.
+"""Top-1 of both digits models on all 540 held-out digits, with every method and as integer networks: docs/evaluation.md.
 
-python benchmarks/evaluate_digits.py [FOLDER] evaluates (and continues where a run in FOLDER stopped), writes
-results/evaluate_digits.json and .csv beside this script and the table into the page.
+python benchmarks/evaluate_digits.py [FOLDER] [--only digits|integer] evaluates (and continues where a run in FOLDER
+stopped), writes results/evaluate_NAME.json and .csv beside this script and the tables into the page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "evaluation.md"
+RUNS: dict[str, dict[str, Any]] = {
+    "digits": {"methods": ["all"]},
+    "integer": {"methods": ["qflash-default", "qflash-accurate"], "integer": True},
+}
+"""What is evaluated, by the name of its table."""
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -39,24 +44,35 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def result_file(name: str, kind: str) -> str:
+    """Return the name of a run's committed results."""
+    return f"evaluate_{'digits' if name == 'digits' else f'digits_{name}'}.{kind}"
+
+
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    return {"evaluate:digits": table(json.loads((HERE / "results" / "evaluate_digits.json").read_text()))}
+    return {
+        f"evaluate:{name}": table(json.loads((HERE / "results" / result_file(name, "json")).read_text(encoding="utf-8")))
+        for name in RUNS
+    }
 
 
 def files() -> list[str]:
-    """Return the result files behind the table."""
-    return ["evaluate_digits.json"]
+    """Return the result files behind the tables."""
+    return [result_file(name, "json") for name in RUNS]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-digits"), help="where the evaluation goes")
-    folder = parser.parse_args().folder
-    run_evaluate(["digits-vit", "digits-swin"], output=folder)
-    results = HERE / "results"
-    for kind in ("json", "csv"):
-        shutil.copyfile(folder / f"evaluate.{kind}", results / f"evaluate_digits.{kind}")
+    """Evaluate, and write results and tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-digits"), help="where evaluations go")
+    parser.add_argument("--only", choices=RUNS, action="append", help="these runs; all if none is named")
+    given = parser.parse_args()
+    for name in given.only or RUNS:
+        folder = given.folder / name
+        run_evaluate(["digits-vit", "digits-swin"], output=folder, **RUNS[name])
+        for kind in ("json", "csv"):
+            shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / result_file(name, kind))
     PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 

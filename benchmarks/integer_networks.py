@@ -231,7 +231,8 @@ def files() -> list[str]:
 
 def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
     """Return digits as uint8 images of the size that the classifiers take."""
-    return ((classifier.enlarge(images) + 1) * 127.5).round().to(torch.uint8)
+    pixels: torch.Tensor = classifier.pixels(images)
+    return pixels
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:

@@ -397,6 +397,9 @@ def evaluate(
         "qflash-evaluate"
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where other results lie.")] = False,
+    integer: Annotated[
+        bool, typer.Option("--integer", help="Rows for whole integer networks as well (digits models).")
+    ] = False,
 ) -> None:
     """Measure Top-1 and Top-5 of image classifiers with any method in their attention (the paper's Table 5).
 
@@ -424,6 +427,7 @@ def evaluate(
                 device=device,
                 dtype=dtype.value,
                 overwrite=overwrite,
+                integer=integer,
             )
     except KeyboardInterrupt:
         again = " ".join(shlex.quote(word) for word in ["qflash", *sys.argv[1:]] if word != "--overwrite")

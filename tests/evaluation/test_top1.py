@@ -27,7 +27,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402
 
-from qflash.evaluation import classifiers, summaries, top1  # noqa: E402
+from qflash.evaluation import classifiers, digits, integer_rows, summaries, top1  # noqa: E402
 from qflash.evaluation.classifiers import draw_subset, load_classifier  # noqa: E402
 from qflash.evaluation.outcome_store import load_outcomes  # noqa: E402
 
@@ -361,3 +361,38 @@ def test_the_digest_is_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> 
     top1._source_digest.__wrapped__()
     package = Path(qflash.__file__).parent
     assert {package / "api.py", package / "kernels" / "dispatch.py"} <= set(read)
+
+
+def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_rows, "CALIBRATION", 8)
+    report, printed = run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)
+    result = report["models"][0]
+    rows = {summary["method"]: summary for summary in result["methods"]}
+    assert list(rows) == ["fp32", "qflash-default", "integer-default", "integer-accurate"]
+    for name in ("integer-default", "integer-accurate"):
+        assert rows[name]["integer_only"] and rows[name]["right"] >= 9
+        assert {"lost", "gained", "mcnemar_p", "loss_change"} <= rows[name]["against_fp32"].keys()
+        assert rows[name]["against_fp32"]["loss_change"] > rows["qflash-default"]["against_fp32"]["loss_change"]
+        assert (tmp_path / "digits-vit" / f"{name}.csv").is_file()
+    assert {pair["second"] for pair in result["pairs"]} == {"qflash-default", "integer-default", "integer-accurate"}
+    assert rows["fp32"]["network_gbops"] == pytest.approx(16 * rows["integer-default"]["network_gbops"])
+    assert "network_gbops" not in rows["qflash-default"]
+    assert rows["integer-accurate"]["gbops"] == pytest.approx(1.5 * rows["integer-default"]["gbops"])
+    assert "of the whole network" in printed and "integer-accurate" in printed
+    # whole networks are no attention methods
+    assert result["integer_only"]["best"] == ["qflash-default"]
+
+    # what the rows say is what quantize_model gives, on digits that are not judged
+    model, images = load_classifier("digits-vit", "digits")
+    train = digits.load_digits_split()[0][: integer_rows.CALIBRATION]
+    network = qflash.quantize_model(model.backbone, [model.pixels(train)], mean=(0.5,), std=(0.5,), progress=False)
+    outcomes = load_outcomes(tmp_path / "digits-vit" / "integer-default.csv")
+    judged = torch.stack([images.dataset[outcome.index][0] for outcome in outcomes])
+    assert network(model.pixels(judged)).argmax(1).tolist() == [outcome.predictions[0] for outcome in outcomes]
+    assert not any(torch.equal(a, b) for a in judged for b in train)
+
+    before = per_image(tmp_path)
+    assert run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)[0]["models"] == report["models"]
+    assert per_image(tmp_path) == before
+    with pytest.raises(ValueError, match=r"integer networks are for digits-vit and digits-swin.*got DeiT-T"):
+        run(["digits-vit", "DeiT-T"], integer=True)

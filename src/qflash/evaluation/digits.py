@@ -53,6 +53,10 @@ class DigitsClassifier(nn.Module):
         large = nn.functional.interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
         return large * 2.0 - 1.0
 
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the same as uint8, (batch, 1, IMAGE_SIZE, IMAGE_SIZE), which integer networks take."""
+        return ((self.enlarge(images) + 1) * 127.5).round().to(torch.uint8)
+
 
 def load_digits_split(seed: int = 0, held_out: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the 1797 digits, class by class, into a training and a held-out part.

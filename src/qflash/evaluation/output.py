@@ -18,7 +18,7 @@ from .summaries import SIGNIFICANCE
 _COLUMNS = (
     "model", "method", "integer_only", "bits", "gbops", "gbops_as_in_paper", "images", "right", "top1_percent", "top1_low",
     "top1_high", "top5_percent", "difference_points", "difference_low", "difference_high", "lost", "gained", "mcnemar_p",
-    "same_prediction_percent", "loss_change", "not_finite",
+    "same_prediction_percent", "loss_change", "not_finite", "network_gbops",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def publish(report: dict[str, Any], folder: Path, console: Console) -> None:
 def _table(result: dict[str, Any], conditions: dict[str, Any]) -> Table:
     title = f"{result['model']}: {result['images']} images of {conditions['data']}"
     caption = (
-        f"{conditions['device']}, {conditions['dtype']}, batches of {conditions['batch']}. "
+        f"{conditions['device']}, {conditions['dtype']}, batches of {conditions['batch']}. GBOPs: of attention. "
         f"Brackets: {CONFIDENCE:.0%} intervals (Wilson; paired bootstrap). "
         "Lost, gained: images right with FP32 only, with the method only. p: McNemar, exact. "
         "Loss change: mean absolute difference of an image's cross entropy to FP32's, nats."
@@ -105,6 +105,10 @@ def _sentences(result: dict[str, Any]) -> list[str]:
         if verdict["by_loss_change"]:
             line += f" Closest to FP32 by loss change: {', '.join(verdict['by_loss_change'][:3])}."
         lines.append(line)
+    whole = [summary for summary in result["methods"] if "network_gbops" in summary]
+    if whole:
+        figures = ", ".join(f"{summary['method']} {summary['network_gbops']:.3g}" for summary in whole)
+        lines.append(f"GBOPs an image of the whole network, multiply-adds times the widths of both operands: {figures}.")
     for summary in result["methods"]:
         if summary["not_finite"]:
             lines.append(f"{summary['method']}: {summary['not_finite']} images without finite logits, counted as wrong.")

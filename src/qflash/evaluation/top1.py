@@ -1,9 +1,10 @@
 """``qflash evaluate``: Top-1 and Top-5 of image classifiers with any method in their attention (Table 5).
 
 Only attention is quantised, dynamically, while everything else stays in floating point, as in the paper's Top-1
-experiment. A scale that is shared over a batch depends on which images are in it, so the batches are fixed before any
-is computed: batch b holds the same images whatever the number of processes, and whether or not a run was interrupted.
-Every image's outcome is kept, so that methods are compared on the same images.
+experiment; rows of whole integer networks can be added. A scale that is shared over a batch depends on which images
+are in it, so the batches are fixed before any is computed: batch b holds the same images whatever the number of
+processes, and whether or not a run was interrupted. Every image's outcome is kept, so that methods are compared on the
+same images.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ from torch import nn
 
 from ..baselines import METHODS, get_method
 from ..integrations.patching import patch, unpatch
+from ..network.bit_operations import BitOperations, bit_operations
 from ..optional_packages import require_packages
 from ..validation import resolve_device
 from .classifiers import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
+from .digits import DigitsClassifier
+from .integer_rows import WHOLE_NETWORKS, WholeNetwork
 from .outcome_store import LOSS_DIGITS, MOST_GUESSES, Outcome, Store
 from .output import publish
 from .statistics import CONFIDENCE, RESAMPLES
@@ -121,8 +125,11 @@ def _classify(
 
 
 @contextlib.contextmanager
-def _attending(model: nn.Module, method: Any) -> Iterator[nn.Module]:
-    """Put ``method`` into the model's attention for the length of a ``with`` block."""
+def _attending(model: nn.Module, method: Any, networks: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Put ``method`` into the model's attention for the length of a ``with`` block, or yield the row's network."""
+    if method.name in networks:
+        yield networks[method.name]
+        return
     try:
         yield patch(model, attention=method.attention)
     finally:
@@ -158,6 +165,16 @@ def _resolve_methods(names: Sequence[str]) -> list[Any]:
     return [get_method(name) for name in dict.fromkeys([REFERENCE, *wanted])]
 
 
+def _check_integer(models: Sequence[str]) -> None:
+    """Require models that integer networks can be made of here."""
+    others = [name for name in models if name not in DIGITS_MODELS]
+    if others:
+        raise ValueError(
+            f"integer networks are for {' and '.join(DIGITS_MODELS)}, which come with images to calibrate on; got "
+            f"{', '.join(others)}. qflash.quantize_model takes your own model and images"
+        )
+
+
 def _resolve_models(names: Sequence[str]) -> list[str]:
     wanted = [each for name in names for each in (PAPER_MODELS if name == "all" else (name,))]
     if not wanted:
@@ -187,6 +204,15 @@ class _Settings:
     overwrite: bool
 
 
+def _add_network_bops(summaries: Sequence[dict[str, Any]], counted: Mapping[str, BitOperations]) -> None:
+    """Say in the rows of integer networks, and in the reference's, how many bit operations the whole network has."""
+    for summary in summaries:
+        if summary["method"] in counted:
+            summary["network_gbops"] = counted[summary["method"]].integer
+        elif summary["method"] == REFERENCE and counted:
+            summary["network_gbops"] = next(iter(counted.values())).floating()
+
+
 def _evaluate_model(
     name: str, methods: Sequence[Any], settings: _Settings, processes: _Processes, progress: Progress
 ) -> dict[str, Any]:
@@ -210,11 +236,17 @@ def _evaluate_model(
         raise ValueError(
             f"the processes do not agree on the run of {name}: data, weights, device and versions must be the same"
         )
-    store = Store(settings.output / _folder_name(name), min(MOST_GUESSES, images.classes), METHODS)
+    known = (*METHODS, *(row.name for row in WHOLE_NETWORKS))
+    store = Store(settings.output / _folder_name(name), min(MOST_GUESSES, images.classes), known)
     processes.from_first(lambda: store.open(fingerprint, settings.overwrite))
     products = attention_products(model, images.dataset[0][0].shape)
     model.to(device=settings.device, dtype=dtype)
     batches = _batches(places, settings.batch)
+    networks = {
+        method.name: method.build(model)
+        for method in methods
+        if isinstance(method, WholeNetwork) and isinstance(model, DigitsClassifier)
+    }
 
     def finished_batches(method: str) -> list[Outcome]:
         kept = store.load(method)
@@ -234,8 +266,8 @@ def _evaluate_model(
             mine = pending[processes.rank :: processes.count]
             task = progress.add_task(f"{name}: {method.name}", total=sum(map(len, mine)))
             new: list[Outcome] = []
-            with store.appender(method.name, processes.rank) as file, _attending(model, method):
-                for done in _classify(model, images, mine, settings.device, dtype, settings.workers):
+            with store.appender(method.name, processes.rank) as file, _attending(model, method, networks) as changed:
+                for done in _classify(changed, images, mine, settings.device, dtype, settings.workers):
                     file.add(done)
                     new += done
                     progress.advance(task, len(done))
@@ -250,6 +282,8 @@ def _evaluate_model(
 
     exact = outcomes[REFERENCE]
     summaries = [summarise(method, outcomes[method.name], exact, products, settings.seed) for method in methods]
+    counted = {name: bit_operations(network.network) for name, network in networks.items()}
+    _add_network_bops(summaries, counted)
     names = [method.name for method in methods]
     pairs = {
         (a, b): compare_outcomes(outcomes[a], outcomes[b], settings.seed) for i, a in enumerate(names) for b in names[i + 1 :]
@@ -260,7 +294,8 @@ def _evaluate_model(
         "images": len(places),
         "attention_calls": len(products),
         "methods": summaries,
-        "integer_only": integer_verdict(summaries, pairs),
+        # of attention methods: a whole network has other errors
+        "integer_only": integer_verdict([each for each in summaries if each["method"] not in networks], pairs),
         "pairs": [{"first": a, "second": b, **pair} for (a, b), pair in pairs.items()],
     }
 
@@ -280,6 +315,7 @@ def run_evaluate(
     device: str | None = None,
     dtype: str = "float32",
     overwrite: bool = False,
+    integer: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure Top-1 and Top-5, print a table and write ``evaluate.json``, ``evaluate.csv`` and ``evaluate.svg``.
@@ -302,6 +338,8 @@ def run_evaluate(
         device: cpu, cuda or cuda:N; if None a CUDA device if there is one. Under torchrun cuda is each process's own.
         dtype: float32, float16 or bfloat16, of everything but the method's own arithmetic.
         overwrite: remove the results of an earlier run with other settings.
+        integer: add rows for whole integer networks (:func:`qflash.quantize_model`), for digits models only: they are
+            calibrated on digits of the training part, which are not judged.
         console: where to print; standard output if None.
 
     Returns:
@@ -315,6 +353,9 @@ def run_evaluate(
     names = _resolve_models(models)
     _require(names)
     chosen = _resolve_methods(methods)
+    if integer:
+        _check_integer(names)
+        chosen += WHOLE_NETWORKS
     for argument, value, least in (("batch", batch, 1), ("workers", workers, 0)):
         if value < least:
             raise ValueError(f"{argument} must be at least {least}, got {value}")

@@ -163,9 +163,10 @@ def _make_abs(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 def _extreme(modifiers: Sequence[str], operands: Sequence[str], nan: Any, number: Any) -> Step:
     kind = _type(modifiers)
     function = nan if "NaN" in modifiers or kind[0] in "su" else number
-    low = 0 if "relu" in modifiers else None
+    if "relu" in modifiers:
+        return _plain(lambda a, b: np.maximum(function(a, b), 0), kind, operands)
     # of two numbers or, on newer targets, three
-    return _plain(lambda *x: np.clip(functools.reduce(function, x), low, None), kind, operands)
+    return _plain(lambda *x: functools.reduce(function, x), kind, operands)
 
 
 def _make_min(modifiers: Sequence[str], operands: Sequence[str]) -> Step:

@@ -140,11 +140,13 @@ def test_other_vector_widths_have_the_reference_bits(
     library = cpu.load.__wrapped__()
     assert len(list((tmp_path / "qflash").iterdir())) == 1
     monkeypatch.setattr(cpu, "load", lambda: library)
-    for number in range(3000, 3120):
+    # those in C take many times longer
+    some = slice(None, None, 5 if width.startswith("avx512") else 1)
+    for number in range(3000, 3120)[some]:
         case = draw_case(number, INTERPRETER)
         arguments = case.arguments(CPU)
         assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
-    for layer in (*map(draw_linear, range(60)), *map(draw_layer_norm, range(30)), *extremes()):
+    for layer in [*map(draw_linear, range(60)), *map(draw_layer_norm, range(30)), *extremes()][some]:
         assert same_bits(layer.run("cpu"), layer.run("reference")), layer
 
 

@@ -112,7 +112,9 @@ def pick_methods(only: Sequence[str] = ()) -> dict[str, Callable[[Subject], time
 
 def _normalised(pixels: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     config: Any = getattr(model, "pretrained_cfg", None) or {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    mean, std = (torch.tensor(config[name], device=pixels.device).view(1, -1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(config[name], dtype=torch.float32, device=pixels.device).view(1, -1, 1, 1) for name in ("mean", "std")
+    )
     return ((pixels.float() / 255 - mean) / std).to(dtype)
 
 
@@ -120,7 +122,7 @@ def draw_pixels(batch: int, size: tuple[int, int, int], seed: int) -> torch.Tens
     """Draw smooth uint8 images (batch, channels, height, width) on the CPU: noise of an eighth of the size, enlarged."""
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = size
-    coarse = torch.rand((batch, channels, height // 8, width // 8), generator=generator, device="cpu")
+    coarse = torch.rand((batch, channels, height // 8, width // 8), generator=generator, dtype=torch.float32, device="cpu")
     fine = nn.functional.interpolate(coarse, (height, width), mode="bicubic")
     return (fine.clamp(0, 1) * 255).to(torch.uint8)
 

@@ -449,7 +449,7 @@ def walk_linear(walk: Walk) -> None:
         high = walk("linear", "mulhi(acc << left, R)", high_product(wide, Interval(0, int32.high)), "int32", case)
         rounded = _integers.round_shift(high, 1)
         walk("linear", "rescaled, with a residual", rounded + Interval(*op.INT16), "int32", case)
-    every = torch.arange(op.INT16[0], op.INT16[1] + 1)
+    every = torch.arange(op.INT16[0], op.INT16[1] + 1, dtype=torch.int64, device="cpu")
     for fraction_bits in range(op.GELU_BITS + 1):
         case = f"{fraction_bits} fraction bits"
         extra = op.GELU_BITS - fraction_bits
@@ -565,9 +565,9 @@ def _try(first: int, end: int, step: int, function: _Map, exact: _Map) -> Newton
     found = Newton(0, 1 << 62, 0, 0.0)
     size = step << 20
     for start in range(first, end, size):
-        x = torch.arange(start, min(end, start + size), step, dtype=torch.int64)
+        x = torch.arange(start, min(end, start + size), step, dtype=torch.int64, device="cpu")
         if start + size >= end:
-            x = torch.cat((x, torch.tensor([end - 1])))
+            x = torch.cat((x, torch.tensor([end - 1], dtype=torch.int64, device="cpu")))
         out = function(x)
         found.tried += x.numel()
         found.low, found.high = min(found.low, int(out.min())), max(found.high, int(out.max()))

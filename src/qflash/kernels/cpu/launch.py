@@ -369,7 +369,9 @@ def launch_varlen(call: VarlenCall) -> torch.Tensor:
         values.append(torch.empty((1, x.shape[1], most, x.shape[2]), dtype=torch.int8, device="meta"))
         scales.append(torch.empty(scale_shape(values[-1].shape, granularity), dtype=torch.float32, device="meta"))
     out = torch.empty((call.query.shape[0], heads, value_dim), dtype=torch.float32, device="cpu")
-    offset = torch.empty(scale_shape(values[2].shape, "channel"), device="meta") if recipe.smooth_value else None
+    offset = None
+    if recipe.smooth_value:
+        offset = torch.empty(scale_shape(values[2].shape, "channel"), dtype=torch.float32, device="meta")
     longest = AttentionCall(
         values[0], values[1], values[2], Scales(scales[0], scales[1], scales[2], None, offset), None, call.is_causal,
         call.softmax_scale, torch.float32, recipe,

@@ -163,9 +163,11 @@ def test_a_forked_process_computes_on(monkeypatch: pytest.MonkeyPatch, plans: di
     """GCC's OpenMP would wait there for threads that only the other process has."""
     monkeypatch.setattr(cpu, "threads_for", lambda work: 3)
     inputs, layers = make_inputs(2, 3, 65, head_dim=16), (draw_linear(1), draw_layer_norm(1))
+    packed, lengths = [x[0].transpose(0, 1) for x in inputs], torch.tensor([0, 20, 65], dtype=torch.int32)
 
     def outputs() -> list[torch.Tensor]:
         attended = [qflash.attention(*inputs, torch.zeros(65, 65), recipe="accurate"), qflash.attention(*inputs)]
+        attended.append(qflash.varlen_attention(*packed, lengths, lengths, 45, 45))
         return [*attended, *(layer.run("cpu") for layer in layers)]
 
     outputs()

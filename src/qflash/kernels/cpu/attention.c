@@ -998,11 +998,11 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
     }
     if (all[2].center == ZERO_POINT) all[2].offset = (float *)place;
     int failed = 0;
-#pragma omp parallel num_threads((int)like->threads) reduction(| : failed)
+#pragma omp parallel num_threads(threads_of(like->threads)) reduction(| : failed)
     {
         const int64_t longest = like->queries > like->keys ? like->queries : like->keys;
         const int64_t widest = like->head_dim > like->value_dim ? like->head_dim : like->value_dim;
-        float *x = malloc(sizeof(float) * (longest * widest + 5 * widest)), *range = x + longest * widest;
+        float *x = malloc(sizeof(float) * (longest * widest + 5 * widest)), *range = x ? x + longest * widest : NULL;
         failed |= !x;
         for (int find = 1; find >= 0; find--) {
             for (int t = 0; x && t < 3; t++) {
@@ -1014,7 +1014,7 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
                     const int64_t seen = like->causal && t ? where->cu_q[i + 1] - where->cu_q[i] : INT64_MAX;
                     const conversion a = sequence_of(&all[t], begin, i, seen);
                     if (a.tokens == 0) continue;
-                    const int32_t one = heads_of(&a, head, head + 1, find, most[t][i], x, range);
+                    const int32_t one = heads_of(&a, head, head + 1, find, find ? 0 : most[t][i], x, range);
                     if (!find) continue;
 #pragma omp critical
                     most[t][i] = one > most[t][i] ? one : most[t][i];

@@ -21,12 +21,13 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
 FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
 
-.PHONY: help setup demo test test-floor sanitize lint format verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor sanitize lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo             float against integer attention on a small image classifier (report in qflash-report/)"
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
+	@echo "make test-all         with the slow cases of every day, an hour; make test runs a sixth of them, another every day"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"
 	@echo "make lint             ruff check, ruff format --check, mypy"
@@ -58,6 +59,10 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/kernels/test_gluon_on_ptx.py)
+
+test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --all $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --all tests/kernels/test_gluon_on_ptx.py)
 
 build/floor: pyproject.toml Makefile
 	rm -rf $@

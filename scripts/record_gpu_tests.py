@@ -35,7 +35,7 @@ def main(output: pathlib.Path, processes: int, tests: Sequence[str]) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *tests, "--all", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         status = subprocess.run([*command, *(["-n", str(processes)] if processes > 1 else [])], cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
     if not cases:

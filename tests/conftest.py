@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import os
+import zlib
 
 import pytest
 import torch
@@ -26,7 +28,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SHARE = 6
+"""One of so many of the slow cases is run a day."""
+# workers begin with the environment of the process that started them, perhaps on the next day
+TODAY = int(os.environ.setdefault("QFLASH_TEST_DAY", str(datetime.date.today().toordinal())))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the slow cases that are another day's")
+
+
+def is_due(item: pytest.Item) -> bool:
+    """Tell whether a case is to be run today: a slow one in :data:`SHARE` days, the others always."""
+    return "slow" not in item.keywords or (zlib.crc32(item.nodeid.encode()) + TODAY) % SHARE == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # tests that are named are run
+    if not (config.getoption("--all") or any("::" in name for name in config.args)):
+        late = [item for item in items if not is_due(item)]
+        items[:] = [item for item in items if is_due(item)]
+        config.hook.pytest_deselected(items=late)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

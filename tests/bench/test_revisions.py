@@ -81,6 +81,7 @@ def test_the_processes_time_the_packages_that_they_are_told(tmp_path: pathlib.Pa
     assert "0.0" in (shown := capsys.readouterr().out) and "no attribute" in shown
 
 
+@pytest.mark.slow
 def test_windows_recipes_and_what_a_package_prints(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture) -> None:
     shutil.copytree(revisions.PACKAGE, tmp_path / "qflash")
     with (tmp_path / "qflash" / "__init__.py").open("a") as file:
@@ -122,6 +123,7 @@ def test_a_revision_that_keeps_no_bias(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["import sys; sys.exit(3)", "raise ImportError('broken')"])
+@pytest.mark.slow
 def test_a_revision_that_does_not_start_is_an_error(tmp_path: pathlib.Path, text: str) -> None:
     with pytest.raises(revisions.RevisionError, match="the process that times it ended with status"):
         revisions.run_revisions(SHAPES, str(package(tmp_path, text)), modes=["kernel"], **OPTIONS)

@@ -38,6 +38,7 @@ def test_means_what_sdpa_means(layout: str, dtype: torch.dtype, recipe: str) -> 
     ("lead", "tokens", "recipe"), [((2,), 20, "default"), ((1, 2), 20, "accurate"), ((1,), 260, "default")]
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+@pytest.mark.slow
 def test_the_next_projection_needs_no_copy(backend: str, lead: tuple[int, ...], tokens: int, recipe: str) -> None:
     """Heads and tokens lie in memory as the query's do, in the first call and in a repeated one; so does SDPA's output."""
     device = DEVICE if backend == "triton" else torch.device("cpu")

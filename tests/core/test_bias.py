@@ -34,6 +34,7 @@ FAR_BIASES: dict[str, Callable[[int], torch.Tensor]] = {
 @pytest.mark.parametrize("recipe", ["default", "accurate"])
 @pytest.mark.parametrize("keys", [30, 2048, 8192])
 @pytest.mark.parametrize("kind", FAR_BIASES)
+@pytest.mark.slow
 def test_only_differences_within_a_row_of_a_bias_matter(kind: str, keys: int, recipe: str) -> None:
     query, key, value = make_inputs(1, 1, 8, keys, head_dim=16)
     bias = FAR_BIASES[kind](keys)

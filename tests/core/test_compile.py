@@ -87,6 +87,7 @@ def test_scales_that_vary() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.slow
 def test_a_patched_model_of_any_batch_is_one_graph(name: str) -> None:
     options = {"depths": (1, 2, 1, 1)} if "swin" in name else {"depth": 2}
     model = qflash.patch(timm.create_model(name, img_size=64, num_classes=3, **options).eval())

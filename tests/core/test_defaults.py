@@ -56,6 +56,7 @@ def _device(backend: str) -> torch.device:
 @every_default
 @every_backend
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper", "rotated"])
+@pytest.mark.slow
 def test_attention(default, backend: str, recipe: str) -> None:
     choices = qflash.ACCURATE.replace(rotate=True) if recipe == "rotated" else recipe
     # the interpreter takes a second for a long row
@@ -99,6 +100,7 @@ def test_quantize(default, backend: str, granularity: str) -> None:
 @every_backend
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
 @pytest.mark.parametrize("recipe", ["default", "paper"])
+@pytest.mark.slow
 def test_int8_attention(default, backend: str, out_dtype: torch.dtype | None, recipe: str) -> None:
     device = _device(backend)
     tensors = [qflash.quantize(x.to(device), "head", backend="reference") for x in make_inputs(1, 1, 20)]

@@ -299,6 +299,7 @@ SAFE_RECIPES = [
 
 @pytest.mark.parametrize("recipe", SAFE_RECIPES, ids=["linear 7", "quadratic 8", "quadratic 15", "paper"])
 @pytest.mark.parametrize("head_dim", [1, 2, 31, 64, 100, 255, 256, 512])
+@pytest.mark.slow
 def test_extreme_inputs_stay_inside_int32(head_dim: int, recipe: Recipe) -> None:
     for query, key, value in (
         ("high", "high", "high"),

@@ -52,6 +52,7 @@ def test_importing_qflash_loads_the_core_alone() -> None:
 
 
 @pytest.mark.parametrize("first", ["qflash", "torch.utils.flop_counter"])
+@pytest.mark.slow
 def test_operations_are_counted_whatever_was_imported_first(first: str) -> None:
     text = f"""
 import {first}, torch, qflash

@@ -235,6 +235,7 @@ def with_offset(call: AttentionCall, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize("case", range(40))
+@pytest.mark.slow
 def test_kernels_have_the_bits_of_the_reference_beside_an_offset(case: int) -> None:
     from qflash.kernels.dispatch import launch_attention
 
@@ -250,6 +251,7 @@ def test_kernels_have_the_bits_of_the_reference_beside_an_offset(case: int) -> N
 
 @pytest.mark.parametrize("recipe", [DEFAULT, DEFAULT.replace(smooth_value=True), ROUNDED.replace(smooth_value=True), ACCURATE])
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
+@pytest.mark.slow
 def test_back_ends_agree_from_floats(recipe: Recipe, mask: str) -> None:
     for queries, keys, dtype in ((20, 70, torch.float16), (9, 300, torch.float32), (16, 49, torch.float16)):
         q, k, v = (draw(i, 1, 2, n, 32).to(dtype) for i, n in enumerate((queries, keys, keys)))

@@ -172,6 +172,7 @@ def test_a_huge_negative_bias_hides_a_key_unless_all_are_hidden(recipe: str, hug
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.slow
 def test_what_is_not_finite_reaches_the_output(where: int, bad: float, backend: str, recipe: str) -> None:
     inputs = tuple(x.to(DEVICE) for x in make_inputs(2, 2, 9, head_dim=16))
     inputs[where][1, 0, 2, 3] = bad

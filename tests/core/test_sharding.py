@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -177,6 +178,7 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
         yield {"equal": torch.allclose(whole, split, rtol=0, atol=1e-5)}
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one() -> None:
     for printed in run_two_processes(__file__):
         found = json.loads(printed.splitlines()[-1])

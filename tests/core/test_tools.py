@@ -186,6 +186,7 @@ def test_backward_of_an_int8_call_is_refused() -> None:
             out.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_saved_program_without_qflash_is_said_to_need_it(tmp_path: Any) -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -317,6 +318,7 @@ def checkpointed(model: nn.Module, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("keep_bias", [False, True])
 @pytest.mark.parametrize("tool", [traced, exported, with_own_parameters, checkpointed])
+@pytest.mark.slow
 def test_tools_give_what_the_model_gives(tool: Any, keep_bias: bool, kind: str) -> None:
     run = tool(build(kind, keep_bias=keep_bias), images())
     for count in (2, 3):

@@ -31,6 +31,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("gone", NAMES, ids=lambda gone: gone[1])
+@pytest.mark.slow
 def test_without_a_name_nothing_is_repeated(gone: tuple[str, str]) -> None:
     done = run_compiling("-c", RUN.format(gone=[gone]))
     assert done.returncode == 0, done.stderr

@@ -41,6 +41,7 @@ def draw_mask(form: str, batch: int, heads: int, queries: int, keys: int) -> tup
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["paper", "default", "accurate", "smooth_value"])
 @pytest.mark.parametrize("backend", ["reference", "auto", "triton"])
+@pytest.mark.slow
 def test_content_of_hidden_tokens_changes_no_bit(form: str, recipe: Recipe, backend: str) -> None:
     batch, heads, key_heads, queries, keys = (1, 2, 1, 5, 70) if backend == "triton" else (2, 4, 2, 7, 77)
     query, key, value = (

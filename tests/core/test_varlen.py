@@ -63,6 +63,7 @@ def _compiler() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.slow
 def test_bits_are_those_of_separate_calls(name: str, recipe: str, causal: bool) -> None:
     for heads, key_heads, dtype in ((4, 2, torch.float32), (1, 1, torch.bfloat16)):
         arguments = packed(LENGTHS[name], heads, key_heads, dtype=dtype)

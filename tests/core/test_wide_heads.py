@@ -41,6 +41,7 @@ def test_no_bound_is_left_at_the_ends_of_int8(recipe: str, scale: float, biased:
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(512, 512), (320, 40), (40, 400)])
+@pytest.mark.slow
 def test_back_ends_return_the_same_bits(head_dim: int, value_dim: int, recipe: str, backend: str) -> None:
     device = torch.device("cpu") if backend == "cpu" else DEVICE
     if backend == "triton" and (reason := triton_unavailable(device)):

@@ -206,6 +206,7 @@ def test_another_run_is_refused_or_starts_anew(folder: Path, weights: Path, tmp_
         run([MODEL], ("fp32",), batch=3, subset=6, **options)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same(
     whole: tuple[Path, dict[str, Any], str], folder: Path, weights: Path, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def x() -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.slow
 def test_attention_that_is_spelled_out(style: str) -> None:
     module = Spelled(style).eval()
     exact = module(x())

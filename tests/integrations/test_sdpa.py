@@ -361,6 +361,7 @@ def model_of(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("where", ["outside", "inside", "nested", "process"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.usefixtures("_enabled")
+@pytest.mark.slow
 def test_compiled(kind: str, where: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     run = model_of(kind)
@@ -419,6 +420,7 @@ def test_warnings_and_errors_of_a_compiler() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.slow
 def test_exported(where: str, strict: bool) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

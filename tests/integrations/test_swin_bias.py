@@ -68,6 +68,7 @@ def test_a_distance_that_the_table_has_not() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has the same, compiled")
 @pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, SINGLE), (SINGLE, HALF), (SINGLE, SINGLE)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.slow
 def test_kernel(sizes: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     table, index, mask = make_bias(*sizes, *dtypes)
     wanted = formula(table, index, mask)

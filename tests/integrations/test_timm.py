@@ -289,6 +289,7 @@ def test_a_kept_bias_is_worked_out_once(monkeypatch: pytest.MonkeyPatch, inferen
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_kept_bias_follows_the_weights() -> None:
     model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(2, 3, 28, 28)
     other = build_swin()
@@ -460,6 +461,7 @@ def find_attention(model: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("hooked", ["before", "after", "removed", "removed after"])
+@pytest.mark.slow
 def test_hooks_of_accelerate_stay(case: tuple[nn.Module, torch.Tensor], hooked: str) -> None:
     model, x = case
     exact, wanted = model(x), qflash.patch(copy.deepcopy(model))(x)

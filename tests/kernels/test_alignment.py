@@ -68,6 +68,7 @@ def draw(family: Family, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
 def test_floats_at_any_offset(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
     tensors = draw(family, dtype)

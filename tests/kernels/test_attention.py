@@ -26,6 +26,7 @@ CASES = 240
 
 
 @pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.slow
 def test_kernel_has_the_reference_bits(number: int) -> None:
     case = draw_case(number, INTERPRETER)
     arguments = case.arguments(DEVICE)
@@ -56,6 +57,7 @@ def window_inputs(seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["full", "windows", "one window", "one head", "bool", "expanded"])
+@pytest.mark.slow
 def test_window_masks_repeat_over_the_images(form: str) -> None:
     inputs, bias = window_inputs(len(form))
     if form == "one window":
@@ -110,6 +112,7 @@ WIDE_RECIPES = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", WIDE_RECIPES)
+@pytest.mark.slow
 def test_sums_of_sections_have_the_reference_bits(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several sections, which are made short here: real ones take the interpreter minutes."""
     monkeypatch.setattr(launch.fp, "SECTION_KEYS", 64)

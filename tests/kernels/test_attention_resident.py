@@ -21,6 +21,7 @@ def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> t
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.slow
 def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
     case = draw_fused_case(seed, small=True)
     arguments = case.arguments(DEVICE)
@@ -123,6 +124,7 @@ def _compile_for_hopper() -> None:
             assert compile_call(call, "sm_90").metadata.shared <= shared_bytes(keys, head_dim)
 
 
+@pytest.mark.slow
 def test_the_hopper_kernel_compiles_from_floats() -> None:
     products = products_printed_by(__file__)
     assert len(products) == 11

@@ -117,6 +117,7 @@ def test_many_roundings_have_the_reference_bits() -> None:
 
 
 @pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni"])
+@pytest.mark.slow
 def test_other_vector_widths_have_the_reference_bits(
     width: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -534,6 +535,7 @@ def load_in_processes(count: int) -> list[int | None]:
 
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "another's bytes"])
+@pytest.mark.slow
 def test_a_damaged_library_is_compiled_again(damage: str, tmp_path: pathlib.Path, compilations: list[pathlib.Path]) -> None:
     cpu.load()
     cpu.load()

@@ -34,6 +34,7 @@ from qflash.recipe import DEFAULT
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="run by itself, with TRITON_INTERPRET=0"),
+    pytest.mark.slow,
 ]
 CPU = torch.device("cpu")
 # four generations of products: mma, wgmma, tcgen05, and mma again

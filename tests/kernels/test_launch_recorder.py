@@ -55,6 +55,7 @@ KINDS = {"fused": (40, 32), "short": (150, 128), "long": (300, 32)}
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_repeated_call_has_the_reference_bits(kind: str, mask: str, layout: str, by_interpreter: list[str]) -> None:
     keys, head_dim = KINDS[kind]
     for causal in (False, True) if mask == "none" else (False,):
@@ -119,6 +120,7 @@ def test_an_operator_notes_a_call_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_tensors_that_lie_in_one_place_are_told_apart(kind: str) -> None:
     keys, head_dim = KINDS[kind]
     query = torch.randn(1, 2, keys, head_dim).half()

@@ -25,6 +25,7 @@ def test_linear_layers_have_the_reference_bits(first: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_blocks_of_every_size(kind: str) -> None:
     """Small blocks and, with enough rows, large ones; inputs that fill blocks and such that do not."""
     chance = random.Random(kind)
@@ -33,6 +34,7 @@ def test_blocks_of_every_size(kind: str) -> None:
         check(linear(x, integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance))
 
 
+@pytest.mark.slow
 def test_layer_norms_have_the_reference_bits() -> None:
     for number in range(40):
         check(draw_layer_norm(number))

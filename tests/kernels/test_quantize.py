@@ -30,6 +30,7 @@ def test_kernels_have_the_reference_bits(layout: str, granularity: str, center: 
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("granularity", ["head", "token", "channel"])
 @pytest.mark.parametrize("shape", [(1, 2, 577, 64), (1, 1, 4600, 16), (1, 1, 300, 100)])
+@pytest.mark.slow
 def test_long_heads_are_quantised_in_chunks_to_the_same_bits(shape: tuple[int, ...], granularity: str, center: bool) -> None:
     x = (draw(shape, 7, torch.float16) + 2).to(DEVICE)
     for _ in range(2):

@@ -30,6 +30,7 @@ from qflash.recipe import ACCURATE, DEFAULT, PAPER
         ((4, 32, 5, 130, 32, 32, 32), ("contiguous", "contiguous", "contiguous"), torch.float16, True),
     ],
 )
+@pytest.mark.slow
 def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: torch.dtype, center: bool) -> None:
     batch, heads, queries, keys, head_dim, value_dim, key_heads = shape
     inputs = make_inputs(batch, heads, queries, keys, head_dim, value_dim, key_heads=key_heads, dtype=dtype)
@@ -53,6 +54,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.slow
 def test_what_is_not_finite(which: int, special: float) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 260, head_dim=16)]
     inputs[which][0, 1, 200, 3] = special
@@ -170,6 +172,7 @@ def _compile_for_hopper() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_hopper_kernel_compiles() -> None:
     products = products_printed_by(__file__)
     assert len(products) == 4

@@ -285,6 +285,7 @@ def exported(
     return model, network, path
 
 
+@pytest.mark.slow
 def test_onnxruntime_returns_the_reference_s_bits(exported: tuple[Any, Any, pathlib.Path]) -> None:
     model, network, path = exported
     runtime = session(str(path))

@@ -63,6 +63,7 @@ def _print_planted() -> None:
     print(json.dumps([report.to_dict() for report in reports]))
 
 
+@pytest.mark.slow
 def test_planted_floats_are_found() -> None:
     """A float multiplication and an integer division, which ptxas writes with a float reciprocal, both show."""
     done = run_compiling(__file__)
@@ -188,6 +189,7 @@ def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[Kerne
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.slow
 def test_whatever_an_operator_launches_is_among_the_cases(target: str) -> None:
     rng = random.Random(target)
     for _ in range(300):
@@ -222,6 +224,7 @@ def _print_keys() -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_a_signature_is_what_triton_compiles_apart() -> None:
     done = run_compiling(__file__, "keys")
     assert done.returncode == 0, done.stderr

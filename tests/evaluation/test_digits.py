@@ -13,7 +13,6 @@ pytest.importorskip("sklearn")
 from qflash.evaluation import digits
 from qflash.integrations import adapter
 
-torch.set_num_threads(2)
 FLOAT_IMAGES, IMAGES = 192, 48
 
 

@@ -31,7 +31,6 @@ from qflash.evaluation import classifiers, digits, integer_rows, summaries, top1
 from qflash.evaluation.classifiers import draw_subset, load_classifier  # noqa: E402
 from qflash.evaluation.outcome_store import load_outcomes  # noqa: E402
 
-torch.set_num_threads(2)
 MODEL = "test_vit"
 """A ViT of timm's for tests: 160 x 160 pixels, 101 tokens, 2 heads."""
 CLASSES = ("ant", "bee", "cat")

@@ -17,8 +17,6 @@ from qflash.bench.metrics import sqnr
 from qflash.integrations import patching
 from qflash.integrations.deferred_scores import Deferred
 
-torch.set_num_threads(2)
-
 
 class Spelled(nn.Module):
     """Attention that is spelled out, in the way that ``style`` says."""

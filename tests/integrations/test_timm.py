@@ -26,8 +26,6 @@ timm = pytest.importorskip("timm")
 from timm.models.swin_transformer import SwinTransformer, WindowAttention  # noqa: E402
 from timm.models.vision_transformer import Attention, VisionTransformer  # noqa: E402
 
-torch.set_num_threads(2)
-
 
 def build_vit(**options: object) -> nn.Module:
     torch.manual_seed(0)

@@ -18,7 +18,6 @@ from qflash.integrations import transformers as hugging_face
 
 transformers = pytest.importorskip("transformers", minversion="4.53")
 
-torch.set_num_threads(2)
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
 IMAGES = {**SMALL, "image_size": 32, "patch_size": 8}
 BUILDERS: dict[str, tuple[str, str, dict[str, Any]]] = {

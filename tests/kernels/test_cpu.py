@@ -13,6 +13,7 @@ import select
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -160,6 +161,16 @@ def test_threads_leave_the_bits_alone(recipe: str, monkeypatch: pytest.MonkeyPat
         assert same_bits(qflash.attention(*inputs, recipe=recipe, backend="cpu"), expected), threads
 
 
+@pytest.fixture
+def one_thread_of_pytorch() -> Iterator[None]:
+    """PyTorch itself waits in a forked process for threads that only the other process has, if it had any."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread_of_pytorch")
 def test_a_forked_process_computes_on(monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]) -> None:
     """GCC's OpenMP would wait there for threads that only the other process has."""
     monkeypatch.setattr(cpu, "threads_for", lambda work: 3)

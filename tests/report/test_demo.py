@@ -23,7 +23,6 @@ pytest.importorskip("matplotlib")
 from qflash.report import demo
 from qflash.report.html import INK, plot
 
-torch.set_num_threads(2)
 IMAGES = 32
 
 

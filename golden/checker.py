@@ -447,22 +447,18 @@ def float_attention(query, key, value, recipe, softmax_scale, mask=None, bias=No
 # docs/integer_network.md
 
 
-def rescale(acc, R, left, right):
-    """Change of unit of int32 sums: R for each output, left and right for the layer."""
-    return rs(mulhi(acc << left, R), right)
+def rescale(acc, left, b, R):
+    """Change of unit of int32 sums: b and R for each output, left for the layer."""
+    return mulhi((acc << left) + b, R)
 
 
-def gelu(u, fraction_bits, M, B, n):
-    """int16 with so many fraction bits to int8."""
-    half = 0 if fraction_bits == 12 else 1 << (11 - fraction_bits)
-    a = np.minimum(np.abs(u) << (12 - fraction_bits), 20480)
-    r = 20480 - a
-    p = (r * r) >> 15
-    p = (p * p) >> 14
-    p = (p * p) >> 13
-    f = (a * (1361 + ((4915 * a) >> 14))) >> 12
-    # (1 − a/5)^8: the squares leave one as 12207.
-    g = np.maximum(u, 0) - ((((f * p) >> 13) + half) >> (12 - fraction_bits))
+def gelu(u, M, B, n):
+    """Sums in the unit 3.28 / 4096 to int8."""
+    r = np.maximum(4096 - np.abs(u), 0)
+    z = (r * r) >> 9
+    w = (z * (59898 - 10 * r)) >> 15
+    h = (w << 2) + (18588 - 23 * r)
+    g = np.minimum(np.maximum(u, 0), 2**17 - 1) - ((w * h + 2**19) >> 20)
     return saturate((g * M + B) >> n, 8)
 
 
@@ -489,10 +485,11 @@ def layer_norm(h, E, G, B, n, bits):
     return saturate(rs(mulhi(N << 4, G) + B, n), bits)
 
 
-def linear(x, W, b, R, left, right, bits, residual=None):
-    """int8 rows to int8, int16 or int32; a residual is added before saturation."""
-    acc = x.astype(np.int64) @ W.astype(np.int64) + b
-    out = rescale(acc, R, left, right)
+def linear(x, W, b, R, left, bits=None, residual=None):
+    """int8 rows to int8, int16, int32 or, without bits, what GELU takes; a residual is added before saturation."""
+    out = rescale(x.astype(np.int64) @ W.astype(np.int64), left, b, R)
+    if bits is None:
+        return out
     return saturate(out if residual is None else residual + out, bits)
 
 
@@ -505,9 +502,9 @@ def cut_patches(images, size):
     return x.transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * down * across)
 
 
-def mean(h, b, R, left, right, bits):
+def mean(h, b, R, left, bits):
     """Mean over the tokens of (batch, tokens, channels), 1 / tokens being in the ratio."""
-    return saturate(rescale(h.astype(np.int64).sum(axis=1) + b, R, left, right), bits)
+    return saturate(rescale(h.astype(np.int64).sum(axis=1), left, b, R), bits)
 
 
 def to_windows(x, grid, window, roll):
@@ -552,8 +549,7 @@ class Network:
 
     def linear(self, name, x, bits, residual=None):
         W, b, R = (self.get(f"{name}.{part}") for part in ("weight", "bias", "multiplier"))
-        constants = self.constants[name]
-        return linear(x, W.T, b, R, constants["left"], constants["shift"], bits, residual)
+        return linear(x, W.T, b, R, self.constants[name]["left"], bits, residual)
 
     def norm(self, name, h, bits):
         constants = self.constants[name]
@@ -561,8 +557,7 @@ class Network:
         return layer_norm(h, constants["epsilon"], gain, offset, constants["shift"], bits)
 
     def mean(self, h, bits):
-        constants = self.constants["mean"]
-        return mean(h, self.get("mean.offset"), self.get("mean.multiplier"), constants["left"], constants["shift"], bits)
+        return mean(h, self.get("mean.offset"), self.get("mean.multiplier"), self.constants["mean"]["left"], bits)
 
     def attention(self, name, x, heads, softmax_scale):
         """Int8 tokens (batch, tokens, channels) to int8 (batch, tokens, heads × head channels)."""
@@ -587,9 +582,9 @@ class Network:
         constants = self.constants[f"{name}.fc1"]
         W, b, R = (self.get(f"{name}.fc1.{part}") for part in ("weight", "bias", "multiplier"))
         x = self.norm(f"{name}.norm2", h, 8)
-        u = linear(x, W.T, b, R, constants["left"], constants["shift"], 16)
+        u = linear(x, W.T, b, R, constants["left"])
         M, B = self.get(f"{name}.fc1.gelu_multiplier"), self.get(f"{name}.fc1.gelu_offset")
-        x = gelu(u, constants["gelu_bits"], M, B, constants["gelu_shift"])
+        x = gelu(u, M, B, constants["gelu_shift"])
         h = self.linear(f"{name}.fc2", x, 16, h)
         self.streams[f"stream.{name}"] = h
         return h
@@ -629,7 +624,7 @@ class Network:
 
 # Files: docs/golden_vectors.md.
 
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 BITS = {"int8": 8, "int16": 16, "int32": 32}
 
 
@@ -710,13 +705,13 @@ def layer(x):
 
 def run_linear(p, x):
     residual = x.get("residual")
-    return {"output": linear(x["x"], *layer(x), p["left"], p["shift"], BITS[p["output"]], residual)}
+    return {"output": linear(x["x"], *layer(x), p["left"], BITS[p["output"]], residual)}
 
 
 def run_linear_gelu(p, x):
-    u = linear(x["x"], *layer(x), p["left"], p["shift"], 16)
+    u = linear(x["x"], *layer(x), p["left"])
     M, B = x["gelu_multiplier"].astype(np.int64), x["gelu_offset"].astype(np.int64)
-    return {"output": gelu(u, p["gelu_bits"], M, B, p["gelu_shift"])}
+    return {"output": gelu(u, M, B, p["gelu_shift"])}
 
 
 def run_layer_norm(p, x):
@@ -726,7 +721,7 @@ def run_layer_norm(p, x):
 
 def run_mean(p, x):
     b, R = x["offset"].astype(np.int64), x["multiplier"].astype(np.int64)
-    return {"output": mean(x["h"], b, R, p["left"], p["shift"], BITS[p["output"]])}
+    return {"output": mean(x["h"], b, R, p["left"], BITS[p["output"]])}
 
 
 def run_windows(p, x):
@@ -737,7 +732,7 @@ def run_windows(p, x):
 def run_patch_merging(p, x):
     G, B = x["gain"].astype(np.int64), x["offset"].astype(np.int64)
     joined = layer_norm(join_patches(x["h"], p["grid"]), p["epsilon"], G, B, p["norm_shift"], 8)
-    return {"output": linear(joined, *layer(x), p["left"], p["shift"], 16)}
+    return {"output": linear(joined, *layer(x), p["left"], 16)}
 
 
 def run_network(p, x):

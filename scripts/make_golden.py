@@ -157,7 +157,7 @@ def _attention(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Ten
 
 def _linear(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     out = torch.ops.qflash.int8_linear(
-        inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"], parameters["shift"],
+        inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"],
         inputs.get("residual"), DTYPES[parameters["output"]], backend,
     )  # fmt: skip
     return {"output": out}
@@ -165,8 +165,8 @@ def _linear(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensor
 
 def _linear_gelu(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     out = torch.ops.qflash.int8_linear_gelu(
-        inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"], parameters["shift"],
-        parameters["gelu_bits"], inputs["gelu_multiplier"], inputs["gelu_offset"], parameters["gelu_shift"], backend,
+        inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"],
+        inputs["gelu_multiplier"], inputs["gelu_offset"], parameters["gelu_shift"], backend,
     )  # fmt: skip
     return {"output": out}
 
@@ -182,7 +182,7 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
 def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     module = Mean(inputs["h"].shape[-1], DTYPES[parameters["output"]])
     module.load_state_dict({"multiplier": inputs["multiplier"], "offset": inputs["offset"]})
-    module.left, module.shift = parameters["left"], parameters["shift"]
+    module.left = parameters["left"]
     return {"output": module(inputs["h"])}
 
 
@@ -204,7 +204,7 @@ def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) ->
     module.norm.load_state_dict({"gain": inputs["gain"], "offset": inputs["offset"]})
     module.reduction.load_state_dict({name: inputs[name] for name in ("weight", "bias", "multiplier")})
     module.norm.epsilon, module.norm.shift = parameters["epsilon"], parameters["norm_shift"]
-    module.reduction.left, module.reduction.shift = parameters["left"], parameters["shift"]
+    module.reduction.left = parameters["left"]
     return {"output": module(inputs["h"], backend)}
 
 
@@ -678,18 +678,18 @@ def linear(name: str, kind: str, rows: int = 5, inputs: int = 19, outputs: int =
         x, weight = torch.full_like(x, -128), torch.full_like(weight, -128)
         weight[::2] = 127
     largest = int((128 * weight.long().abs().sum(dim=1)).max())
-    bias = draw.integers(-largest // 2, largest // 2, outputs)
-    left = 30 - largest.bit_length()
+    left = draw.chance.randint(0, 30 - largest.bit_length())
+    bias = draw.integers(-largest << left, largest << left, outputs)
     typical = 74 * 74 * math.sqrt(inputs) * 2**left if values == "random" else largest * 2**left
-    wanted = {"int8": 6, "int16": 13, "residual": 14, "int32": 20, "gelu": 13}[kind]
-    shift = max(1, round(math.log2(typical)) - 1 - wanted)
-    layer = {"x": x, "weight": weight, "bias": bias, "multiplier": draw.integers(1 << 30, (1 << 31) - 1, outputs)}
-    parameters: dict[str, Any] = {"left": left, "shift": shift}
+    wanted = {"int8": 6, "int16": 13, "residual": 14, "int32": 20, "gelu": 12}[kind]
+    bits = min(31, 32 + wanted - round(math.log2(typical)))
+    multiplier = draw.integers(1 << (bits - 1), (1 << bits) - 1, outputs)
+    layer = {"x": x, "weight": weight, "bias": bias, "multiplier": multiplier}
+    parameters: dict[str, Any] = {"left": left}
     if kind == "gelu":
-        bits = draw.chance.choice((8, 10, 11, 12))
-        layer["gelu_multiplier"] = draw.integers(1 << 12, 1 << 14, outputs)
+        layer["gelu_multiplier"] = draw.integers(1 << 11, (1 << 13) + 1, outputs)
         layer["gelu_offset"] = draw.integers(-(1 << 21), 1 << 21, outputs)
-        return Case("linear_gelu", parameters | {"gelu_bits": bits, "gelu_shift": bits + 8}, layer)
+        return Case("linear_gelu", parameters | {"gelu_shift": 18}, layer)
     if kind == "residual":
         layer["residual"] = draw.integers(-32768, 32768, rows, outputs, dtype=torch.int16)
     return Case("linear", parameters | {"output": "int16" if kind == "residual" else kind}, layer)
@@ -715,20 +715,15 @@ def network_cases() -> dict[str, Case]:
         for number, values in enumerate(("random", "random", "extreme")):
             name = f"linear/{kind}-{values}-{number}"
             cases[name] = linear(name, kind, inputs=(19, 64, 33)[number], values=values)
-    for bits in (0, 3, 8, 10, 11, 12):
-        # all of GELU's range: one input, the sums are the inputs times 128 and a bias
-        name = f"gelu/{bits}"
-        draw = Draw(name)
+    for step in (3, 40, 2000):
+        # all of GELU's range: one input, u is it times a step and -step, less some
+        name = f"gelu/{step}"
         case = linear(name, "gelu", rows=256, inputs=1, outputs=2)
         case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
-        case.inputs["weight"] = torch.tensor([[64], [-9]], dtype=torch.int8)
-        case.inputs["bias"] = draw.integers(-60, 60, 2)
-        case.inputs["multiplier"] = torch.tensor([(1 << 31) - 1, 3 << 29])
-        case.inputs["multiplier"] = case.inputs["multiplier"].to(torch.int32)
-        shift = max(1, 15 - bits)
-        cases[name] = dataclasses.replace(
-            case, parameters={"left": 14, "shift": shift, "gelu_bits": bits, "gelu_shift": 6 + min(bits, 12)}
-        )
+        case.inputs["weight"] = torch.tensor([[64], [-64]], dtype=torch.int8)
+        case.inputs["bias"] = Draw(name).integers(-(1 << 24), 1 << 24, 2)
+        case.inputs["multiplier"] = torch.full((2,), step << 12, dtype=torch.int32)
+        cases[name] = dataclasses.replace(case, parameters={"left": 14, "gelu_shift": 18})
     for channels, outputs in ((1, ("int8",)), (2, ("int16",)), (7, ("int8", "int16", "int32")), (150, ("int8", "int32"))):
         for output in outputs:
             name = f"layer-norm/{channels}-{output}"
@@ -742,9 +737,10 @@ def network_cases() -> dict[str, Case]:
     for output in ("int8", "int16", "int32"):
         draw = Draw(f"mean/{output}")
         h = draw.integers(-32768, 32768, 2, 9, 6, dtype=torch.int16)
-        inputs = {"h": h, "multiplier": draw.integers(1 << 28, 1 << 31, 6), "offset": draw.integers(-9999, 9999, 6)}
+        bits = {"int8": 10, "int16": 18, "int32": 28}[output]
+        inputs = {"h": h, "multiplier": draw.integers(1 << (bits - 1), 1 << bits, 6), "offset": draw.integers(-9999, 9999, 6)}
         inputs["multiplier"] = inputs["multiplier"].to(torch.int32)
-        parameters = {"left": 11, "shift": {"int8": 20, "int16": 12, "int32": 3}[output], "output": output}
+        parameters = {"left": 11, "output": output}
         cases[f"mean/{output}"] = Case("mean", parameters, inputs)
     draw = Draw("patches")
     images = draw.integers(0, 256, 2, 3, 6, 8, dtype=torch.uint8)
@@ -756,7 +752,7 @@ def network_cases() -> dict[str, Case]:
     inputs = {name: norm.inputs[name] for name in ("gain", "offset")}
     inputs |= {name: reduction.inputs[name] for name in ("weight", "bias", "multiplier")}
     inputs["h"] = Draw("merging").integers(-3000, 3000, 2, 24, 5, dtype=torch.int16)
-    parameters = {"grid": [4, 6], "epsilon": 400, "norm_shift": 22, **{k: reduction.parameters[k] for k in ("left", "shift")}}
+    parameters = {"grid": [4, 6], "epsilon": 400, "norm_shift": 22, "left": reduction.parameters["left"]}
     cases["patch-merging"] = Case("patch_merging", parameters, inputs)
     return cases | whole_networks()
 

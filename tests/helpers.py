@@ -524,8 +524,8 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     x, weight = q.values[0, 0], k.values[0, 0]
     bias, ratio = (torch.full((12,), number, dtype=torch.int32, device=device) for number in (77, 1 << 29))
     stream = torch.full((9, 12), -300, dtype=torch.int16, device=device)
-    samples["int8_linear"] = (x, weight, bias, ratio, 1, 9, stream, torch.int16, backend)
-    samples["int8_linear_gelu"] = (x, weight, bias, ratio, 1, 9, 10, bias, bias, 8, backend)
+    samples["int8_linear"] = (x, weight, bias, ratio, 1, stream, torch.int16, backend)
+    samples["int8_linear_gelu"] = (x, weight, bias, ratio, 1, bias, bias, 8, backend)
     samples["integer_layer_norm"] = (stream, 5, ratio, bias, 17, torch.int8, backend)
     return samples
 

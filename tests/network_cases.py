@@ -60,8 +60,8 @@ class Layer:
         if self.name == "integer_layer_norm":
             op.layer_norm(*self.arguments, CHECK)
             return
-        x, weight, bias, multiplier, left, shift, *rest = self.arguments
-        sums = op.rescale(op.accumulate(x, weight, bias, left, CHECK), multiplier, left, shift)
+        x, weight, bias, multiplier, left, *rest = self.arguments
+        sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
         if self.name == "int8_linear_gelu":
             op.gelu_int8(sums, *rest, CHECK)
 
@@ -76,7 +76,6 @@ def linear(
     kind: str,
     chance: random.Random,
     left: int | None = None,
-    gelu_bits: int | None = None,
 ) -> Layer:
     """Return a linear layer with constants that suit its sums.
 
@@ -86,29 +85,27 @@ def linear(
         kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or ``"gelu"``.
         chance: for the constants.
         left: as far as sums allow if None.
-        gelu_bits: random if None.
     """
     outputs = weight.shape[0]
     largest = int((weight.long().abs().sum(dim=1) * 128).max()) if outputs else 1
     room = 30 - largest.bit_length()
     most = room if left is None else left
-    # the bias doubles the sums at most, which `room` allows for
-    bias = integers(-min(largest, 1 << 20), min(largest, 1 << 20) + 1, (outputs,), torch.int32, chance)
     left = chance.choice((0, most, chance.randint(0, most))) if left is None else left
     assert left <= room
-    multiplier = integers(1 << 28, 1 << 31, (outputs,), torch.int32, chance)
+    # the bias doubles the sums at most, which `room` allows for
+    bias = integers(-(largest << left), (largest << left) + 1, (outputs,), torch.int32, chance)
+    wanted = {"int8": 8, "int16": 16, "residual": 14, "gelu": 13, "int32": 30}[kind]
+    bits = min(31, max(2, wanted + 36 - largest.bit_length() - left + chance.randint(-3, 2)))
+    multiplier = integers(1 << (bits - 2), 1 << bits, (outputs,), torch.int32, chance)
     if chance.random() < 0.2:
         multiplier = integers(0, 1 << 31, (outputs,), torch.int32, chance)
-    wanted = {"int8": 8, "int16": 16, "residual": 14, "gelu": 14, "int32": 30}[kind]
-    shift = min(31, max(1, largest.bit_length() + left - 4 - wanted + chance.randint(-2, 3)))
-    constants = (x, weight, bias, multiplier, left, shift)
+    constants = (x, weight, bias, multiplier, left)
     if kind == "gelu":
-        bits = chance.randint(0, 12) if gelu_bits is None else gelu_bits
         gelu_shift = chance.choice((0, 30, chance.randint(8, 22)))
-        gelu_multiplier = integers(0, 1 << 14, (outputs,), torch.int32, chance)
+        gelu_multiplier = integers(0, (1 << 13) + 1, (outputs,), torch.int32, chance)
         high = min(30, gelu_shift + 7)
         offset = integers(-(1 << high) + 1, 1 << high, (outputs,), torch.int32, chance)
-        return Layer("int8_linear_gelu", (*constants, bits, gelu_multiplier, offset, gelu_shift))
+        return Layer("int8_linear_gelu", (*constants, gelu_multiplier, offset, gelu_shift))
     dtype = torch.int16 if kind == "residual" else getattr(torch, kind)
     residual = None
     if kind == "residual":
@@ -171,6 +168,6 @@ def extremes() -> list[Layer]:
             x, weight = torch.full((7, inputs), value, dtype=torch.int8), torch.full((33, inputs), weights, dtype=torch.int8)
             found += [linear(x, weight, kind, chance, left) for kind in KINDS for left in (0, 3, None)]
     x, weight = (integers(-128, 128, (20, 48), torch.int8, chance) for _ in range(2))
-    found += [linear(x, weight, "gelu", chance, gelu_bits=bits) for bits in range(6, 13)]
+    found += [linear(x, weight, "gelu", chance) for _ in range(7)]
     found += [draw_layer_norm(number, channels) for number, channels in enumerate((1, 1, 1, 2, 3, 4096, 4096, 4096))]
     return found

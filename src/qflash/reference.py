@@ -20,7 +20,7 @@ from .fixed_point import Checker
 from .memory_format import empty_output
 from .recipe import Recipe
 
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 """Of the bits that :func:`int8_attention`, quantisation and the operators of integer networks return. A change of any of them
 needs a new number, new golden vectors and a line in docs/golden_vectors.md."""
 DEFAULT_TILE = 1024

@@ -18,10 +18,10 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 LINEAR: dict[str, Any] = {
     "x": ints(3, 8, dtype=torch.int8), "weight": ints(5, 8, dtype=torch.int8), "bias": ints(5), "multiplier": ints(5),
-    "left": 1, "shift": 2, "residual": None, "out_dtype": torch.int16,
+    "left": 1, "residual": None, "out_dtype": torch.int16,
 }  # fmt: skip
 GELU = {name: x for name, x in LINEAR.items() if name not in ("residual", "out_dtype")} | {
-    "gelu_bits": 10, "gelu_multiplier": ints(5), "gelu_offset": ints(5), "gelu_shift": 3,
+    "gelu_multiplier": ints(5), "gelu_offset": ints(5), "gelu_shift": 3,
 }  # fmt: skip
 NORM: dict[str, Any] = {
     "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "out_dtype": torch.int8,
@@ -39,12 +39,10 @@ WRONG = [
     ("int8_linear", "bias", torch.ones(5), TypeError, "bias must be int32, got float32"),
     ("int8_linear", "multiplier", ints(1, 5), ValueError, r"multiplier must have shape \(5,\)"),
     ("int8_linear", "left", 31, ValueError, "left must be 0 to 30, got 31"),
-    ("int8_linear", "shift", 0, ValueError, "shift must be 1 to 31, got 0"),
     ("int8_linear", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
     ("int8_linear", "residual", ints(3, 5), TypeError, "residual must be int16, got int32"),
     ("int8_linear", "residual", ints(1, 5, dtype=torch.int16), ValueError, r"residual must have the output's shape \(3, 5\)"),
     ("int8_linear_gelu", "x", ints(3, 9, dtype=torch.int8), ValueError, "x must have the weight's 8 inputs"),
-    ("int8_linear_gelu", "gelu_bits", 13, ValueError, "gelu_bits must be 0 to 12, got 13"),
     ("int8_linear_gelu", "gelu_multiplier", ints(6), ValueError, r"gelu_multiplier must have shape \(5,\)"),
     ("int8_linear_gelu", "gelu_offset", ints(5, dtype=torch.int64), TypeError, "gelu_offset must be int32, got int64"),
     ("int8_linear_gelu", "gelu_shift", -1, ValueError, "gelu_shift must be 0 to 30, got -1"),

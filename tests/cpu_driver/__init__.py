@@ -200,7 +200,7 @@ def _conversion_spans(x: Sequence[int]) -> dict[str, int]:
 
 
 def _linear_spans(x: Sequence[int]) -> dict[str, int]:
-    rows, inputs, outputs, _, _, item, *_ = x
+    rows, inputs, outputs, _, item, *_ = x
     constants = dict.fromkeys(("bias", "multiplier", "gelu_multiplier", "gelu_offset"), 4 * outputs)
     activations = {"x": rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
     return {"weight": outputs * inputs, **constants, **activations}

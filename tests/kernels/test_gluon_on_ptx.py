@@ -384,9 +384,9 @@ def test_linear_layers(
     chance = random.Random(f"{kind} {rows}")
     x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
     layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
-    x, weight, bias, multiplier, left, shift, *rest = layer.arguments
+    x, weight, bias, multiplier, left, *rest = layer.arguments
     residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (*rest, None)
     out = torch.empty(rows, outputs, dtype=dtype)
     residual = None if residual is None else residual.contiguous()
-    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, shift, residual, gelu, out)).run()
+    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out)).run()
     assert same_bits(out, layer.run("reference"))

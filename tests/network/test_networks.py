@@ -132,7 +132,7 @@ def change_ours(**changes: Any) -> Any:
         (lambda header: header["__metadata__"].update({storage.KEY: "{"}), "no whole integer network"),
         (lambda header: header["__metadata__"].update({storage.KEY: "[1]"}), "no whole integer network"),
         (change_ours(version=99), "version 99, this QFlash reads 1"),
-        (change_ours(arithmetic_version=99), "arithmetic version 99, this QFlash computes version 1"),
+        (change_ours(arithmetic_version=99), "arithmetic version 99, this QFlash computes version 2"),
         (change_ours(kind="Other"), "no whole integer network"),
         (change_ours(shape={}), "no whole integer network"),
         (change_ours(constants={}), "constants do not fit"),

@@ -72,8 +72,8 @@ def test_the_bounds_of_the_documents() -> None:
     for name in ("O << (24 - B)", "O << (24 - B), exact row sum", "O << (24 - B), 15 bits"):
         assert at("8", f"{name}, longer rows").low >= -(2**31) and at("8", f"{name}, longer rows").high <= 2**31 - 1
     assert at("9", "mulhi(O << (24 - B), mulhi(x, R))").magnitude <= 2**28 + 1
-    assert at("linear", "mulhi(acc << left, R)").magnitude <= 2**30
-    assert at("GELU", "r · r").high == 20480**2 < 2**29
+    assert at("linear", "mulhi((acc << left) + b, R)").magnitude <= 2**30
+    assert at("GELU", "r · r").high == 4096**2
     assert at("norm", "V = C · Σ h² - S² + E").high < 2**55
     assert at("norm", "d = C · h - S").magnitude < 2**28
     assert at("norm", "N").magnitude < 1.005 * 2**26
@@ -88,7 +88,7 @@ def test_the_bounds_of_the_documents() -> None:
         (fp, "BIAS_LIMIT", 4, "an honest score"),
         (fp, "RECIPROCAL_SLOPE", 0.5, "x"),
         (op, "ROOT_SLOPE", 0.5, "e << 3"),
-        (op, "GELU_END", 4, "r · r"),
+        (op, "GELU_LIMIT", 2, "g · M"),
     ],
 )
 def test_a_constant_that_is_too_large_is_noticed(
@@ -273,9 +273,9 @@ def test_layers_at_their_ends_stay_inside() -> None:
         met[name] = met.get(name, Interval(0, 0)) | Interval(int(x.min()), int(x.max()))
         return fp.Checker(True)(name, x, low, high)
 
-    every = torch.arange(-(1 << 15), 1 << 15)
-    ends = torch.tensor([(1 << 14) - 1], dtype=torch.int32), torch.tensor([(1 << 30) - 1], dtype=torch.int32)
-    op.gelu_int8(every[:, None], 0, *ends, 8, check)  # type: ignore[arg-type]
+    every = torch.arange(-op.GELU_END, op.GELU_LIMIT + 1)
+    ends = torch.tensor([op.MAX_GELU_MULTIPLIER], dtype=torch.int32), torch.tensor([(1 << 30) - 1], dtype=torch.int32)
+    op.gelu_int8(every[:, None], *ends, 8, check)  # type: ignore[arg-type]
     lonely = torch.full((4, op.MAX_CHANNELS), -(1 << 15), dtype=torch.int16)
     lonely[0, 0] = 32767
     lonely[1, ::2] = 32767
@@ -284,7 +284,7 @@ def test_layers_at_their_ends_stay_inside() -> None:
     for epsilon in (0, 1 << 53):
         op.layer_norm(lonely, epsilon, gain, offset, 17, torch.int8, check)  # type: ignore[arg-type]
     limits = {
-        "GELU: a": ("GELU", "a"),
+        "GELU: z": ("GELU", "z"),
         "GELU: g M + B": ("GELU", "g · M + B"),
         "sum of h": ("norm", "Σ h"),
         "C sum h^2 - S^2 + E": ("norm", "V = C · Σ h² - S² + E"),

@@ -267,7 +267,7 @@ class LinearCall:
     Attributes:
         x: int8 (rows, inputs), contiguous, as are all others.
         residual: int16 (rows, outputs), or None.
-        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs; or None.
+        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs; or None.
         out: (rows, outputs).
     """
 
@@ -276,14 +276,13 @@ class LinearCall:
     bias: torch.Tensor
     multiplier: torch.Tensor
     left: int
-    shift: int
     residual: torch.Tensor | None
-    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None
+    gelu: tuple[torch.Tensor, torch.Tensor, int] | None
     out: torch.Tensor
 
     def epilogue(self) -> dict[str, Any]:
         """Return a kernel's arguments behind the products, by name."""
-        bits, multiplier, offset, shift = (0, self.bias, self.bias, 0) if self.gelu is None else self.gelu
+        multiplier, offset, shift = (self.bias, self.bias, 0) if self.gelu is None else self.gelu
         return {
             "bias_ptr": self.bias,
             "multiplier_ptr": self.multiplier,
@@ -295,8 +294,6 @@ class LinearCall:
             "rows": self.x.shape[0],
             "outputs": self.weight.shape[0],
             "left": self.left,
-            "shift": self.shift,
-            "gelu_bits": bits,
             "gelu_shift": shift,
             "RESIDUAL": self.residual is not None,
             "GELU": self.gelu is not None,

@@ -15,28 +15,27 @@ def launch_linear(
     bias: torch.Tensor,
     multiplier: torch.Tensor,
     left: int,
-    shift: int,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
-    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None = None,
+    gelu: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it.
 
     Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
 
     Args:
-        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
+        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
     """
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
     if gelu is not None:
-        gelu = gelu[0], gelu[1].contiguous(), gelu[2].contiguous(), gelu[3]
+        gelu = gelu[0].contiguous(), gelu[1].contiguous(), gelu[2]
     if residual is not None:
         residual = residual.contiguous().view(-1, outputs)
     call = LinearCall(
-        x.contiguous().view(-1, inputs), weight.contiguous(), bias.contiguous(), multiplier.contiguous(), left, shift, residual,
+        x.contiguous().view(-1, inputs), weight.contiguous(), bias.contiguous(), multiplier.contiguous(), left, residual,
         gelu, out.view(-1, outputs),
     )  # fmt: skip
     (sm90.linear_launch(call) if sm90.accepts_linear(call) else portable.linear_launch(call)).run()

@@ -21,7 +21,9 @@ from .modules import Block, LayerNorm, Linear, LinearGelu, Mean
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
 _FRACTION = 8
-"""Fraction bits below an output's unit that the first rounding of a change of unit keeps, where there is room."""
+"""Fraction bits below an output's unit that shifted sums have at least, where there is room."""
+_LEAST_MULTIPLIER = 8
+"""Below it half an output's unit leaves no room for sums. Outputs whose R would be smaller hardly change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,100 +100,92 @@ SPREADS = {
 """By the layer; measured on DINOv2-S (docs/integer_network.md). The head sees one token an image: a range of few samples."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """A linear layer in integers before its outputs have a unit: ``x W + b ~ unit * (q weight + bias)``."""
+def quantize_linear(
+    module: Linear,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    grid: Grid,
+    mean: torch.Tensor,
+    step: torch.Tensor | float,
+    middle: torch.Tensor | float = 0.0,
+) -> None:
+    """Fill a linear layer in: its inputs lie on a grid, its outputs are ``step * q + middle``.
 
-    weight: torch.Tensor
-    unit: torch.Tensor
-    bias: torch.Tensor
-
-    def __getitem__(self, outputs: slice) -> Sums:
-        """Return those of some of the outputs."""
-        return Sums(self.weight[outputs], self.unit[outputs], self.bias[outputs])
-
-    def bound(self, bias: torch.Tensor) -> int:
-        """Return what no sum of any input exceeds in magnitude, with a bias in its unit."""
-        return int((self.weight.to(torch.int64).abs().sum(dim=1) * 128 + bias.abs().to(torch.int64)).max())
-
-
-def quantize_linear(weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid, mean: torch.Tensor) -> Sums:
-    """Quantise a linear layer whose inputs lie on a grid.
+    The scale of an output's weights is the least that a whole R can give, so nothing is lost by rounding R.
 
     Args:
+        module: to fill in.
         weight: float64 (outputs, inputs).
         bias: float64 (outputs,) or None.
         grid: of the inputs.
         mean: of the inputs: what rounding the weights does to it is taken out of the bias.
-    """
-    scaled = weight * grid.step
-    most = scaled.abs().amax(dim=1)
-    whole = weight @ grid.middle + (0 if bias is None else bias)
-    unit = torch.maximum(most / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30)
-    values = (scaled / unit[:, None]).round().clamp(-127, 127)
-    centred = (mean - grid.middle) / grid.step
-    whole = whole + (scaled - values * unit[:, None]) @ centred
-    return Sums(values.to(torch.int8), unit, whole)
-
-
-def fit_ratio(ratio: torch.Tensor, bound: int) -> tuple[torch.Tensor, int, int]:
-    """Return ``(R, left, shift)`` of :func:`.operators.rescale` for ratios of units.
-
-    Args:
-        ratio: float64, positive.
-        bound: of the sums' magnitude.
+        step, middle: of the outputs, a number or (outputs,).
 
     Raises:
-        ValueError: the ratio does not fit; the network's scales are degenerate.
+        ValueError: no R brings the sums to the outputs' unit; the network's scales are degenerate.
     """
-    room = 31 - bound.bit_length()
-    _, exponent = math.frexp(float(ratio.max()))
-    wanted = -1 - exponent
-    left = min(room, max(0, _FRACTION - wanted))
-    shift = min(wanted + left, 31)
-    if room < 0 or shift < 1:
-        raise ValueError(f"sums up to {bound} cannot be brought to a unit {float(ratio.max()):.3g} times as fine")
-    multiplier = (ratio * 2.0 ** (32 + shift - left)).round().clamp(max=(1 << 31) - 1)
-    return multiplier.to(torch.int32), left, shift
+    scaled = weight * grid.step
+    whole = weight @ grid.middle + (0 if bias is None else bias) - middle
+    ratio = torch.maximum(scaled.abs().amax(dim=1) / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
+    centred = (mean - grid.middle) / grid.step
+    for left in range(_left_of(ratio), -1, -1):
+        multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
+        unit = multiplier * 2.0 ** (left - 32) * step
+        values = (scaled / unit[:, None]).round().clamp(-127, 127)
+        offset = _offset_of((whole + (scaled - values * unit[:, None]) @ centred) / unit, left, multiplier)
+        bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
+        if float(bound.max()) < 1 << 31:
+            break
+    if float(bound.max()) >= 1 << 31 or float(multiplier.max()) >= 1 << 31:
+        raise ValueError(
+            f"sums up to {float(bound.max()) * 2.0**-left:.3g} cannot be brought to a unit {float(ratio.max()):.3g} times as "
+            "fine; the network's scales are degenerate"
+        )
+    module.left = left
+    module.weight.copy_(values.to(torch.int8))
+    module.bias.copy_(offset.to(torch.int32))
+    module.multiplier.copy_(multiplier.to(torch.int32))
 
 
-def finish_linear(module: Linear, sums: Sums, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0) -> None:
-    """Fill a linear module in, with outputs ``step * q + middle``."""
-    bias = ((sums.bias - middle) / sums.unit).round()
-    if float(bias.abs().max()) >= 1 << 30:
-        raise ValueError("a bias is too large for its unit; the network's scales are degenerate")
-    module.weight.copy_(sums.weight)
-    module.bias.copy_(bias.to(torch.int32))
-    multiplier, module.left, module.shift = fit_ratio(sums.unit / step, sums.bound(bias))
-    module.multiplier.copy_(multiplier)
+def _left_of(ratio: torch.Tensor) -> int:
+    """Return the shift with which an output's unit has :data:`_FRACTION` bits below it, where there is room for them."""
+    return min(max(0, _FRACTION + math.frexp(float(ratio.max()))[1]), 30)
 
 
-def gelu_steps(module: LinearGelu, output: Range, largest: float, weight: torch.Tensor) -> Grid:
-    """Choose GELU's unit and the steps of its outputs, and fill them in.
+def _offset_of(sums: torch.Tensor, left: int, multiplier: torch.Tensor) -> torch.Tensor:
+    """Return b of :func:`.operators.rescale` that adds to sums and rounds what comes out."""
+    return (sums * 2.0**left + 2.0**31 / multiplier).round()
+
+
+def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
+    """Choose the steps of GELU's outputs, and fill them in.
 
     The steps are those that whole multipliers can give, so nothing is lost by rounding the multipliers.
 
     Args:
         module: the layer before GELU.
         output: of GELU.
-        largest: input of GELU.
         weight: (outputs, inputs) of the layer behind.
+
+    Raises:
+        ValueError: an activation is beyond what GELU takes here, or its zero point is.
     """
-    bits = op.GELU_BITS
-    while bits > 0 and largest * 2.0**bits > op.INT16[1]:
-        bits -= 1
+    most = op.GELU_LIMIT * op.GELU_UNIT
+    if float(output.high.max()) > most:
+        raise ValueError(f"an activation of GELU is {float(output.high.max()):.4g}; integer networks take up to {most:.0f}")
     steps = SPREADS["fc2"].steps(output.half, weight)
     shift = 30
-    while shift > 0 and float((2.0 ** (shift - bits) / steps).max()) >= (1 << 14) - 1:
+    while shift > 0 and float((2.0**shift * op.GELU_UNIT / steps).max()) > op.MAX_GELU_MULTIPLIER:
         shift -= 1
-    multiplier = (2.0 ** (shift - bits) / steps).round().clamp(1, (1 << 14) - 1)
-    steps = 2.0 ** (shift - bits) / multiplier
+    unit = 2.0**shift * op.GELU_UNIT
+    multiplier = (unit / steps).round().clamp(1, op.MAX_GELU_MULTIPLIER)
+    steps = unit / multiplier
     # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
     middle = output.low + 128 * steps
     offset = ((0.5 - middle / steps) * 2.0**shift).round()
     if float(offset.abs().max()) >= 1 << 30:
         raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
-    module.gelu_bits, module.gelu_shift = bits, shift
+    module.gelu_shift = shift
     module.gelu_multiplier.copy_(multiplier.to(torch.int32))
     module.gelu_offset.copy_(offset.to(torch.int32))
     return Grid(steps, (0.5 - offset / 2.0**shift) * steps)
@@ -225,10 +219,15 @@ def finish_norm(
 
 def finish_mean(module: Mean, tokens: int, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
     """Fill a mean over tokens in: inputs ``unit * q``, outputs ``step * q + middle``."""
-    offset = (-middle * tokens / unit * torch.ones_like(step)).round()
-    bound = tokens * 32768 + int(offset.abs().max())
-    multiplier, module.left, module.shift = fit_ratio(unit / tokens / step, bound)
-    module.multiplier.copy_(multiplier)
+    ratio = unit / tokens / step
+    # as little as leaves R below 2**31
+    left = max(0, math.frexp(float(ratio.max()))[1] + 1)
+    multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
+    offset = _offset_of(-middle * tokens / unit * torch.ones_like(step), left, multiplier)
+    if tokens * 32768 * 2.0**left + float(offset.abs().max()) >= 1 << 31:
+        raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
+    module.left = left
+    module.multiplier.copy_(multiplier.to(torch.int32))
     module.offset.copy_(offset.to(torch.int32))
 
 
@@ -308,7 +307,6 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
     weight, bias = parameters_of(block.attn.qkv)
     inputs = ranges[f"{name}.attn.qkv:in"]
     grid = convert_norm_linear(norm, block.norm1, unit, weight, inputs, SPREADS["qkv"])
-    sums = quantize_linear(weight, bias, grid, inputs.mean)
 
     heads, width = module.heads, module.head_dim
     made = ranges[f"{name}.attn.qkv:out"]
@@ -319,15 +317,18 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
         steps = torch.stack((query_step, key_step, value_step))
         # the value's middle goes behind the projection, since weights sum to one
         middles = torch.stack((torch.zeros_like(low[0]), key_middle, value_middle))
-        finish_linear(module.qkv, sums, steps.flatten(), middles.flatten())
+        quantize_linear(module.qkv, weight, bias, grid, inputs.mean, steps.flatten(), middles.flatten())
     else:
         assert module.qk is not None and module.v is not None and module.q_norm is not None and module.k_norm is not None
         # the norms have the same weights in all heads, whose rows they take in one unit
         units = [unit_of(ranges[f"{name}.attn.{part}:in"]) for part in ("q_norm", "k_norm")]
-        finish_linear(module.qk, sums[: 2 * heads * width], _each(units, heads * width))
-        finish_linear(module.v, sums[2 * heads * width :], value_step.flatten(), value_middle.flatten())
-        ends = [ranges[f"{name}.attn.{part}:out"] for part in ("q_norm", "k_norm")]
-        low, high = torch.stack([x.low for x in ends])[:, None], torch.stack([x.high for x in ends])[:, None]
+        first = 2 * heads * width
+        biases = (None, None) if bias is None else (bias[:first], bias[first:])
+        quantize_linear(module.qk, weight[:first], biases[0], grid, inputs.mean, _each(units, heads * width))
+        ends = value_step.flatten(), value_middle.flatten()
+        quantize_linear(module.v, weight[first:], biases[1], grid, inputs.mean, *ends)
+        made_by = [ranges[f"{name}.attn.{part}:out"] for part in ("q_norm", "k_norm")]
+        low, high = torch.stack([x.low for x in made_by])[:, None], torch.stack([x.high for x in made_by])[:, None]
         query_scale, key_scale, query_step, key_step, key_middle = _query_key_grids(low, high)
         finish_norm(module.q_norm, block.attn.q_norm, units[0], query_step[0])
         finish_norm(module.k_norm, block.attn.k_norm, units[1], key_step[0], key_middle[0])
@@ -337,7 +338,7 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
     middle = value_middle.flatten()
     half = torch.maximum(out.high - middle, middle - out.low).clamp(min=1e-12)
     grid = Grid(SPREADS["proj"].steps(half, weight), middle)
-    finish_linear(module.proj, quantize_linear(weight, bias, grid, out.mean), unit)
+    quantize_linear(module.proj, weight, bias, grid, out.mean, unit)
 
     module.query_scale.copy_(scale_bits(query_scale)[None, :, None])
     module.key_scale.copy_(scale_bits(key_scale)[None, :, None])
@@ -351,13 +352,10 @@ def convert_mlp(ours: Block, block: Any, name: str, ranges: Ranges, unit: float,
     weight, bias = parameters_of(block.mlp.fc1)
     inputs = ranges[f"{name}.mlp.fc1:in"]
     grid = convert_norm_linear(norm, block.norm2, unit, weight, inputs, SPREADS["fc1"])
-    sums = quantize_linear(weight, bias, grid, inputs.mean)
-    behind, behind_bias = scaled_parameters(block.mlp.fc2, factor)
-    outputs, before = ranges[f"{name}.mlp.fc2:in"], ranges[f"{name}.mlp.fc1:out"]
-    grid = gelu_steps(fc1, outputs, float(before.high.max()), behind)
-    finish_linear(fc1, sums, 2.0**-fc1.gelu_bits)
-    sums = quantize_linear(behind, behind_bias, grid, outputs.mean)
-    finish_linear(fc2, sums, unit)
+    quantize_linear(fc1, weight, bias, grid, inputs.mean, op.GELU_UNIT)
+    weight, bias = scaled_parameters(block.mlp.fc2, factor)
+    outputs = ranges[f"{name}.mlp.fc2:in"]
+    quantize_linear(fc2, weight, bias, gelu_steps(fc1, outputs, weight), outputs.mean, unit)
 
 
 def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation: Sequence[float], unit: float) -> None:
@@ -369,8 +367,7 @@ def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation:
         for x in (mean, deviation)
     )
     grid = Grid((1 / (255 * spread)).flatten(), ((128 / 255 - centre) / spread).flatten())
-    sums = quantize_linear(weight.flatten(1), bias, grid, grid.middle)
-    finish_linear(module, sums, unit)
+    quantize_linear(module, weight.flatten(1), bias, grid, grid.middle, unit)
 
 
 # --- what both families share -------------------------------------------------------------------------------
@@ -453,11 +450,15 @@ def to_int16(x: torch.Tensor, unit: float) -> torch.Tensor:
     return (x / unit).round().clamp(*op.INT16).to(torch.int16)
 
 
-def _convert_head(network: Any, sums: Sums) -> None:
+def _convert_head(network: Any, layer: Any, grid: Grid, mean: torch.Tensor) -> None:
     """Fill the last layer in: logits share a unit, the coarsest sum's or down to a 256th of it, as far as 32 bits go."""
-    room = 31 - sums.bound((sums.bias / sums.unit).round()).bit_length()
-    network.output_scale = float(sums.unit.max()) / 2.0 ** max(0, min(8, room - 3))
-    finish_linear(network.head, sums, network.output_scale)
+    weight, bias = parameters_of(layer)
+    scaled = (weight * grid.step).abs()
+    unit = (scaled.amax(dim=1) / 127).clamp(min=1e-30)
+    whole = weight @ grid.middle + (0 if bias is None else bias)
+    room = 31 - math.frexp(float(((128 * scaled.sum(dim=1) + whole.abs()) / unit).max()))[1]
+    network.output_scale = float(unit.max()) / 2.0 ** max(0, min(8, room - 3))
+    quantize_linear(network.head, weight, bias, grid, mean, network.output_scale)
 
 
 def _feature_unit(made: Range) -> float:
@@ -479,9 +480,9 @@ def convert_norm_head(network: Any, norm: Any, made: Range, inputs: Range, unit:
         network.output_scale = _feature_unit(made)
         finish_norm(network.norm, norm, unit, network.output_scale)
         return
-    head, head_bias = parameters_of(layer)
-    grid = convert_norm_linear(network.norm, norm, unit, head, inputs.widened(HEAD_ROOM), SPREADS["head"])
-    _convert_head(network, quantize_linear(head, head_bias, grid, inputs.mean))
+    weight, _ = parameters_of(layer)
+    grid = convert_norm_linear(network.norm, norm, unit, weight, inputs.widened(HEAD_ROOM), SPREADS["head"])
+    _convert_head(network, layer, grid, inputs.mean)
 
 
 def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, tokens: int, layer: Any) -> None:
@@ -493,7 +494,7 @@ def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, 
         network.output_scale = _feature_unit(made)
         finish_mean(network.mean, tokens, fine, torch.full_like(fine, network.output_scale))
         return
-    head, head_bias = parameters_of(layer)
-    grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, head), inputs.middle)
+    weight, _ = parameters_of(layer)
+    grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
     finish_mean(network.mean, tokens, fine, grid.step, grid.middle)
-    _convert_head(network, quantize_linear(head, head_bias, grid, inputs.mean))
+    _convert_head(network, layer, grid, inputs.mean)

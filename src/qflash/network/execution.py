@@ -15,11 +15,11 @@ from . import operators as op
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
 _LIBRARY.define(
-    "int8_linear(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, int shift, Tensor? residual, "
+    "int8_linear(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, Tensor? residual, "
     "ScalarType out_dtype, str backend) -> Tensor"
 )
 _LIBRARY.define(
-    "int8_linear_gelu(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, int shift, int gelu_bits, "
+    "int8_linear_gelu(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, "
     "Tensor gelu_multiplier, Tensor gelu_offset, int gelu_shift, str backend) -> Tensor"
 )
 _LIBRARY.define(
@@ -62,7 +62,6 @@ def _check_linear(
     bias: torch.Tensor,
     multiplier: torch.Tensor,
     left: int,
-    shift: int,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
@@ -77,7 +76,6 @@ def _check_linear(
     _check_device("weight", weight, x)
     _check_constants(x, weight.shape[0], bias=bias, multiplier=multiplier)
     _check_number("left", left, 0, 30)
-    _check_number("shift", shift, 1, 31)
     if residual is None:
         return
     check_tensor("residual", residual, (torch.int16,), 1)
@@ -89,9 +87,8 @@ def _check_linear(
     _check_device("residual", residual, x)
 
 
-def _check_gelu(x: torch.Tensor, outputs: int, bits: int, multiplier: torch.Tensor, offset: torch.Tensor, shift: int) -> None:
+def _check_gelu(x: torch.Tensor, outputs: int, multiplier: torch.Tensor, offset: torch.Tensor, shift: int) -> None:
     _check_constants(x, outputs, gelu_multiplier=multiplier, gelu_offset=offset)
-    _check_number("gelu_bits", bits, 0, op.GELU_BITS)
     _check_number("gelu_shift", shift, 0, 30)
 
 
@@ -128,19 +125,17 @@ def int8_linear(
     bias: torch.Tensor,
     multiplier: torch.Tensor,
     left: int,
-    shift: int,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    """Return ``saturate(residual + rescale(x W + b))``; see :class:`qflash.network.modules.Linear`.
+    """Return ``saturate(residual + rescale(x W))``; see :class:`qflash.network.modules.Linear`.
 
     Args:
         x: int8 (..., inputs).
         weight: int8 (outputs, inputs).
         bias, multiplier: int32 (outputs,).
         left: 0 to 30.
-        shift: 1 to 31.
         residual: int16 (..., outputs) for int16 outputs, or None.
         out_dtype: int8, int16 or int32.
         backend: see :func:`qflash.attention`.
@@ -149,12 +144,12 @@ def int8_linear(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
     """
-    _check_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype, backend)
+    _check_linear(x, weight, bias, multiplier, left, residual, out_dtype, backend)
     kernels = _kernels(backend, x.device)
     if kernels is not None:
-        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, shift, residual, out_dtype)
+        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype)
         return launched
-    out = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
+    out = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
     return op.saturate(out if residual is None else out + residual, out_dtype)
 
 
@@ -164,8 +159,6 @@ def int8_linear_gelu(
     bias: torch.Tensor,
     multiplier: torch.Tensor,
     left: int,
-    shift: int,
-    gelu_bits: int,
     gelu_multiplier: torch.Tensor,
     gelu_offset: torch.Tensor,
     gelu_shift: int,
@@ -174,22 +167,21 @@ def int8_linear_gelu(
     """Return GELU of a linear layer in int8; see :class:`qflash.network.modules.LinearGelu`.
 
     Args:
-        x, weight, bias, multiplier, left, shift, backend: see :func:`int8_linear`.
-        gelu_bits: 0 to 12.
+        x, weight, bias, multiplier, left, backend: see :func:`int8_linear`.
         gelu_multiplier, gelu_offset: int32 (outputs,).
         gelu_shift: 0 to 30.
 
     Raises:
         TypeError, ValueError: as :func:`int8_linear`.
     """
-    _check_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, backend)
-    _check_gelu(x, weight.shape[0], gelu_bits, gelu_multiplier, gelu_offset, gelu_shift)
-    gelu = gelu_bits, gelu_multiplier, gelu_offset, gelu_shift
+    _check_linear(x, weight, bias, multiplier, left, None, torch.int8, backend)
+    _check_gelu(x, weight.shape[0], gelu_multiplier, gelu_offset, gelu_shift)
+    gelu = gelu_multiplier, gelu_offset, gelu_shift
     kernels = _kernels(backend, x.device)
     if kernels is not None:
-        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, gelu)
+        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, None, torch.int8, gelu)
         return launched
-    u = op.rescale(op.accumulate(x, weight, bias, left), multiplier, left, shift)
+    u = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
     return op.gelu_int8(u, *gelu)
 
 
@@ -219,12 +211,12 @@ def integer_layer_norm(
 
 def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
     _check_linear(x, weight, *arguments)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[5])
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[4])
 
 
 def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    bias, multiplier, left, shift, *gelu, backend = arguments
-    _check_linear(x, weight, bias, multiplier, left, shift, None, torch.int8, backend)
+    bias, multiplier, left, *gelu, backend = arguments
+    _check_linear(x, weight, bias, multiplier, left, None, torch.int8, backend)
     _check_gelu(x, weight.shape[0], *gelu)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
 

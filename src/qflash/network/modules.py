@@ -30,19 +30,19 @@ class Linear(IntegerModule):
 
     Attributes:
         weight: int8 (outputs, inputs), a scale for each output.
-        bias: int32 (outputs,), in the unit of the sums; holds the zero points of inputs and outputs as well.
-        multiplier: int32 (outputs,), R of :func:`.operators.rescale`.
-        left, shift: its shifts.
+        bias: int32 (outputs,), b of :func:`.operators.rescale`; holds the zero points of inputs and outputs as well.
+        multiplier: int32 (outputs,), R of it.
+        left: its shift.
     """
 
-    constants: tuple[str, ...] = ("left", "shift")
+    constants: tuple[str, ...] = ("left",)
     weight: torch.Tensor
     bias: torch.Tensor
     multiplier: torch.Tensor
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.left, self.shift = dtype, 0, 1
+        self.dtype, self.left = dtype, 0
         self._buffer("weight", (outputs, inputs), torch.int8)
         self._buffer("bias", (outputs,), torch.int32)
         self._buffer("multiplier", (outputs,), torch.int32)
@@ -56,7 +56,7 @@ class Linear(IntegerModule):
             backend: see :func:`qflash.attention`.
         """
         out: torch.Tensor = torch.ops.qflash.int8_linear(
-            x, self.weight, self.bias, self.multiplier, self.left, self.shift, residual, self.dtype, backend
+            x, self.weight, self.bias, self.multiplier, self.left, residual, self.dtype, backend
         )
         return out
 
@@ -65,26 +65,25 @@ class LinearGelu(Linear):
     """A linear layer and GELU, from int8 to int8.
 
     Attributes:
-        gelu_bits: fraction bits of the sums before GELU.
         gelu_multiplier, gelu_offset: int32 (outputs,), M and B of :func:`.operators.gelu_int8`.
         gelu_shift: its shift.
     """
 
-    constants = ("left", "shift", "gelu_bits", "gelu_shift")
+    constants = ("left", "gelu_shift")
     gelu_multiplier: torch.Tensor
     gelu_offset: torch.Tensor
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, torch.int8)
-        self.gelu_bits, self.gelu_shift = op.GELU_BITS, 0
+        self.gelu_shift = 0
         self._buffer("gelu_multiplier", (outputs,), torch.int32)
         self._buffer("gelu_offset", (outputs,), torch.int32)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
         """Return int8 (..., outputs) of int8 (..., inputs)."""
         out: torch.Tensor = torch.ops.qflash.int8_linear_gelu(
-            x, self.weight, self.bias, self.multiplier, self.left, self.shift, self.gelu_bits, self.gelu_multiplier,
-            self.gelu_offset, self.gelu_shift, backend,
+            x, self.weight, self.bias, self.multiplier, self.left, self.gelu_multiplier, self.gelu_offset, self.gelu_shift,
+            backend,
         )  # fmt: skip
         return out
 
@@ -121,24 +120,24 @@ class Mean(IntegerModule):
 
     Attributes:
         multiplier: int32 (channels,), R of :func:`.operators.rescale` for sums over all tokens.
-        left, shift: its shifts.
-        offset: int32 (channels,), added to the sums.
+        left: its shift.
+        offset: int32 (channels,), b of it.
     """
 
-    constants: tuple[str, ...] = ("left", "shift")
+    constants: tuple[str, ...] = ("left",)
     multiplier: torch.Tensor
     offset: torch.Tensor
 
     def __init__(self, channels: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.left, self.shift = dtype, 0, 1
+        self.dtype, self.left = dtype, 0
         self._buffer("multiplier", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, channels) of the module's dtype from int16 (batch, tokens, channels)."""
-        sums = x.sum(dim=1, dtype=torch.int64) + self.offset
-        return op.saturate(op.rescale(sums, self.multiplier, self.left, self.shift), self.dtype)
+        sums = x.sum(dim=1, dtype=torch.int64)
+        return op.saturate(op.rescale(sums, self.left, self.offset, self.multiplier), self.dtype)
 
 
 class Attention(IntegerModule):

@@ -56,50 +56,45 @@ def _after(dtype: torch.dtype) -> int:
 
 
 def _rescale(
-    graph: Graph, sums: Value, bound: np.ndarray, multiplier: torch.Tensor, left: int, shift: int, after: int = 0
+    graph: Graph, sums: Value, bound: np.ndarray, left: int, bias: torch.Tensor, multiplier: torch.Tensor, after: int = 0
 ) -> Value:
     """Return :func:`.operators.rescale` of int32 sums, plus ``after``.
 
-    The two shifts of its product make one: ``floor((floor(p / 2**32) + half) / 2**s)`` is
-    ``floor((p + 2**32 half) / 2**(32 + s))``.
+    Shift and bias go into the product: ``((acc << left) + b) R`` is ``acc (R << left) + b R``.
 
     Args:
         graph: to add to.
         sums: int32 (..., channels).
         bound: of their magnitude, (channels,).
-        multiplier, left, shift: see :func:`.operators.rescale`.
+        left, bias, multiplier: see :func:`.operators.rescale`.
         after: added to the result.
     """
-    wide = _array(multiplier).astype(np.int64) << left
-    most = max(int(each) * int(factor) for each, factor in zip(bound, wide, strict=True))
-    return graph.round_shift(graph.multiply(sums, wide, np.int64), 32 + shift, most, after=after)
-
-
-def _sums(graph: Graph, module: Linear, x: Value) -> tuple[Value, np.ndarray]:
-    """Return ``x W + b``, int32, and the bound of each output's magnitude."""
-    product = graph.matmul(x, graph.weight(module.weight.mT, "weight"))
-    bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * 128 + module.bias.to(torch.int64).abs())
-    return graph.add(product, module.bias), bound
+    factor = _array(multiplier).astype(np.int64)
+    wide, offset = factor << left, factor * _array(bias).astype(np.int64)
+    # Python's integers: bounds of untrained networks may be beyond 64 bits
+    most = max(int(a) * int(b) + abs(int(c)) for a, b, c in zip(bound, wide, offset, strict=True))
+    return graph.shift_right(graph.multiply(sums, wide, np.int64), 32, most, offset, after)
 
 
 def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None) -> Value:
     """Write a :class:`.modules.Linear` or :class:`.modules.LinearGelu`; arguments as its ``forward`` has them."""
-    sums, bound = _sums(graph, module, x)
+    sums = graph.matmul(x, graph.weight(module.weight.mT, "weight"))
+    bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * 128)
+    change = bound, module.left, module.bias, module.multiplier
     if isinstance(module, LinearGelu):
-        return _gelu(graph, module, _rescale(graph, sums, bound, module.multiplier, module.left, module.shift))
-    out = _rescale(graph, sums, bound, module.multiplier, module.left, module.shift, _after(module.dtype))
+        return _gelu(graph, module, _rescale(graph, sums, *change))
+    out = _rescale(graph, sums, *change, _after(module.dtype))
     return _saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
 
 
 def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
     """Write :func:`.operators.gelu_int8`, the tail of GELU as a table."""
-    u = graph.clip(graph.cast(u, np.int32), *op.INT16)
-    end = op.GELU_END >> (op.GELU_BITS - module.gelu_bits)
-    table = -op.gelu(-torch.arange(end + 1, dtype=torch.int64, device="cpu"), module.gelu_bits)
-    tail = graph.gather(graph.constant(table, np.int32, "gelu_tail"), graph.minimum(graph.node("Abs", u), end))
-    value = graph.subtract(graph.maximum(u, 0), tail)
+    u = graph.cast(u, np.int32)
+    table = -op.gelu(-torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu"))
+    tail = graph.gather(graph.constant(table, np.int32, "gelu_tail"), graph.minimum(graph.node("Abs", u), op.GELU_END))
+    value = graph.subtract(graph.clip(u, 0, op.GELU_LIMIT), tail)
     multiplier, offset = _array(module.gelu_multiplier), _array(module.gelu_offset)
-    bound = int((multiplier.astype(np.int64) * 32768 + np.abs(offset.astype(np.int64))).max())
+    bound = int((multiplier.astype(np.int64) * (op.GELU_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
     wide = graph.multiply(value, multiplier)
     out = graph.shift_right(wide, module.gelu_shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
     return _saturated(graph, out, torch.int8)
@@ -158,9 +153,8 @@ def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
 def mean(graph: Graph, module: Mean, x: Value, tokens: int) -> Value:
     """Write a :class:`.modules.Mean` of int32 (batch, tokens, channels): (batch, channels)."""
     sums = graph.node("ReduceSum", x, graph.constant([1], np.int64), keepdims=0)
-    bound = tokens * 32768 + np.abs(_array(module.offset).astype(np.int64))
-    sums = graph.add(sums, module.offset)
-    out = _rescale(graph, sums, bound, module.multiplier, module.left, module.shift, _after(module.dtype))
+    bound = np.full(module.offset.numel(), tokens * 32768)
+    out = _rescale(graph, sums, bound, module.left, module.offset, module.multiplier, _after(module.dtype))
     return _saturated(graph, out, module.dtype)
 
 

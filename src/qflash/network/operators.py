@@ -9,13 +9,12 @@ Bounds, with K the inputs of a linear layer, C the channels of a normalisation, 
 ==========================  =========================  =====================================================
 quantity                    bound                      why
 ==========================  =========================  =====================================================
-acc = x W + b               ``< 2**(31 - left)``       128 sum |W| + |b| of every row, looked at when it is made
-acc << left                 ``< 2**31``                the same
-mulhi(acc << left, R)       ``< 2**30``                R < 2**31
-GELU: u                     ``[-2**15, 2**15)``        clamped
-GELU: a                     ``[0, 20480]``             clamped to 5 in 1/4096
-GELU: every product         ``< 2**29``                20480**2; 20480 * 7504; 37525 * 12207
-GELU: g M + B               ``< 2**31``                2**15 * 2**14 + 2**30
+acc = x W                   ``< 2**31``                128 * 128 K
+A = (acc << left) + b       ``< 2**31``                128 sum |W| of every row, looked at when it is made
+mulhi(A, R)                 ``< 2**30``                R < 2**31
+GELU: r                     ``[0, 4096]``              clamped
+GELU: every product         ``< 2**31``                2**24; 2**15 * 59898; 18976 * 18588
+GELU: g M + B               ``< 2**31``                2**17 * 2**13 + 2**30
 sum of h                    ``< 2**27``                C <= 4096, h is int16
 C sum h^2 - S^2 + E         ``< 2**55``                2**54 by Cauchy and Schwarz; E <= 2**53
 d = C h - S                 ``< 2**28``                C (|h| + |mean|)
@@ -55,32 +54,19 @@ def integer_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x.to(torch.float64), weight.to(torch.float64).mT).to(torch.int32)
 
 
-def accumulate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, left: int = 0, check: Checker = _UNCHECKED
+def rescale(
+    sums: torch.Tensor, left: int, bias: torch.Tensor, multiplier: torch.Tensor, check: Checker = _UNCHECKED
 ) -> torch.Tensor:
-    """Return a linear layer's sums, int64 (..., outputs).
+    """Bring sums to another unit: ``mulhi((sums << left) + b, R)``, int64.
 
     Args:
-        x: int8 (..., inputs).
-        weight: int8 (outputs, inputs).
-        bias: int32 (outputs,), in the unit of the sums.
-        left: how far they will be shifted.
+        sums: int32 or int64 (..., outputs).
+        left: 0 to 30.
+        bias: b, int32 (outputs,), in the unit of the shifted sums; holds half a unit of the result, so that it is rounded.
+        multiplier: R, int32 ``[0, 2**31)``, (outputs,): the ratio of the units is ``R * 2**(left - 32)``.
         check: for the bound.
     """
-    sums = integer_matmul(x, weight).to(torch.int64) + bias
-    return check("acc", sums, -(1 << (31 - left)), (1 << (31 - left)) - 1)
-
-
-def rescale(sums: torch.Tensor, multiplier: torch.Tensor, left: int, shift: int) -> torch.Tensor:
-    """Bring sums to another unit: ``(mulhi(sums << left, R) + half) >> shift``, int64, rounded half up.
-
-    Args:
-        sums: ``|sums| < 2**(31 - left)``.
-        multiplier: R, int32 ``[0, 2**31)``, broadcastable: the ratio of the units is ``R * 2**(left - 32 - shift)``.
-        left: 0 to 30.
-        shift: 1 to 31.
-    """
-    return round_shift(multiply_high(sums << left, multiplier), shift)
+    return multiply_high(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
 
 
 def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,42 +74,42 @@ def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(*LIMITS[dtype]).to(dtype)
 
 
-GELU_BITS = 12
-"""Fraction bits inside of :func:`gelu`."""
-GELU_END = 5 << GELU_BITS
-"""From 5 on the tail of GELU counts as 0."""
-GELU_CONSTANT, GELU_SLOPE = 1361, 4915
-"""``c + b a`` of the tail, in the unit that the shifts of :func:`gelu` leave for it."""
+GELU_END = 4096
+"""From here on the tail of GELU counts as 0."""
+GELU_UNIT = 3.28 / GELU_END
+"""What a unit of :func:`gelu` stands for."""
+GELU_LIMIT = (1 << 17) - 1
+"""Larger numbers count as this one, about 105."""
+MAX_GELU_MULTIPLIER = 1 << 13
+"""Largest M of :func:`gelu_int8`."""
+GELU_CONSTANTS = 59898, 10, 18588, 23
+"""Of the tail; fitted for the least largest error, with units in which both small factors are whole."""
 
 
-def gelu(x: torch.Tensor, fraction_bits: int, check: Checker = _UNCHECKED) -> torch.Tensor:
-    """Return GELU by a polynomial: ``max(x, 0) - tail(|x|)``, int64, within 0.0012 and half a unit.
+def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Return GELU by a polynomial: ``min(max(x, 0), limit) - tail(|x|)``, int64, within 0.0023.
 
-    ``tail(a) = a (1 - Phi(a))`` is ``a (c + b a) (1 - a / 5)**8`` on [0, 5], with three squarings, and 0 beyond.
+    ``tail(a) = a (1 - Phi(a))`` is ``w (w - d r + e)`` with ``r = 1 - a / 3.28`` and ``w = r**2 (g - r)`` but for their
+    units, and 0 beyond 3.28.
 
     Args:
-        x: int16 range, with ``fraction_bits`` fraction bits.
-        fraction_bits: 0 to 12.
+        x: any shape, below 2**30 in magnitude, in :data:`GELU_UNIT`.
         check: for the bounds.
 
     Returns:
-        the same unit, int16 range.
+        the same unit.
     """
     x = x.to(torch.int64)
-    extra = GELU_BITS - fraction_bits
-    a = check("GELU: a", (x.abs() << extra).clamp(max=GELU_END), 0, GELU_END)
-    rest = GELU_END - a
-    power = (rest * rest) >> 15
-    power = (power * power) >> 14
-    power = check("GELU: power", (power * power) >> 13, 0, 12207)
-    factor = check("GELU: factor", (a * (GELU_CONSTANT + ((GELU_SLOPE * a) >> 14))) >> 12, 0, 37525)
-    tail = (factor * power) >> 13
-    return x.clamp(min=0) - ((tail + (1 << extra >> 1)) >> extra)
+    g, c, e, d = GELU_CONSTANTS
+    rest = check("GELU: r", (GELU_END - x.abs()).clamp(min=0), 0, GELU_END)
+    square = check("GELU: z", (rest * rest) >> 9, 0, 1 << 15)
+    first = check("GELU: w", (square * (g - c * rest)) >> 15, 0, 18976)
+    second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
+    return x.clamp(0, GELU_LIMIT) - ((first * second + (1 << 19)) >> 20)
 
 
 def gelu_int8(
     x: torch.Tensor,
-    fraction_bits: int,
     multiplier: torch.Tensor,
     offset: torch.Tensor,
     shift: int,
@@ -132,14 +118,13 @@ def gelu_int8(
     """Return GELU in int8, with a step and a zero point for every channel: ``(gelu(x) M + B) >> shift``.
 
     Args:
-        x: int64 (..., channels), any range; saturated to int16 first.
-        fraction_bits: of x.
-        multiplier: M, int32 (channels,), ``[0, 2**14)``.
+        x: int64 (..., channels), as :func:`gelu` takes it.
+        multiplier: M, int32 (channels,), ``[0, 2**13]``.
         offset: B, int32 (channels,), ``|B| < 2**30``, half a unit for rounding included.
         shift: 0 to 30.
         check: for the bounds.
     """
-    wide = gelu(x.clamp(*INT16), fraction_bits, check) * multiplier + offset
+    wide = gelu(x, check) * multiplier + offset
     return saturate(check("GELU: g M + B", wide, *INT32) >> shift, torch.int8)
 
 

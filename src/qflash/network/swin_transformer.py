@@ -84,8 +84,7 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
             grid = cv.convert_norm_linear(
                 merge.norm, stage.downsample.norm, network.units[number - 1], weight, ranges[name], cv.SPREADS["fc1"]
             )
-            sums = cv.quantize_linear(weight, bias, grid, ranges[name].mean)
-            cv.finish_linear(merge.reduction, sums, unit)
+            cv.quantize_linear(merge.reduction, weight, bias, grid, ranges[name].mean, unit)
         for name, block, our in zip(names[number], stage.blocks, ours, strict=True):
             cv.convert_attention(our, block, name, ranges, unit, 1.0)
             cv.convert_mlp(our, block, name, ranges, unit, 1.0)

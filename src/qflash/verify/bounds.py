@@ -439,36 +439,27 @@ def walk_attention(head_dims: Sequence[int] | None = None) -> Walk:
 
 
 def walk_linear(walk: Walk) -> None:
-    """A linear layer, whose sums are held to their bound when it is made; GELU over every int16."""
+    """A linear layer, whose sums are held to their bound when it is made; GELU's tail over every number it depends on."""
     int32 = Interval(*op.INT32)
-    for left in range(31):
-        case = f"left = {left}"
-        # -2^(31 - left) itself is no sum: 128 Σ|W| + |b| is below 2^(31 - left)
-        sums = walk("linear", "acc", around((1 << (31 - left)) - 1), "int32", case)
-        wide = walk("linear", "acc << left", sums << left, "int32", case)
-        high = walk("linear", "mulhi(acc << left, R)", high_product(wide, Interval(0, int32.high)), "int32", case)
-        rounded = _integers.round_shift(high, 1)
-        walk("linear", "rescaled, with a residual", rounded + Interval(*op.INT16), "int32", case)
-    every = torch.arange(op.INT16[0], op.INT16[1] + 1, dtype=torch.int64, device="cpu")
-    for fraction_bits in range(op.GELU_BITS + 1):
-        case = f"{fraction_bits} fraction bits"
-        extra = op.GELU_BITS - fraction_bits
+    # -2^31 itself is no sum: 128 Σ|W| << left and |b| are below 2^31 together
+    sums = walk("linear", "(acc << left) + b", around((1 << 31) - 1), "int32", "every left")
+    u = walk("linear", "mulhi((acc << left) + b, R)", high_product(sums, Interval(0, int32.high)), "int32", "every left")
+    walk("linear", "with a residual", u + Interval(*op.INT16), "int32", "every left")
 
-        def seen(name: str, x: torch.Tensor, case: str = case) -> torch.Tensor:
-            walk("GELU", name, Interval(int(x.min()), int(x.max())), "int32", case)
-            return x
+    def seen(name: str, x: torch.Tensor) -> torch.Tensor:
+        walk("GELU", name, Interval(int(x.min()), int(x.max())), "int32", "every r")
+        return x
 
-        a = seen("a", seen("|u| << (12 - e)", every.abs() << extra).clamp(max=op.GELU_END))
-        power = seen("r · r", (op.GELU_END - a) ** 2) >> 15
-        power = seen("p · p, first", power * power) >> 14
-        power = seen("p · p, second", power * power) >> 13
-        slope = seen("4915 · a", op.GELU_SLOPE * a) >> 14
-        factor = seen("a · (1361 + …)", a * (op.GELU_CONSTANT + slope)) >> 12
-        seen("f · p", factor * power)
-        g = op.gelu(every, fraction_bits)
-        seen("g", g)
-        ends = Interval(int(g.min()), int(g.max()))
-        walk("GELU", "g · M + B", ends * Interval(0, (1 << 14) - 1) + around((1 << 30) - 1), "int32", case)
+    g, c, e, d = op.GELU_CONSTANTS
+    walk("GELU", "4096 - |u|", Interval(op.GELU_END - u.magnitude, op.GELU_END), "int32", "every u")
+    r = torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu")
+    z = seen("z", seen("r · r", r * r) >> 9)
+    w = seen("z · (59898 - 10 r)", z * (g - c * r)) >> 15
+    h = seen("(w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
+    tail = seen("w · h + half", w * h + (1 << 19)) >> 20
+    value = Interval(-int(tail.max()), op.GELU_LIMIT)
+    scale = Interval(0, op.MAX_GELU_MULTIPLIER)
+    walk("GELU", "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
 
 
 def walk_layer_norm(walk: Walk) -> None:

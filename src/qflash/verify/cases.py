@@ -235,9 +235,9 @@ def _run_layer(case: LayerCase) -> None:
         execution.integer_layer_norm(activations(torch.int16), 1, *vectors, 18, output, "triton")
         return
     outputs = tensor(case.outputs), tensor(case.outputs)
-    linear = (activations(torch.int8), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2, 9)
+    linear = (activations(torch.int8), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2)
     if case.epilogue == "gelu":
-        execution.int8_linear_gelu(*linear, 10, *outputs, 12, "triton")
+        execution.int8_linear_gelu(*linear, *outputs, 12, "triton")
     else:
         residual = tensor(case.tokens, case.outputs, dtype=torch.int16) if case.epilogue == "residual" else None
         execution.int8_linear(*linear, residual, output, "triton")

@@ -11,10 +11,9 @@ import triton.language as tl
 from ...network import operators as op
 from .fixed_point import bit_length, multiply_high
 
-GELU_BITS = tl.constexpr(op.GELU_BITS)
 GELU_END = tl.constexpr(op.GELU_END)
-GELU_CONSTANT = tl.constexpr(op.GELU_CONSTANT)
-GELU_SLOPE = tl.constexpr(op.GELU_SLOPE)
+GELU_LIMIT = tl.constexpr(op.GELU_LIMIT)
+GELU_CONSTANTS = tl.constexpr(op.GELU_CONSTANTS)
 ROOT_START = tl.constexpr(op.ROOT_START)
 ROOT_SLOPE = tl.constexpr(op.ROOT_SLOPE << 1)
 
@@ -26,12 +25,6 @@ def round_shift(x, shift):
 
 
 @triton.jit
-def rescale(sums, multiplier, left, shift, GUARD: tl.constexpr):
-    """Sums in another unit: ``(mulhi(sums << left, multiplier) + half) >> shift``."""
-    return round_shift(multiply_high(sums << left, multiplier, GUARD), shift)
-
-
-@triton.jit
 def saturate(x, BITS: tl.constexpr):
     """Clamp to the range of 8, 16 or 32 bits."""
     if BITS == 32:
@@ -40,23 +33,25 @@ def saturate(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def gelu(x, fraction_bits):
-    """GELU of numbers in the int16 range with ``fraction_bits`` fraction bits, in the same unit."""
-    extra = GELU_BITS - fraction_bits
-    a = tl.minimum(tl.maximum(x, -x) << extra, GELU_END)
-    rest = GELU_END - a
-    power = (rest * rest) >> 15
-    power = (power * power) >> 14
-    power = (power * power) >> 13
-    factor = (a * (GELU_CONSTANT + ((GELU_SLOPE * a) >> 14))) >> 12
-    tail = (factor * power) >> 13
-    return tl.maximum(x, 0) - ((tail + ((1 << extra) >> 1)) >> extra)
+def gelu_tail(rest):
+    """GELU's tail of numbers that end ``rest`` before where it counts as 0."""
+    square = (rest * rest) >> 9
+    first = (square * (rest * -GELU_CONSTANTS[1] + GELU_CONSTANTS[0])) >> 15
+    second = (first << 2) + (rest * -GELU_CONSTANTS[3] + GELU_CONSTANTS[2])
+    return (first * second + (1 << 19)) >> 20
 
 
 @triton.jit
-def gelu_int8(x, fraction_bits, multiplier, offset, shift):
+def gelu(x):
+    """GELU of numbers below 2**30, in their unit."""
+    rest = tl.maximum(tl.minimum(x, -x) + GELU_END, 0)
+    return tl.minimum(tl.maximum(x, 0), GELU_LIMIT) - gelu_tail(rest)
+
+
+@triton.jit
+def gelu_int8(x, multiplier, offset, shift):
     """GELU in int8's range, with a step and a zero point for every channel."""
-    return saturate((gelu(saturate(x, 16), fraction_bits) * multiplier + offset) >> shift, 8)
+    return saturate((gelu(x) * multiplier + offset) >> shift, 8)
 
 
 @triton.jit

@@ -4,7 +4,7 @@
  * panels where there are few rows:
  *
  *     1. a block of its rows becomes operands, which stay in the cache               a         up to BLOCK_BYTES
- *     2. per panel and tile of ROWS rows: sums, from bias                            sums      ROWS x WIDTH int32
+ *     2. per panel and tile of ROWS rows: sums                                      sums      ROWS x WIDTH int32
  *     3. per row of the tile: another unit, residual or GELU, saturation             out
  *
  * Compiled on first use by cpu/launch.py.
@@ -96,13 +96,13 @@ typedef struct {
     const int16_t *residual;           /* (rows, outputs) or NULL */
     const int32_t *gelu_multiplier, *gelu_offset; /* (outputs), or NULL without GELU */
     void *out;                         /* (rows, outputs) */
-    int64_t rows, inputs, outputs, left, shift, bytes; /* bytes of an output */
-    int64_t gelu_bits, gelu_shift, threads;
+    int64_t rows, inputs, outputs, left, bytes; /* bytes of an output */
+    int64_t gelu_shift, threads;
 } linear;
 
 /* What the epilogue needs of the outputs of a panel; 0 past the last. */
 typedef struct {
-    int32_t multiplier[WIDTH], gelu_multiplier[WIDTH], gelu_offset[WIDTH];
+    int32_t bias[WIDTH], multiplier[WIDTH], gelu_multiplier[WIDTH], gelu_offset[WIDTH];
 } channels;
 
 INLINE void copy_channels(int32_t *to, const int32_t *from, int64_t start, int64_t n) {
@@ -155,7 +155,7 @@ static void pack_panel(const linear *x, int64_t start, right_operand *panel, int
                 for (int64_t i = 0; i < LANES; i++) to[k * WIDTH + j + i] = line[i * (PACKED / GROUP) + k];
         }
     }
-    for (int64_t j = 0; j < WIDTH; j++) begin[j] = j < inside ? (int32_t)((uint32_t)x->bias[start + j] - SHIFTED * total[j]) : 0;
+    for (int64_t j = 0; j < WIDTH; j++) begin[j] = (int32_t)(0 - SHIFTED * total[j]);
 }
 
 /* Turns rows into operands, `depth` from one to the next, with zeros or what zeros of the weights make harmless at the end. */
@@ -169,14 +169,12 @@ static void convert_rows(const linear *x, int64_t first, int64_t rows, left_oper
     }
 }
 
-/* operators.gelu and gelu_int8, not saturated, of numbers in the int16 range */
-INLINE vector gelu(vector x, int extra, vector multiplier, vector offset, int shift) {
-    const vector end = all_lanes(5 << 12), a = smaller(larger(x, -x) << extra, end), rest = end - a;
-    vector power = (rest * rest) >> 15;
-    power = (power * power) >> 14;
-    power = (power * power) >> 13;
-    const vector factor = (a * (1361 + ((4915 * a) >> 14))) >> 12, tail = (factor * power) >> 13;
-    const vector y = larger(x, (vector){0}) - ((tail + (1 << extra >> 1)) >> extra);
+/* operators.gelu and gelu_int8, not saturated */
+INLINE vector gelu(vector x, vector multiplier, vector offset, int shift) {
+    const vector none = {0}, rest = larger(4096 - larger(x, -x), none);
+    const vector first = (((rest * rest) >> 9) * (59898 - 10 * rest)) >> 15;
+    const vector second = (first << 2) + (18588 - 23 * rest);
+    const vector y = smaller(larger(x, none), all_lanes((1 << 17) - 1)) - ((first * second + (1 << 19)) >> 20);
     return (y * multiplier + offset) >> shift;
 }
 
@@ -185,20 +183,20 @@ INLINE void finish_tile(
     const linear *x, const int64_t bytes, const int residual, const int activated, const channels *by, const int32_t *sums,
     int64_t row, int64_t rows, int64_t start
 ) {
-    const int left = (int)x->left, shift = (int)x->shift - 1, extra = 12 - (int)x->gelu_bits, gelu_shift = (int)x->gelu_shift;
+    const int left = (int)x->left, gelu_shift = (int)x->gelu_shift;
     const int64_t outputs = x->outputs;
     const int16_t *more = x->residual;
     char *out = x->out;
     for (int64_t j = 0; j < WIDTH && start + j < outputs; j += LANES) {
         const int64_t n = at_most(LANES, outputs - start - j);
-        const vector multiplier = *(const vector *)(by->multiplier + j);
+        const vector bias = *(const vector *)(by->bias + j), multiplier = *(const vector *)(by->multiplier + j);
         const vector gelu_multiplier = *(const vector *)(by->gelu_multiplier + j);
         const vector gelu_offset = *(const vector *)(by->gelu_offset + j);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t at = (row + r) * outputs + start + j;
-            vector y = ((high_product(*(const vector *)(sums + r * WIDTH + j) << left, multiplier) >> shift) + 1) >> 1;
+            vector y = high_product((*(const vector *)(sums + r * WIDTH + j) << left) + bias, multiplier);
             if (residual) y += load16(more + at, n);
-            if (activated) y = gelu(saturated(y, 32767), extra, gelu_multiplier, gelu_offset, gelu_shift);
+            if (activated) y = gelu(y, gelu_multiplier, gelu_offset, gelu_shift);
             store(out + at * bytes, y, bytes, n);
         }
     }
@@ -224,6 +222,7 @@ static void multiply_rows(
         convert_rows(x, first, count, a, depth);
         for (int64_t panel = panels.begin; panel < panels.end; panel++) {
             const int64_t start = panel * WIDTH, n = at_most(WIDTH, x->outputs - start);
+            copy_channels(by.bias, x->bias, start, n);
             copy_channels(by.multiplier, x->multiplier, start, n);
             copy_channels(by.gelu_multiplier, x->gelu_multiplier, start, n);
             copy_channels(by.gelu_offset, x->gelu_offset, start, n);

@@ -8,7 +8,7 @@ import torch
 
 from . import launch
 
-_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 9)
+_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 7)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 6)
 
 
@@ -18,17 +18,16 @@ def launch_linear(
     bias: torch.Tensor,
     multiplier: torch.Tensor,
     left: int,
-    shift: int,
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
-    gelu: tuple[int, torch.Tensor, torch.Tensor, int] | None = None,
+    gelu: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it.
 
     Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
 
     Args:
-        gelu: fraction bits, M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
+        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
     """
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device="cpu")
@@ -37,14 +36,14 @@ def launch_linear(
     # held until the call returns: these may be copies
     x, weight, bias, multiplier = x.contiguous(), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
     residual = None if residual is None else residual.contiguous()
-    bits, gelu_multiplier, gelu_offset, gelu_shift = (0, None, None, 0) if gelu is None else gelu
+    gelu_multiplier, gelu_offset, gelu_shift = (None, None, 0) if gelu is None else gelu
     gelu_multiplier = None if gelu_multiplier is None else gelu_multiplier.contiguous()
     gelu_offset = None if gelu_offset is None else gelu_offset.contiguous()
     tensors = (x, weight, bias, multiplier, residual, gelu_multiplier, gelu_offset, out)
     rows = out.numel() // outputs
     arguments = _Linear(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-        (rows, inputs, outputs, left, shift, out.element_size(), bits, gelu_shift, launch.threads_for(rows * inputs * outputs)),
+        (rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs)),
     )
     launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")
     return out

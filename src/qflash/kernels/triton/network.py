@@ -2,7 +2,7 @@
 
 The bits of :mod:`qflash.network.operators`, by the functions of :mod:`.common.network_ops`, on every GPU from sm_80 on.
 
-* A linear layer: a program has BLOCK_M rows by BLOCK_N outputs. Its sums stay in registers, start from the bias, take BLOCK_K
+* A linear layer: a program has BLOCK_M rows by BLOCK_N outputs. Its sums stay in registers, take BLOCK_K
   inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or GELU, then
   saturation. Hopper has a kernel of its own for most of these (:mod:`.gluon.sm90.linear`).
 * Normalisation: a program has BLOCK_M whole rows, which it reads once.
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 from ..common.fixed_point import multiply_high
-from ..common.network_ops import gelu_int8, normalise, rescale, round_shift, row_statistics, saturate
+from ..common.network_ops import gelu_int8, normalise, round_shift, row_statistics, saturate
 from ..device import processors_of
 from ..launch_arguments import LinearCall
 from ..launch_recorder import KernelLaunch
 
 
-@triton.jit(do_not_specialize=("left", "shift", "gelu_bits", "gelu_shift"))
+@triton.jit(do_not_specialize=("left", "gelu_shift"))
 def int8_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
-    rows, inputs, outputs, left, shift, gelu_bits, gelu_shift,
+    rows, inputs, outputs, left, gelu_shift,
     OUT_BITS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
@@ -39,8 +39,7 @@ def int8_linear_kernel(
     here, inside = m < rows, n < outputs
     x_ptrs = x_ptr + m[:, None] * inputs + k[None, :]
     weight_ptrs = weight_ptr + n[None, :].to(tl.int64) * inputs + k[:, None]
-    bias = tl.load(bias_ptr + n, mask=inside, other=0)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32) + bias[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, inputs, BLOCK_K):
         if WHOLE:
             x = tl.load(x_ptrs, mask=here[:, None], other=0)
@@ -51,8 +50,9 @@ def int8_linear_kernel(
         sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
+    bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
-    y = rescale(sums, multiplier[None, :], left, shift, GUARD)
+    y = multiply_high((sums << left) + bias[None, :], multiplier[None, :], GUARD)
     at = m[:, None] * outputs + n[None, :]
     there = here[:, None] & inside[None, :]
     if RESIDUAL:
@@ -60,7 +60,7 @@ def int8_linear_kernel(
     if GELU:
         gelu_multiplier = tl.load(gelu_multiplier_ptr + n, mask=inside, other=0)
         gelu_offset = tl.load(gelu_offset_ptr + n, mask=inside, other=0)
-        y = gelu_int8(y, gelu_bits, gelu_multiplier[None, :], gelu_offset[None, :], gelu_shift)
+        y = gelu_int8(y, gelu_multiplier[None, :], gelu_offset[None, :], gelu_shift)
     else:
         y = saturate(y, OUT_BITS)
     tl.store(o_ptr + at, y.to(o_ptr.dtype.element_ty), mask=there)

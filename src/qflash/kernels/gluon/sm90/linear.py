@@ -23,15 +23,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...common.network_ops import GELU_CONSTANT, GELU_END, GELU_SLOPE
+from ...common.network_ops import GELU_CONSTANTS, GELU_END, GELU_LIMIT
 from ..ptx_ops import barrier
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# mulhi(sums * 2**left + (bias << left), R) + half a unit: shifted right, it is rounded half up
-RESCALED = gl.constexpr("{.reg .s32 t; mad.lo.s32 t, $1, $2, $3; mul.hi.s32 t, t, $4; add.s32 $0, t, $5;}")
-# 0 to 32767
-RELU_16 = gl.constexpr("{.reg .s32 t; mov.s32 t, 32767; min.relu.s32 $0, $1, t;}")
+# mulhi(sums * 2**left + bias, R)
+RESCALED = gl.constexpr("{.reg .s32 t; mad.lo.s32 t, $1, $2, $3; mul.hi.s32 $0, t, $4;}")
+# 0 to a limit
+RELU = gl.constexpr("min.relu.s32 $0, $1, $2;")
+# max(end - abs(x), 0), the smaller of end - x and end + x
+REST = gl.constexpr("{.reg .s32 s, t; sub.s32 s, $2, $1; add.s32 t, $1, $2; min.relu.s32 $0, t, s;}")
+# 4 x + y in one instruction, which compilers make two of
+FOUR_TIMES = gl.constexpr("mad.lo.s32 $0, $1, 4, $2;")
 PACK_INT8 = gl.constexpr("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, $4, $3, 0; cvt.pack.sat.s8.s32.b32 $0, $2, $1, t;}")
 PACK_INT16 = gl.constexpr("cvt.pack.sat.s16.s32 $0, $2, $1;")
 
@@ -64,17 +68,15 @@ def _in_order(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _gelu(u, fraction_bits):
-    """:func:`.common.network_ops.gelu` of numbers below 2**30, saturated to int16 first."""
-    extra = 12 - fraction_bits
-    a = gl.minimum(gl.maximum(u, -u), GELU_END >> extra) * (1 << extra)
-    rest = GELU_END - a
-    power = (rest * rest) >> 15
-    power = (power * power) >> 14
-    power = (power * power) >> 13
-    factor = (a * ((GELU_SLOPE * a + (GELU_CONSTANT << 14)) >> 14)) >> 12
-    tail = (factor * power + (((1 << extra) >> 1) << 13)) >> (13 + extra)
-    return gl.inline_asm_elementwise(RELU_16, "=r,r", [u], gl.int32, True, 1) - tail
+def _gelu(u):
+    """:func:`.common.network_ops.gelu`."""
+    rest = gl.inline_asm_elementwise(REST, "=r,r,r", [u, GELU_END], gl.int32, True, 1)
+    square = (rest * rest) >> 9
+    first = (square * (GELU_CONSTANTS[0] - GELU_CONSTANTS[1] * rest)) >> 15
+    second = GELU_CONSTANTS[2] - GELU_CONSTANTS[3] * rest
+    second = gl.inline_asm_elementwise(FOUR_TIMES, "=r,r,r", [first, second], gl.int32, True, 1)
+    tail = (first * second + (1 << 19)) >> 20
+    return gl.inline_asm_elementwise(RELU, "=r,r,r", [u, GELU_LIMIT], gl.int32, True, 1) - tail
 
 
 @gluon.jit
@@ -101,7 +103,7 @@ def _store_tile(
     RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Take the sums of tile (m, n) through the epilogue to memory."""
-    constants, residual_ptr, o_ptr, rows, outputs, left, shift, gelu_bits, gelu_shift = numbers
+    constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift = numbers
     bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr = constants
     BLOCK_M: gl.constexpr = sums.shape[0]
     BLOCK_N: gl.constexpr = sums.shape[1]
@@ -109,13 +111,9 @@ def _store_tile(
     y = _in_order(sums, GROUP, WARPS)
     columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
     row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    bias = _constants(bias_ptr, columns, outputs, EVEN) << left
+    bias = _constants(bias_ptr, columns, outputs, EVEN)
     multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
-    half = 1 << (shift - 1)
-    y = gl.inline_asm_elementwise(
-        RESCALED, "=r,r,r,r,r,r", [y, 1 << left, bias[None, :], multiplier[None, :], half], gl.int32, True, 1
-    )
-    y = y >> shift
+    y = gl.inline_asm_elementwise(RESCALED, "=r,r,r,r,r", [y, 1 << left, bias[None, :], multiplier[None, :]], gl.int32, True, 1)
     at = row.to(gl.int64)[:, None] * outputs + columns[None, :]
     there = (row < rows)[:, None]
     if not EVEN:
@@ -125,7 +123,7 @@ def _store_tile(
     if GELU:
         gelu_multiplier = _constants(gelu_multiplier_ptr, columns, outputs, EVEN)
         gelu_offset = _constants(gelu_offset_ptr, columns, outputs, EVEN)
-        y = (_gelu(y, gelu_bits) * gelu_multiplier[None, :] + gelu_offset[None, :]) >> gelu_shift
+        y = (_gelu(y) * gelu_multiplier[None, :] + gelu_offset[None, :]) >> gelu_shift
     if o_ptr.dtype.element_ty == gl.int8:
         out = gl.inline_asm_elementwise(PACK_INT8, "=r,r,r,r,r", [y], gl.int8, True, 4)
     elif o_ptr.dtype.element_ty == gl.int16:
@@ -147,10 +145,10 @@ def _load_step(
     _load(weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted)
 
 
-@gluon.jit(do_not_specialize=("rows", "steps", "inverse_wide", "down", "across", "left", "shift", "gelu_bits", "gelu_shift"))
+@gluon.jit(do_not_specialize=("rows", "steps", "inverse_wide", "down", "across", "left", "gelu_shift"))
 def hopper_linear_kernel(
     x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
-    rows, outputs, steps, inverse_wide, down, across, left, shift, gelu_bits, gelu_shift,
+    rows, outputs, steps, inverse_wide, down, across, left, gelu_shift,
     RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -175,7 +173,7 @@ def hopper_linear_kernel(
     m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
     n = program - m * wide
     constants = (bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr)
-    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, shift, gelu_bits, gelu_shift)
+    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
     for stage in gl.static_range(STAGES - 1):

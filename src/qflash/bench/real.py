@@ -32,7 +32,7 @@ from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import console as bench_console
 from . import real_tables, records
-from .metrics import exact_attention, sqnr
+from .metrics import decibels, exact_attention, sqnr
 
 PARTS = ("vision", "text", "ocr", "fashion")
 REFERENCE = "fp32"
@@ -87,12 +87,6 @@ def _energies(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return x.sum((0, 2))
 
 
-def _decibels(signal: float, noise: float) -> float:
-    if not (math.isfinite(signal) and math.isfinite(noise)):
-        return math.nan
-    return math.inf if noise == 0.0 else 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
-
-
 def _least(values: Sequence[float]) -> float:
     # min() alone may pass over NaN
     return math.nan if any(map(math.isnan, values)) else min(values)
@@ -118,8 +112,8 @@ def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: T
         for wanted, c in zip(exact, calls, strict=True):
             got = method.attention(c.query, c.key, c.value, attn_mask=c.attn_mask, scale=c.scale)
             noise += _energies(got.double() - wanted, c.rows)
-        heads = [_decibels(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True)]
-        whole = _decibels(signal.sum().item(), noise.sum().item())
+        heads = [decibels(s, n) for s, n in zip(signal.sqrt().tolist(), noise.sqrt().tolist(), strict=True)]
+        whole = decibels(signal.sum().sqrt().item(), noise.sum().sqrt().item())
         rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": _least(heads)})
         tick(f"{label} {method.name}")
     return rows

@@ -17,8 +17,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from qflash.baselines import get_method
+from qflash.bench.capture import capture_vision
+from qflash.bench.layer_calls import LayerCall
 from qflash.bench.metrics import exact_attention, sqnr
-from qflash.bench.real import LayerCall, capture_vision
 from qflash.evaluation import real_data
 
 SIDE = 224

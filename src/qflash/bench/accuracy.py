@@ -21,6 +21,8 @@ from ..baselines.method import FLOAT
 from . import console as bench_console
 from . import figures, records
 from . import problems as bench_problems
+from .capture import capture_digits
+from .layer_calls import LayerCall
 from .metrics import exact_attention, mse, sqnr
 from .paper_results import TABLE4
 from .workloads import WORKLOADS, add_outliers
@@ -40,17 +42,6 @@ FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """The arguments of one attention call: query, key, value ``(batch, heads, tokens, channels)``, mask and scale."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    scale: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """What one column of the table is measured on.
 
@@ -64,10 +55,10 @@ class Case:
     kind: str
     label: str
     batch: int | None
-    draw: Callable[[int], Sample]
+    draw: Callable[[int], LayerCall]
 
 
-def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> Sample:
+def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> LayerCall:
     uniform = "uniform" if kind == "paper" else "normal"
     inputs = bench_problems.make_inputs(problem, uniform, torch.float32, torch.device("cpu"), seed)
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -75,7 +66,7 @@ def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: 
         if query.shape[-1] < 8:
             raise ValueError(f"input outlier needs a head_dim of at least 8, got {query.shape[-1]}")
         add_outliers(query, key, value)
-    return Sample(query.to(dtype), key.to(dtype), value.to(dtype))
+    return LayerCall(query.to(dtype), key.to(dtype), value.to(dtype))
 
 
 def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], batch: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -85,40 +76,10 @@ def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], bat
         problems = bench_problems.make_problems((), given, (batch,))
     for problem in problems:
 
-        def draw(seed: int, problem: bench_problems.Problem = problem) -> Sample:
+        def draw(seed: int, problem: bench_problems.Problem = problem) -> LayerCall:
             return _draw(problem, kind, dtype, seed)
 
         yield Case(kind, problem.workload, problem.batch, draw)
-
-
-def capture(model_name: str, images: torch.Tensor) -> list[Sample]:
-    """Run a digits model in float32 and return the arguments of every attention call, in the order of its layers.
-
-    Args:
-        model_name: ``"vit"`` or ``"swin"``.
-        images: (batch, 1, 8, 8) in [0, 1].
-
-    Raises:
-        ImportError: timm is not installed.
-    """
-    from ..evaluation.digits import load_model
-    from ..integrations.patching import patch
-
-    found: list[Sample] = []
-
-    def record(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        found.append(Sample(query, key, value, attn_mask, scale))
-        return get_method("fp32").attention(query, key, value, attn_mask=attn_mask, scale=scale)
-
-    with torch.no_grad():
-        patch(load_model(model_name), attention=record)(images)
-    return found
 
 
 def _captured_cases(batch: int) -> Iterator[Case]:
@@ -126,15 +87,15 @@ def _captured_cases(batch: int) -> Iterator[Case]:
 
     images = load_digits_split()[2]
     for name in MODELS:
-        samples: dict[int, list[Sample]] = {}
+        samples: dict[int, list[LayerCall]] = {}
 
-        def draw(seed: int, layer: int, name: str = name, samples: dict[int, list[Sample]] = samples) -> Sample:
+        def draw(seed: int, layer: int, name: str = name, samples: dict[int, list[LayerCall]] = samples) -> LayerCall:
             if seed not in samples:
                 start = seed * batch % len(images)
-                samples[seed] = capture(name, torch.cat((images[start:], images[:start]))[:batch])
+                samples[seed] = capture_digits(name, torch.cat((images[start:], images[:start]))[:batch])
             return samples[seed][layer]
 
-        for layer in range(len(capture(name, images[:1]))):
+        for layer in range(len(capture_digits(name, images[:1]))):
             yield Case("captured", f"digits-{name} layer {layer}", batch, lambda seed, f=draw, n=layer: f(seed, n))  # type: ignore[misc]
 
 
@@ -181,14 +142,7 @@ def measure(
         values: dict[str, list[tuple[float, float]]] = {method.name: [] for method in methods}
         errors: dict[str, str] = {}
         for seed in range(seeds):
-            sample = case.draw(seed)
-            sample = Sample(
-                sample.query.to(device),
-                sample.key.to(device),
-                sample.value.to(device),
-                None if sample.attn_mask is None else sample.attn_mask.to(device),
-                sample.scale,
-            )
+            sample = case.draw(seed).to(device)
             wanted = exact_attention(sample.query, sample.key, sample.value, sample.attn_mask, sample.scale)
             for method in methods:
                 try:

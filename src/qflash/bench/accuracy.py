@@ -183,8 +183,8 @@ def make_cases(
         data: folder of the wheels that ``real`` needs; None to download them.
 
     Raises:
-        ValueError: an unknown input or workload, a bad shape, a batch below 1 or above the images there are, or a file
-            that does not hold what it must.
+        ValueError: an unknown input or workload, a bad shape, a batch below 1 or above the images there are, ``data``
+            without ``real``, two files of one name, or a file that does not hold what it must.
         ImportError: ``captured`` without timm or scikit-learn, ``real`` without onnx, timm or Pillow.
         OSError: a file cannot be read, or the wheels cannot be had.
     """
@@ -194,8 +194,14 @@ def make_cases(
             raise ValueError(f"workload must be A1 to A7 or all (long rows are --input long, or any --shape), got {name!r}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
+    kinds = list(dict.fromkeys(inputs))
+    if data is not None and "real" not in kinds:
+        raise ValueError(f"data is what input real reads, the inputs are {', '.join(kinds)}")
+    files = [pathlib.Path(kind).name for kind in kinds if kind.endswith(SUFFIX)]
+    if len(set(files)) < len(files):
+        raise ValueError(f"files of inputs must have different names, which tables show, got {', '.join(files)}")
     found: list[Case] = []
-    for kind in dict.fromkeys(inputs):
+    for kind in kinds:
         if kind == "captured":
             found += _captured_cases(batch)
         elif kind == "real":

@@ -1,6 +1,7 @@
-"""SQNR and MSE of every method on A2 and A7 with 8 images and on the other distributions; docs/baselines.md's tables.
+"""SQNR and MSE of every method: A2 and A7 with 8 images, other distributions, real activations; tables of README and docs.
 
-python benchmarks/accuracy.py measures, writes results/accuracy.json and .csv beside this script and the tables into the page.
+python benchmarks/accuracy.py measures, writes results/accuracy*.json and .csv beside this script and the tables into the
+pages. ``--real`` measures only what ``qflash accuracy --input real`` downloads, and the activations of the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from qflash.baselines import get_method
 from qflash.baselines.integer import make_scores, quantize_input
-from qflash.bench.accuracy import INPUTS, make_cases, run_accuracy
+from qflash.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
 from qflash.bench.metrics import exact_attention, sqnr
 from qflash.bench.records import environment, write_json
 from qflash.bench.workloads import get_workload, paper_inputs
@@ -30,7 +31,13 @@ import pages  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "baselines.md"
 README = HERE.parent / "README.md"
+EVALUATION = HERE.parent / "docs" / "evaluation.md"
+ACTIVATIONS = HERE.parent / "tests" / "activations.safetensors"
+DRAWN = tuple(kind for kind in INPUTS if kind != "real")
 SEEDS, I_VIT_SEEDS = 5, 20
+REAL_BATCH = 4
+"""Photos a call; the five seeds take all twenty."""
+PRESETS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")
 INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
 
 
@@ -121,41 +128,87 @@ def real_line() -> list[str]:
     )
 
 
+def layer_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lay out the layers of the pretrained network, means only."""
+    mine = [row for row in rows if row["input"] == "real"]
+    labels = list(dict.fromkeys(row["workload"] for row in mine))
+    names = [label.removeprefix("DINOv2-S layer ") for label in labels]
+    lines = [f"| SQNR, dB, in layer | {' | '.join(names)} | least | mean |", "|---|" + "---|" * (len(labels) + 2)]
+    for method in dict.fromkeys(row["method"] for row in mine):
+        found = [row for row in mine if row["method"] == method]
+        cells = [f"{row['sqnr_db']:.1f}" for row in found]
+        cells += [f"{choose(row['sqnr_db'] for row in found):.1f}" for choose in (min, statistics.fmean)]
+        lines.append(f"| {found[0]['title']} | {' | '.join(cells)} |")
+    return lines
+
+
+def activations_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lay out the tests' activations: a row a head, the presets and the paper's own arithmetic."""
+    mine = [row for row in rows if row["input"] == ACTIVATIONS.name]
+    titles = {row["method"]: row["title"].removeprefix("QFlash ") for row in mine}
+    lines = [f"| SQNR, dB | {' | '.join(titles[name] for name in PRESETS)} |", "|---|" + "---|" * len(PRESETS)]
+    for head in dict.fromkeys(row["workload"] for row in mine):
+        by_method = {row["method"]: row for row in mine if row["workload"] == head}
+        lines.append(f"| {head} | {' | '.join(cell(by_method[name], False) for name in PRESETS)} |")
+    return lines
+
+
 def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
+    """Return the lines between markers of the pages, by the markers' names."""
     rows = json.loads((HERE / "results" / "accuracy.json").read_text())["rows"]
+    real = json.loads((HERE / "results" / "accuracy_real.json").read_text())["rows"]
     return {
         "accuracy:paper": paper_table(rows),
         "accuracy:other": other_table(rows),
         "accuracy:i-vit": i_vit_table(),
         "accuracy:real": real_line(),
+        "accuracy:layers": layer_table(real),
+        "accuracy:activations": activations_table(real),
     }
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return ["accuracy.json", "accuracy_i_vit.json", "real_cpu.json"]
+    return ["accuracy.json", "accuracy_i_vit.json", "accuracy_real.json", "real_cpu.json"]
 
 
-def main() -> None:
+def measure(name: str, cases: list[Case]) -> None:
+    """Measure every method and keep ``NAME.json`` and ``NAME.csv``."""
     with tempfile.TemporaryDirectory() as folder:
-        run_accuracy(make_cases(INPUTS, ("A2", "A7"), batch=8), seeds=SEEDS, output=Path(folder))
+        run_accuracy(cases, seeds=SEEDS, output=Path(folder))
         for kind in ("json", "csv"):
-            shutil.copyfile(Path(folder) / f"accuracy.{kind}", HERE / "results" / f"accuracy.{kind}")
+            shutil.copyfile(Path(folder) / f"accuracy.{kind}", HERE / "results" / f"{name}.{kind}")
+
+
+def measure_drawn() -> None:
+    """Measure on what needs no download."""
+    measure("accuracy", make_cases(DRAWN, ("A2", "A7"), batch=8))
     write_json(HERE / "results" / "accuracy_i_vit.json", measure_i_vit())
-    write_pages()
+
+
+def measure_real(data: Path | None) -> None:
+    """Measure on the pretrained network's activations.
+
+    Args:
+        data: folder of the wheels; None to download them.
+    """
+    measure("accuracy_real", make_cases(("real", str(ACTIVATIONS)), batch=REAL_BATCH, data=data))
 
 
 def write_pages() -> None:
     """Put the tables between their markers."""
-    for page in (PAGE, README):
+    for page in (PAGE, README, EVALUATION):
         page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
-    if parser.parse_args().tables:
-        write_pages()
-    else:
-        main()
+    parser.add_argument("--real", action="store_true", help="measure real activations only")
+    parser.add_argument("--data", type=Path, help="folder of the wheels that real activations need; downloaded if left out")
+    arguments = parser.parse_args()
+    if not arguments.tables:
+        if not arguments.real:
+            measure_drawn()
+        measure_real(arguments.data)
+    write_pages()

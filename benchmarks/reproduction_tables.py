@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qflash.bench import paper_results
 from qflash.report.claims import RULES, SECTIONS, claims, counts
-from qflash.report.results import Found, gpu_rows, on_gpu, read_results, row_of_method
+from qflash.report.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -111,7 +111,9 @@ def energy() -> list[str]:
 
 def sqnr() -> list[str]:
     """Table 4: the paper's figure and ours, with the range over seeds."""
-    rows = {(row["workload"], row["method"]): row for row in found()["accuracy"][0]["rows"] if row["input"] == "paper"}
+    record = accuracy_record(found())
+    assert record is not None
+    rows = {(row["workload"], row["method"]): row for row in record["rows"] if row["input"] == "paper"}
     lines = ["| SQNR, dB | A2, paper | A2, here | A7, paper | A7, here |", "|---|---|---|---|---|"]
     for method in dict.fromkeys(name for _, name in paper_results.TABLE4):
         cells = []

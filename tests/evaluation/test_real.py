@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from qflash.baselines import METHODS, get_method
 from qflash.bench import real, real_tables
+from qflash.bench.layer_calls import LayerCall
 from qflash.bench.metrics import exact_attention, sqnr
 from qflash.cli import app
 from qflash.evaluation import probe, real_data, real_text_lines
@@ -280,7 +281,7 @@ def test_a_layer_is_measured_over_all_calls_and_counted_rows() -> None:
         query, key, value = (torch.randn(2, 3, tokens, 16, generator=generator) for _ in range(3))
         keep = torch.ones(2, tokens, dtype=torch.bool)
         keep[1, 5:] = False
-        calls.append(real.LayerCall(query, key, value, keep[:, None, None], 0.3, keep))
+        calls.append(LayerCall(query, key, value, keep[:, None, None], 0.3, keep))
     done: list[str] = []
     rows = {row["method"]: row for row in real.measure_layer(calls, methods(), done.append, "layer 0")}
     assert done == [f"layer 0 {name}" for name in NAMES]
@@ -296,7 +297,7 @@ def test_a_layer_is_measured_over_all_calls_and_counted_rows() -> None:
 
 def test_a_method_that_gives_nan_is_seen() -> None:
     x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
-    (row,) = real.measure_layer([real.LayerCall(x, x, x)], [broken_method()], lambda _: None, "")
+    (row,) = real.measure_layer([LayerCall(x, x, x)], [broken_method()], lambda _: None, "")
     assert math.isnan(row["sqnr_db"]) and math.isnan(row["worst_head_db"])
 
 

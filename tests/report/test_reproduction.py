@@ -185,6 +185,15 @@ def test_no_reading_needs_both_figures(results: Path) -> None:
     assert claim(found | {"accuracy": [record]}, text).mark == "agrees"
 
 
+def test_the_papers_inputs_come_first(results: Path) -> None:
+    """A newer result on other inputs does not hide those of the paper."""
+    (drawn,) = result_files.read_results([results])["accuracy"]
+    other = drawn | {"file": "real.json", "rows": [row | {"input": "real"} for row in drawn["rows"]]}
+    assert result_files.accuracy_record({"accuracy": [other, drawn]}) is drawn
+    assert result_files.accuracy_record({"accuracy": [other]}) is other
+    assert result_files.accuracy_record({}) is None
+
+
 def test_counts_are_of_the_papers_claims_alone(results: Path) -> None:
     """What the paper does not claim, for instance Top-1 of digits, is no claim here."""
     found = result_files.read_results([results])

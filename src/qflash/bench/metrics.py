@@ -28,8 +28,18 @@ def sqnr(reference: torch.Tensor, output: torch.Tensor) -> float:
         ValueError: the shapes differ.
     """
     exact, got = _pair(reference, output)
-    signal = torch.linalg.vector_norm(exact).item()
-    noise = torch.linalg.vector_norm(got - exact).item()
+    return decibels(torch.linalg.vector_norm(exact).item(), torch.linalg.vector_norm(got - exact).item())
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return ``20 log10(signal / noise)`` of two amplitudes.
+
+    Args:
+        signal, noise: norms, not their squares; not negative.
+
+    Returns:
+        infinity without noise, minus infinity with noise and no signal, NaN where either is not finite.
+    """
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0.0:

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from ..baselines import METHODS, Method, get_method
 from ..evaluation import probe, real_data, real_text_lines
 from ..evaluation.sentences import PARAGRAPHS, SENTENCES
 from ..evaluation.statistics import bootstrap_difference, mcnemar_exact, wilson_interval
-from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import console as bench_console
 from . import real_tables, records
-from .metrics import exact_attention, sqnr
+from .capture import Recorder, attending, capture_vision, exact_like
+from .layer_calls import LayerCall
+from .metrics import decibels, exact_attention, sqnr
 
 PARTS = ("vision", "text", "ocr", "fashion")
 REFERENCE = "fp32"
@@ -60,37 +61,12 @@ Row = dict[str, Any]
 # --- one layer ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerCall:
-    """The arguments of one attention call.
-
-    Attributes:
-        query, key, value: float (batch, heads, tokens, channels).
-        attn_mask: as :func:`qflash.attention` takes it, or None.
-        scale: factor of the scores.
-        rows: bool (batch, queries), which queries count; all if None.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    scale: float | None = None
-    rows: torch.Tensor | None = None
-
-
 def _energies(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of squares of each head, float64 (heads,)."""
     x = x.double().square().sum(-1)
     if rows is not None:
         x = x.masked_fill(~rows[:, None], 0.0)
     return x.sum((0, 2))
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if not (math.isfinite(signal) and math.isfinite(noise)):
-        return math.nan
-    return math.inf if noise == 0.0 else 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
 def _least(values: Sequence[float]) -> float:
@@ -118,72 +94,14 @@ def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: T
         for wanted, c in zip(exact, calls, strict=True):
             got = method.attention(c.query, c.key, c.value, attn_mask=c.attn_mask, scale=c.scale)
             noise += _energies(got.double() - wanted, c.rows)
-        heads = [_decibels(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True)]
-        whole = _decibels(signal.sum().item(), noise.sum().item())
+        heads = [decibels(s, n) for s, n in zip(signal.sqrt().tolist(), noise.sqrt().tolist(), strict=True)]
+        whole = decibels(signal.sum().sqrt().item(), noise.sum().sqrt().item())
         rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": _least(heads)})
         tick(f"{label} {method.name}")
     return rows
 
 
-def _exact_like(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    return exact_attention(query, key, value, attn_mask, scale).to(value.dtype)
-
-
-class _Recorder:
-    """Attends in float64 and keeps the arguments of every call."""
-
-    def __init__(self) -> None:
-        self.calls: list[LayerCall] = []
-        self.rows: torch.Tensor | None = None
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        self.calls.append(LayerCall(query, key, value, attn_mask, scale, self.rows))
-        return _exact_like(query, key, value, attn_mask, scale)
-
-
-@contextlib.contextmanager
-def _attending(network: nn.Module, attention: Callable[..., torch.Tensor]) -> Iterator[None]:
-    try:
-        patch(network, attention=attention)
-        yield
-    finally:
-        unpatch(network)
-
-
 # --- photos -------------------------------------------------------------------------------------------------
-
-
-def capture_vision(network: nn.Module, images: torch.Tensor, batch: int) -> tuple[list[list[LayerCall]], torch.Tensor]:
-    """Run a timm network with float64 attention.
-
-    Args:
-        network: has ``forward_features``.
-        images: (count, 3, height, width).
-        batch: images a call.
-
-    Returns:
-        the calls of each layer, in the order of the layers, and the features of all tokens (count, tokens, channels).
-    """
-    recorder, found, layers = _Recorder(), [], []
-    with _attending(network, recorder):
-        for part in images.split(batch):
-            found.append(network.forward_features(part))  # type: ignore[operator]
-            layers.append(recorder.calls)
-            recorder.calls = []
-    return [list(calls) for calls in zip(*layers, strict=True)], torch.cat(found)
 
 
 def measure_vision(
@@ -220,7 +138,7 @@ def measure_vision(
     del layers
     whole = []
     for method in methods:
-        with _attending(network, method.attention):
+        with attending(network, method.attention):
             got = torch.cat([network.forward_features(part) for part in images.split(batch)])  # type: ignore[operator]
         row = _summary(name, method, rows, exact[:, 0], got[:, 0])
         if decoder is not None and marks is not None:
@@ -261,7 +179,7 @@ class _Registered:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self.attention: Callable[..., torch.Tensor] = _exact_like
+        self.attention: Callable[..., torch.Tensor] = exact_like
         ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, self)
         # without one the network would attend to its padding
         ALL_MASK_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -305,8 +223,7 @@ def measure_text(
     layers = []
     exact_parts = []
     for part_ids, part_mask in parts:
-        recorder = _Recorder()
-        recorder.rows = part_mask.bool()
+        recorder = Recorder(rows=part_mask.bool())
         registered.attention = recorder
         exact_parts.append(model.embed(part_ids, part_mask))
         layers.append(recorder.calls)
@@ -369,7 +286,7 @@ def measure_lines(
 
     layers, exact_parts = [], []
     for image in images:
-        recorder = _Recorder()
+        recorder = Recorder()
         exact_parts.append(reader.scores(image, attending(recorder)))
         layers.append(recorder.calls)
     exact = torch.cat(exact_parts)
@@ -427,7 +344,7 @@ def compute_features(
         float32 (count, channels) on the device.
     """
     found = []
-    with _attending(network, method.attention):
+    with attending(network, method.attention):
         for part in images.split(settings.batch):
             grey = part.to(settings.device)[:, None].float() / 255.0
             large = nn.functional.interpolate(grey, size=(settings.side,) * 2, mode="bilinear", align_corners=False)

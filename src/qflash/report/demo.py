@@ -24,7 +24,7 @@ from torch import nn
 
 from ..api import attention, int8_attention, quantize
 from ..backends import resolve_backend
-from ..bench.accuracy import capture
+from ..bench.capture import capture_digits
 from ..bench.figures import colour_of
 from ..bench.metrics import mse, sqnr
 from ..bench.workloads import WORKLOADS, Workload, paper_inputs
@@ -205,7 +205,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
     model = model.to(device)
     patch(model)
     integer = predict_logits(model, few.to(device), _BATCH).argmax(1).cpu()
-    last = capture("vit", few)[-1]
+    last = capture_digits("vit", few)[-1]
     query, key = last.query[:, :, :1], last.key
     factor = query.shape[-1] ** -0.5 if last.scale is None else last.scale
     wanted = torch.softmax(query.double() @ key.double().mT * factor, dim=-1)

@@ -26,7 +26,7 @@ from ..optional_packages import require_packages
 from .claims import FP16, RULES, SECTIONS, Claim, claims, counts
 from .html import anchor, contents, document, folded, heading, plot, table
 from .plots import ratio_dots, sqnr_dots
-from .results import Found, gpu_rows, on_gpu, read_results, row_of_method, where_of
+from .results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method, where_of
 
 _EVALUATE_IMAGES = 64
 
@@ -289,11 +289,10 @@ def _accuracy_section(found: Found) -> Iterator[str]:
         "Against float64 attention, mean over seeds; in brackets and as crosses the paper's figure (batch 8). Bars are the "
         "range over the seeds; round: integer-only softmax.",
     )
-    records = found.get("accuracy", [])
-    if not records:
+    record = accuracy_record(found)
+    if record is None:
         yield _missing("qflash accuracy --output FOLDER.")
         return
-    record = records[0]
     yield f"<p>{html.escape(where_of(record))}.</p>"
     quantised = [row for row in record["rows"] if METHODS[row["method"]].query_granularity != FLOAT]
     drawn = [row for row in quantised if row["input"] == "paper" and row["batch"] == 8]

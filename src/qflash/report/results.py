@@ -90,6 +90,13 @@ def row_of_method(rows: Sequence[Record], method: str, **wanted: Any) -> Record 
     return None
 
 
+def accuracy_record(found: Found) -> Record | None:
+    """Return the newest result of ``qflash accuracy``, of those on the paper's inputs if there are any."""
+    records = found.get("accuracy", [])
+    paper = [record for record in records if any(row["input"] == "paper" for row in record["rows"])]
+    return next(iter(paper or records), None)
+
+
 def gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
     """Return the rows of a kind's newest GPU results (older files fill what newer ones lack), and the newest record."""
     records = [record for record in found.get(kind, []) if on_gpu(record)]

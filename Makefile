@@ -7,6 +7,7 @@
 PYTHON ?= python3
 WORKERS ?= auto
 ARGS ?=
+TIMES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
 FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
 
-.PHONY: help setup demo test test-all test-floor sanitize lint format verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor fuzz sanitize lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
 	@echo "make test-all         with the slow cases of every day, an hour; make test runs a sixth of them, another every day"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
+	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"
 	@echo "make lint             ruff check, ruff format --check, mypy"
 	@echo "make format           ruff format"
@@ -74,6 +76,9 @@ build/floor: pyproject.toml Makefile
 test-floor: build/floor
 	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/core/test_api.py tests/core/test_compile.py \
 		tests/core/test_defaults.py tests/integrations/test_transformers.py tests/integrations/test_timm.py tests/core/test_cli.py)
+
+fuzz: $(READY)
+	QFLASH_FUZZ=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz $(ARGS)
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize_cpu.py $(ARGS)

@@ -1,0 +1,78 @@
+"""The ranges that the specification requires of its integers are the documented ones: a wider one would hide an overflow."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+import qflash
+from helpers import make_inputs
+from qflash import quantization, reference
+from qflash.attention_call import int8_call
+from qflash.fixed_point import Checker
+from qflash.network import operators as op
+from qflash.recipe import Recipe
+
+UNSIGNED_31, SIGNED_32 = (0, 2**31 - 1), (-(2**31), 2**31 - 1)
+
+
+class Recorder(Checker):
+    """Notes the ranges that are required, and requires them."""
+
+    ranges: ClassVar[dict[str, tuple[int, int]]] = {}
+
+    def __call__(self, name: str, x: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        self.ranges[name] = low, high
+        return super().__call__(name, x, low, high)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    monkeypatch.setattr(Recorder, "ranges", {})
+    monkeypatch.setattr(reference, "Checker", Recorder)
+    return Recorder.ranges
+
+
+SUMS = {"S": (-(2**14) * 16, 2**14 * 16), "t": UNSIGNED_31}
+ATTENTION = {
+    "default": {
+        **SUMS, "w": (0, 256 * 128 - 65), "l": (0, 2**24 - 1), "L": UNSIGNED_31, "L or l": UNSIGNED_31, "O": SIGNED_32,
+        "8 times the sum of V": (-(2**30), 2**30 - 1), "twice the mean of V": (-256, 256),
+        "O with the missing mass": SIGNED_32,
+    },
+    "accurate": {
+        **SUMS, "y": (-(2**30), 2**30), "P": (0, 2**15 - 1), "l": UNSIGNED_31, "O": (-(2**38), 2**38 - 1),
+    },
+    "paper": {**SUMS, "P": (0, 127), "l": (0, 2**24 - 1), "O": SIGNED_32},
+}  # fmt: skip
+"""For 16 channels and rows of one section; docs/algorithm.md, overflow."""
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, ranges: dict[str, tuple[int, int]]) -> None:
+    recipe: Recipe = qflash.recipe.PRESETS[name]
+    grains = recipe.query_granularity, recipe.key_granularity, recipe.value_granularity
+    tensors = [qflash.quantize(x, grain) for x, grain in zip(make_inputs(1, 1, 5, 70, 16), grains, strict=True)]
+    parts = [part for x in tensors for part in (x.values, x.scale.view((1,) * (4 - x.scale.dim()) + x.scale.shape))]
+    for mask in (None, quantization.bias_to_fixed(torch.zeros(1, 1, 1, 70))):
+        call = int8_call(*parts, mask, False, 0.25, None, torch.float32, recipe)
+        reference.int8_attention(call, checked=True)
+    assert ranges == {**ATTENTION[name], "z": (-(2**30) + 1, 2**30 - 1)}
+
+
+def test_networks(ranges: dict[str, tuple[int, int]]) -> None:
+    check, ones = Recorder(True), torch.ones(3, dtype=torch.int32)
+    int8 = torch.ones(3, 3, dtype=torch.int8)
+    op.rescale(op.integer_matmul(int8, int8), 9, ones, ones, check)
+    x = torch.arange(-300, 300, 200, dtype=torch.int16)
+    op.gelu_int8(x.to(torch.int64), ones, ones, 3, check)
+    op.layer_norm(x[None], 1, ones, ones, 3, torch.int8, check)
+    assert ranges == {
+        "(acc << left) + b": SIGNED_32, "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18976),
+        "GELU: h": (0, 18588), "GELU: g M + B": SIGNED_32,
+        "sum of h": (-(2**27), 2**27), "C sum h^2 - S^2 + E": (0, 2**55 - 1), "x": (2**29 - 64, 2**30 - 1),
+        "d": (-(2**28), 2**28 - 1), "d << (8 - k)": SIGNED_32, "N": (-(2**26), 2**26),
+        "mulhi(N << 4, G) + B": SIGNED_32,
+    }  # fmt: skip

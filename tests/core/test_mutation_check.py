@@ -1,0 +1,57 @@
+"""The mutation check changes what it should, and its explanations are of changes that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from helpers import load_script
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "mutation_check.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="only the repository has the script")
+
+
+@pytest.fixture(scope="module")
+def mutation_check() -> ModuleType:
+    return load_script(SCRIPT)
+
+
+PYTHON = '''
+def f(x: Annotated[int, 3], n: int = 4) -> int:
+    """Adds 1."""
+    y = (x << 2) if x.shape[-1] > n else x.round()
+    raise ValueError(f"{x + 1}")
+'''
+CHANGED_PYTHON = [
+    "    y = (x >> 2) if x.shape[-1] > n else x.round()",
+    "    y = (x << 3) if x.shape[-1] > n else x.round()",
+    "    y = (x << 2) if x.shape[-1] >= n else x.round()",
+    "    y = (x << 2) if x.shape[-1] > n else x.floor()",
+]
+C = """
+#include <a8.h>
+/* 1 + 2 */
+int8_t x = (a + 0x0F) >> 2u; // 3
+"""
+CHANGED_C = [
+    "int8_t x = (a - 0x0F) >> 2u; // 3",
+    "int8_t x = (a + 16) >> 2u; // 3",
+    "int8_t x = (a + 0x0F) << 2u; // 3",
+    "int8_t x = (a + 0x0F) >> 3u; // 3",
+]
+
+
+@pytest.mark.parametrize(("language", "source", "expected"), [("python", PYTHON, CHANGED_PYTHON), ("c", C, CHANGED_C)])
+def test_changes(mutation_check: ModuleType, language: str, source: str, expected: list[str]) -> None:
+    changed = []
+    for start, end, new in getattr(mutation_check, f"mutate_{language}")(source):
+        lines = (source[:start] + new + source[end:]).splitlines()
+        changed += [line for line, before in zip(lines, source.splitlines(), strict=True) if line != before]
+    assert sorted(changed) == sorted(expected)
+
+
+def test_explanations_are_of_changes_that_exist(mutation_check: ModuleType) -> None:
+    reasons = mutation_check.read_explanations()
+    assert all(len(reason) > 20 for reason in reasons.values())

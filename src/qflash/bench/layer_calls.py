@@ -59,7 +59,7 @@ def write_calls(path: Path, calls: Mapping[str, LayerCall], metadata: Mapping[st
         for part in _PARTS:
             x = getattr(call, part)
             if x is not None:
-                x = torch.tensor(x, dtype=torch.float64) if part == "scale" else x
+                x = torch.tensor(x, dtype=torch.float64, device="cpu") if part == "scale" else x
                 tensors[f"{label}.{part}"] = x.detach().cpu().contiguous()
     save_file(tensors, path, dict(metadata or {}))
 

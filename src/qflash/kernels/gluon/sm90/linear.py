@@ -13,7 +13,7 @@ bytes. The matrix of weights is described with five dimensions for that, and sta
 
 *Epilogue.* Measured on an H100, epilogues cost what they have in instructions: they hardly run beside products, whatever
 shares a processor. The likely reason is that an int8 product of 64 by 128 by 32 rewrites its accumulators every 64 cycles,
-which leaves the registers little time. :func:`_gelu` therefore has fewer instructions than
+which leaves the registers little time. :func:`_gelu` therefore clamps in fewer instructions than
 :func:`.common.network_ops.gelu`, and saturation packs two or four numbers an instruction.
 """
 
@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...common.network_ops import GELU_CONSTANTS, GELU_END, GELU_LIMIT
+from ...common.network_ops import GELU_END, GELU_LIMIT, gelu_tail
 from ..ptx_ops import barrier
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -34,8 +34,6 @@ RESCALED = gl.constexpr("{.reg .s32 t; mad.lo.s32 t, $1, $2, $3; mul.hi.s32 $0, 
 RELU = gl.constexpr("min.relu.s32 $0, $1, $2;")
 # max(end - abs(x), 0), the smaller of end - x and end + x
 REST = gl.constexpr("{.reg .s32 s, t; sub.s32 s, $2, $1; add.s32 t, $1, $2; min.relu.s32 $0, t, s;}")
-# 4 x + y in one instruction, which compilers make two of
-FOUR_TIMES = gl.constexpr("mad.lo.s32 $0, $1, 4, $2;")
 PACK_INT8 = gl.constexpr("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, $4, $3, 0; cvt.pack.sat.s8.s32.b32 $0, $2, $1, t;}")
 PACK_INT16 = gl.constexpr("cvt.pack.sat.s16.s32 $0, $2, $1;")
 
@@ -71,12 +69,7 @@ def _in_order(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
 def _gelu(u):
     """:func:`.common.network_ops.gelu`."""
     rest = gl.inline_asm_elementwise(REST, "=r,r,r", [u, GELU_END], gl.int32, True, 1)
-    square = (rest * rest) >> 9
-    first = (square * (GELU_CONSTANTS[0] - GELU_CONSTANTS[1] * rest)) >> 15
-    second = GELU_CONSTANTS[2] - GELU_CONSTANTS[3] * rest
-    second = gl.inline_asm_elementwise(FOUR_TIMES, "=r,r,r", [first, second], gl.int32, True, 1)
-    tail = (first * second + (1 << 19)) >> 20
-    return gl.inline_asm_elementwise(RELU, "=r,r,r", [u, GELU_LIMIT], gl.int32, True, 1) - tail
+    return gl.inline_asm_elementwise(RELU, "=r,r,r", [u, GELU_LIMIT], gl.int32, True, 1) - gelu_tail(rest)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ the interpreter and the GPU draw from the same distribution of cases.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -15,7 +16,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def eviction_policy(case: int) -> str:
     """What the rules say of tensors that the L2 does not hold, for every other pair of cases, whose tensors it does."""
     return "evict_first" if case % 4 > 1 else ""
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have tensors made without a dtype be of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

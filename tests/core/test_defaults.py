@@ -11,22 +11,12 @@ import timm
 import torch
 
 import qflash
-from helpers import DEVICE, make_inputs, same_bits
+from helpers import DEVICE, default_dtype, make_inputs, same_bits
 from qflash.integrations.swin_bias import window_bias
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64)
 BACKENDS = ("reference", "cpu", "triton")
 GRANULARITIES = ("tensor", "head", "token", "channel")
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -41,7 +31,7 @@ def _default_device(name: str) -> Iterator[None]:
 
 
 DEFAULTS = {
-    **{str(dtype).removeprefix("torch."): lambda dtype=dtype: _default_dtype(dtype) for dtype in DTYPES},
+    **{str(dtype).removeprefix("torch."): lambda dtype=dtype: default_dtype(dtype) for dtype in DTYPES},
     "default device meta": lambda: _default_device("meta"),
     "device context meta": lambda: torch.device("meta"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import qflash
 from fuzz import examples
 from fuzz.calls import KINDS, Call, IntegerCall, calls, integer_calls, recipes
-from helpers import same_bits
+from helpers import default_dtype, same_bits
 from qflash import reference
 from qflash.attention_call import int8_call
 from qflash.backends import cpu_missing
@@ -156,16 +155,6 @@ def test_memory_does_not_count(call: Call) -> None:
     before = [None if x is None else x.clone() for x in tensors]
     assert same_bits(call.run("auto", copies), call.run("auto", tensors))
     assert all(x is None or same_bits(x, y) for x, y in zip(tensors, before, strict=True))
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def threads(count: int) -> contextlib.AbstractContextManager[object]:

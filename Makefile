@@ -58,13 +58,11 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/qflash demo --output qflash-report $(ARGS)
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/kernels/test_gluon_on_ptx.py)
-
-test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --all $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --all tests/kernels/test_gluon_on_ptx.py)
+test-all: EVERY := --all
+test test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(EVERY) $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(EVERY) \
+		tests/kernels/test_gluon_on_ptx.py)
 
 build/floor: pyproject.toml Makefile
 	rm -rf $@

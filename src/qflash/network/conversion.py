@@ -100,6 +100,11 @@ SPREADS = {
 """By the layer; measured on DINOv2-S (docs/integer_network.md). The head sees one token an image: a range of few samples."""
 
 
+def _on_grid(weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a linear layer's weights of inputs on a grid, and what is added to their product: ``scaled q + whole``."""
+    return weight * grid.step, weight @ grid.middle + (0 if bias is None else bias)
+
+
 def quantize_linear(
     module: Linear,
     weight: torch.Tensor,
@@ -124,8 +129,8 @@ def quantize_linear(
     Raises:
         ValueError: no R brings the sums to the outputs' unit; the network's scales are degenerate.
     """
-    scaled = weight * grid.step
-    whole = weight @ grid.middle + (0 if bias is None else bias) - middle
+    scaled, whole = _on_grid(weight, bias, grid)
+    whole = whole - middle
     ratio = torch.maximum(scaled.abs().amax(dim=1) / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
     centred = (mean - grid.middle) / grid.step
     for left in range(_left_of(ratio), -1, -1):
@@ -453,10 +458,9 @@ def to_int16(x: torch.Tensor, unit: float) -> torch.Tensor:
 def _convert_head(network: Any, layer: Any, grid: Grid, mean: torch.Tensor) -> None:
     """Fill the last layer in: logits share a unit, the coarsest sum's or down to a 256th of it, as far as 32 bits go."""
     weight, bias = parameters_of(layer)
-    scaled = (weight * grid.step).abs()
-    unit = (scaled.amax(dim=1) / 127).clamp(min=1e-30)
-    whole = weight @ grid.middle + (0 if bias is None else bias)
-    room = 31 - math.frexp(float(((128 * scaled.sum(dim=1) + whole.abs()) / unit).max()))[1]
+    scaled, whole = _on_grid(weight, bias, grid)
+    unit = (scaled.abs().amax(dim=1) / 127).clamp(min=1e-30)
+    room = 31 - math.frexp(float(((128 * scaled.abs().sum(dim=1) + whole.abs()) / unit).max()))[1]
     network.output_scale = float(unit.max()) / 2.0 ** max(0, min(8, room - 3))
     quantize_linear(network.head, weight, bias, grid, mean, network.output_scale)
 

@@ -10,7 +10,7 @@ Bounds, with K the inputs of a linear layer, C the channels of a normalisation, 
 quantity                    bound                      why
 ==========================  =========================  =====================================================
 acc = x W                   ``< 2**31``                128 * 128 K
-A = (acc << left) + b       ``< 2**31``                128 sum |W| of every row, looked at when it is made
+A = (acc << left) + b       ``< 2**31``                128 sum |W| and |b| of every row, looked at when it is made
 mulhi(A, R)                 ``< 2**30``                R < 2**31
 GELU: r                     ``[0, 4096]``              clamped
 GELU: every product         ``< 2**31``                2**24; 2**15 * 59898; 18976 * 18588

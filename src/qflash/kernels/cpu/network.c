@@ -4,7 +4,7 @@
  * panels where there are few rows:
  *
  *     1. a block of its rows becomes operands, which stay in the cache               a         up to BLOCK_BYTES
- *     2. per panel and tile of ROWS rows: sums                                      sums      ROWS x WIDTH int32
+ *     2. per panel and tile of ROWS rows: sums                                       sums      ROWS x WIDTH int32
  *     3. per row of the tile: another unit, residual or GELU, saturation             out
  *
  * Compiled on first use by cpu/launch.py.

@@ -277,7 +277,7 @@ def measure_lines(
         are read right (but for spaces around them) and how many as with float64 attention.
     """
 
-    def attending(function: Callable[..., torch.Tensor]) -> list[real_text_lines.Attend]:
+    def each_cut(function: Callable[..., torch.Tensor]) -> list[real_text_lines.Attend]:
         # the query holds the factor of the scores
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return function(*(x.to(device) for x in (query, key, value)), scale=1.0).cpu()
@@ -287,7 +287,7 @@ def measure_lines(
     layers, exact_parts = [], []
     for image in images:
         recorder = Recorder()
-        exact_parts.append(reader.scores(image, attending(recorder)))
+        exact_parts.append(reader.scores(image, each_cut(recorder)))
         layers.append(recorder.calls)
     exact = torch.cat(exact_parts)
     theirs = [reader.text(scores).strip() for scores in exact_parts]
@@ -297,7 +297,7 @@ def measure_lines(
         rows += [{"network": LINE_NETWORK, "layer": index} | row for row in found]
     whole = []
     for method in methods:
-        parts = [reader.scores(image, attending(method.attention)) for image in images]
+        parts = [reader.scores(image, each_cut(method.attention)) for image in images]
         row = _summary(LINE_NETWORK, method, rows, exact, torch.cat(parts))
         read = [reader.text(scores).strip() for scores in parts]
         row["samples"] = len(images)

@@ -23,8 +23,8 @@ import qflash
 from qflash import fixed_point as fp
 from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network import operators as op
-from qflash.network.models import SwinTransformer, VisionTransformer, patches
-from qflash.network.modules import Block, Mean, Merge, WindowBlock
+from qflash.network.models import SwinTransformer, VisionTransformer
+from qflash.network.modules import Block, Mean, Merge
 from qflash.network.storage import network_from_header, network_header
 from qflash.quantization import QuantizedTensor
 from qflash.recipe import PRESETS
@@ -158,7 +158,7 @@ def _attention(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Ten
 def _linear(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     out = torch.ops.qflash.int8_linear(
         inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"],
-        inputs.get("residual"), DTYPES[parameters["output"]], backend,
+        inputs.get("residual"), None, DTYPES[parameters["output"]], backend,
     )  # fmt: skip
     return {"output": out}
 
@@ -173,7 +173,7 @@ def _linear_gelu(parameters: dict[str, Any], inputs: Tensors, backend: str) -> T
 
 def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     out = torch.ops.qflash.integer_layer_norm(
-        inputs["h"], parameters["epsilon"], inputs["gain"], inputs["offset"], parameters["shift"],
+        inputs["h"], parameters["epsilon"], inputs["gain"], inputs["offset"], parameters["shift"], None,
         DTYPES[parameters["output"]], backend,
     )  # fmt: skip
     return {"output": out}
@@ -187,15 +187,18 @@ def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors
 
 
 def _patches(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
-    return {"output": patches(inputs["images"], tuple(parameters["patch_size"])).flatten(1, 2)}
+    return {"output": op.patches(inputs["images"], tuple(parameters["patch_size"]))}
 
 
 def _windows(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     x = inputs["x"]
     grid, window, shift = (tuple(parameters[name]) for name in ("grid", "window", "shift"))
-    block = WindowBlock(grid, window, shift, x.shape[-1], 1, x.shape[-1], x.shape[-1], 1.0, qflash.DEFAULT)
-    windows = block.partition(x)
-    return {"windows": windows.contiguous(), "joined": block.reverse(windows).contiguous()}
+    order = op.window_order(grid, window, shift)
+    moved = op.gather_tokens(x, order)
+    return {
+        "windows": moved.view(-1, window[0] * window[1], x.shape[-1]),
+        "joined": op.scatter_tokens(moved, order.flatten()),
+    }
 
 
 def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:

@@ -536,9 +536,17 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     x, weight = q.values[0, 0], k.values[0, 0]
     bias, ratio = (torch.full((12,), number, dtype=torch.int32, device=device) for number in (77, 1 << 29))
     stream = torch.full((9, 12), -300, dtype=torch.int16, device=device)
-    samples["int8_linear"] = (x, weight, bias, ratio, 1, stream, torch.int16, backend)
+    samples["int8_linear"] = (x, weight, bias, ratio, 1, stream, None, torch.int16, backend)
     samples["int8_linear_gelu"] = (x, weight, bias, ratio, 1, bias, bias, 8, backend)
-    samples["integer_layer_norm"] = (stream, 5, ratio, bias, 17, torch.int8, backend)
+    samples["integer_layer_norm"] = (stream, 5, ratio, bias, 17, None, torch.int8, backend)
+    order = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    tokens = x.view(3, 3, 16), weight, bias, ratio, 1, stream.view(3, 3, 12), order
+    samples["int8_linear to other places"] = (*tokens, torch.int16, backend)
+    joined = (stream[:, :6].reshape(3, 3, 6), 5, ratio, bias, 17, order.view(3, 1).expand(3, 2), torch.int8, backend)
+    samples["integer_layer_norm of joined tokens"] = joined
+    images = torch.arange(2 * 16, dtype=torch.uint8, device=device).view(2, 1, 4, 4)
+    places = images, (4, 4), weight, bias, ratio, 1, stream[None, :1], stream[None, :2], backend
+    samples["patch_embedding"] = places
     return samples
 
 

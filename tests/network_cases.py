@@ -58,7 +58,13 @@ class Layer:
     def check_bounds(self) -> None:
         """Run the specification with its bounds looked at."""
         if self.name == "integer_layer_norm":
-            op.layer_norm(*self.arguments, CHECK)
+            h, epsilon, gain, offset, shift, gather, dtype = self.arguments
+            h = h if gather is None else op.gather_tokens(h, gather)
+            op.layer_norm(h, epsilon, gain, offset, shift, dtype, CHECK)
+            return
+        if self.name == "patch_embedding":
+            images, size, weight, bias, multiplier, left, *_ = self.arguments
+            op.rescale(op.integer_matmul(op.patches(images, size), weight), left, bias, multiplier, CHECK)
             return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
@@ -113,7 +119,7 @@ def linear(
         if chance.random() < 0.3:
             residual = torch.where(residual > 0, 32767, -32768).to(torch.int16)
         residual = spread_out(residual, chance.choice(LAYOUTS))
-    return Layer("int8_linear", (*constants, residual, dtype))
+    return Layer("int8_linear", (*constants, residual, None, dtype))
 
 
 KINDS = ("int8", "int16", "int32", "residual", "gelu")
@@ -154,9 +160,64 @@ def draw_layer_norm(number: int, channels: int | None = None, rows: int = 13) ->
     if chance.random() < 0.7:
         offset = offset >> 8
     shift = chance.choice((1, 31, chance.randint(8, 28)))
-    return Layer(
-        "integer_layer_norm", (spread_out(h, chance.choice(LAYOUTS)), epsilon, gain, offset, shift, DTYPES[number % 3])
+    h, dtype = spread_out(h, chance.choice(LAYOUTS)), DTYPES[number % 3]
+    return Layer("integer_layer_norm", (h, epsilon, gain, offset, shift, None, dtype))
+
+
+def shuffled(tokens: int, chance: random.Random) -> torch.Tensor:
+    """Return the numbers of tokens in random order, int32."""
+    return torch.tensor(chance.sample(range(tokens), tokens), dtype=torch.int32)
+
+
+def draw_joined_norm(number: int, width: int | None = None) -> Layer:
+    """Return a random normalisation of rows that are joined of one to five tokens."""
+    chance = random.Random(number)
+    images, tokens, pieces = (
+        chance.randint(0 if number % 8 == 0 else 1, 3),
+        chance.randint(1, 20),
+        chance.choice((1, 1, 2, 4, 5)),
     )
+    width = width or chance.choice((1, chance.randint(1, 40), 32 * chance.randint(1, 7)))
+    one = draw_layer_norm(number, width * pieces).arguments
+    h = integers(-3000, 3000, (images, tokens, width), torch.int16, chance)
+    shape = chance.randint(1, 25), pieces
+    gather = integers(0, tokens, shape, torch.int32, chance)
+    if pieces == 1 and number % 2:
+        gather = shuffled(tokens, chance)[:, None]
+    gather = spread_out(gather, chance.choice(LAYOUTS))
+    return Layer("integer_layer_norm", (spread_out(h, chance.choice(LAYOUTS)), *one[1:5], gather, one[6]))
+
+
+def draw_scattered_linear(number: int) -> Layer:
+    """Return a random linear layer, with a residual or without, whose tokens go to other places."""
+    chance = random.Random(number)
+    shape = chance.randint(0 if number % 8 == 0 else 1, 3), chance.randint(1, 40), 16 * chance.randint(1, 9)
+    outputs = chance.choice((chance.randint(1, 90), 32 * chance.randint(1, 4)))
+    x = integers(-128, 128, shape, torch.int8, chance)
+    weight = integers(-128, 128, (outputs, shape[2]), torch.int8, chance)
+    layer = linear(x, weight, ("residual", "int8", "residual", "int16", "int32")[number % 5], chance).arguments
+    return Layer("int8_linear", (*layer[:6], spread_out(shuffled(shape[1], chance), chance.choice(LAYOUTS)), layer[7]))
+
+
+def draw_embedding(number: int) -> Layer:
+    """Return a random patch embedding, with and without positions and prefix tokens."""
+    chance = random.Random(number)
+    size = chance.choice(((1, 1), (2, 3), (4, 4), (7, 7), (16, 16), (14, 14)))
+    shape = chance.randint(0 if number % 8 == 0 else 1, 3), chance.choice((1, 3, 5)), *(chance.randint(1, 3) * s for s in size)
+    images = spread_out(integers(0, 256, shape, torch.uint8, chance), chance.choice(LAYOUTS))
+    outputs, inputs = chance.choice((chance.randint(1, 90), 32 * chance.randint(1, 4))), shape[1] * size[0] * size[1]
+    patches = (shape[2] // size[0]) * (shape[3] // size[1])
+    weight = integers(-128, 128, (outputs, inputs), torch.int8, chance)
+    constants = linear(integers(0, 1, (1, inputs), torch.int8, chance), weight, "residual", chance).arguments[1:5]
+    position, prefix = (
+        integers(-32768, 32768, (1, tokens, outputs), torch.int16, chance) if chance.random() < 0.7 else None
+        for tokens in (patches, chance.choice((0, 1, 3)))
+    )  # fmt: skip
+    return Layer("patch_embedding", (images, size, *constants, position, prefix))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding)
+"""Draws of layers that take tokens from other places, or bring them there."""
 
 
 def extremes() -> list[Layer]:

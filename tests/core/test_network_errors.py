@@ -18,15 +18,22 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 LINEAR: dict[str, Any] = {
     "x": ints(3, 8, dtype=torch.int8), "weight": ints(5, 8, dtype=torch.int8), "bias": ints(5), "multiplier": ints(5),
-    "left": 1, "residual": None, "out_dtype": torch.int16,
+    "left": 1, "residual": None, "scatter": None, "out_dtype": torch.int16,
 }  # fmt: skip
-GELU = {name: x for name, x in LINEAR.items() if name not in ("residual", "out_dtype")} | {
+GELU = {name: x for name, x in LINEAR.items() if name not in ("residual", "scatter", "out_dtype")} | {
     "gelu_multiplier": ints(5), "gelu_offset": ints(5), "gelu_shift": 3,
 }  # fmt: skip
 NORM: dict[str, Any] = {
-    "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "out_dtype": torch.int8,
+    "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "gather": None,
+    "out_dtype": torch.int8,
 }  # fmt: skip
 CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "integer_layer_norm": NORM}
+TOKENS = ints(2, 3, 8, dtype=torch.int8)
+EMBEDDING: dict[str, Any] = {
+    "images": ints(2, 2, 4, 6, dtype=torch.uint8), "patch_size": (2, 2), "weight": ints(5, 8, dtype=torch.int8),
+    "bias": ints(5), "multiplier": ints(5), "left": 1, "position": ints(1, 6, 5, dtype=torch.int16),
+    "prefix": ints(1, 2, 5, dtype=torch.int16),
+}  # fmt: skip
 
 WRONG = [
     ("int8_linear", "x", ints(3, 8), TypeError, "x must be int8, got int32"),
@@ -53,7 +60,38 @@ WRONG = [
     ("integer_layer_norm", "epsilon", (1 << 53) + 1, ValueError, "epsilon must be 0 to 9007199254740992"),
     ("integer_layer_norm", "shift", 32, ValueError, "shift must be 1 to 31, got 32"),
     ("integer_layer_norm", "out_dtype", torch.uint8, TypeError, "out_dtype must be int8, int16 or int32, got uint8"),
+    ("int8_linear", "scatter", ints(3), ValueError, r"scatter must hold a place for every token of x.*\(3,\) for \(3, 8\)"),
+    ("integer_layer_norm", "gather", ints(3, 1), ValueError, r"gather must be .new tokens, pieces.*\(3, 1\) for \(3, 8\)"),
+    ("patch_embedding", "images", ints(2, 2, 4, 6), TypeError, "images must be uint8, got int32"),
+    ("patch_embedding", "images", ints(2, 2, 4, 5, dtype=torch.uint8), ValueError, r"whole patches of \(2, 2\), got .*4, 5"),
+    ("patch_embedding", "images", ints(2, 3, 4, 6, dtype=torch.uint8), ValueError, "weight must have the 12 inputs"),
+    ("patch_embedding", "patch_size", (2, 0), ValueError, r"patch_size must be .height, width., at least 1 each, got \(2, 0\)"),
+    ("patch_embedding", "bias", ints(6), ValueError, r"bias must have shape \(5,\)"),
+    ("patch_embedding", "left", 31, ValueError, "left must be 0 to 30, got 31"),
+    ("patch_embedding", "position", ints(1, 5, 5, dtype=torch.int16), ValueError, r"position must have shape \(1, 6, 5\)"),
+    ("patch_embedding", "prefix", ints(2, 2, 5, dtype=torch.int16), ValueError, r"prefix must have shape \(1, tokens, 5\)"),
+    ("patch_embedding", "prefix", ints(1, 2, 5), TypeError, "prefix must be int16, got int32"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("int8_linear", {"x": TOKENS, "scatter": ints(3)}, "scatter must hold numbers below the 3 tokens, each of them once"),
+        ("int8_linear", {"x": TOKENS, "scatter": ints(3) * 3}, "scatter must hold numbers below the 3 tokens"),
+        ("int8_linear", {"x": TOKENS, "scatter": -ints(3)}, "scatter must hold numbers below the 3 tokens"),
+        ("int8_linear", {"x": TOKENS, "scatter": ints(2)}, "scatter must hold a place for every token"),
+        ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4, 1) * 3}, "gather must hold numbers below the 3 tokens"),
+        ("integer_layer_norm", {"h": TOKENS.short(), "gather": -ints(4, 1)}, "gather must hold numbers below the 3 tokens"),
+        ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4)}, "gather must be at least|gather must have at least"),
+        ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4, 2)}, r"gain must have shape \(16,\)"),
+        ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4, 600)}, "h must have 1 to 4096 channels of 600 tokens"),
+    ],
+)
+def test_tokens_must_exist(name: str, changes: dict[str, Any], words: str) -> None:
+    for backend in BACKENDS:
+        with pytest.raises(ValueError, match=words):
+            call(name, CALLS[name] | changes, backend)
 
 
 def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
@@ -62,7 +100,7 @@ def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "argument", "value", "error", "words"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_does_not_fit_is_refused(name: str, argument: str, value: Any, error: type[Exception], words: str) -> None:
-    arguments = CALLS[name] | {argument: value}
+    arguments = (EMBEDDING if name == "patch_embedding" else CALLS[name]) | {argument: value}
     for backend in BACKENDS:
         with pytest.raises(error, match=words):
             call(name, arguments, backend)

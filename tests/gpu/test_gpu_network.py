@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from helpers import same_bits
-from network_cases import KINDS, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +45,12 @@ def test_layer_norms_have_the_reference_bits() -> None:
         check(draw_layer_norm(number))
     for channels in (192, 384, 768, 1024, 1536, 3072, 4096):
         check(draw_layer_norm(channels, channels, rows=700))
+
+
+@pytest.mark.parametrize("draw", MOVING)
+def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
+    for number in range(120):
+        check(draw(number))
 
 
 def test_layers_at_the_ends_of_their_ranges() -> None:

@@ -26,7 +26,7 @@ from qflash import execution, reference
 from qflash.attention_call import float_call, int8_call
 from qflash.kernels import device, dispatch, heuristics, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
-from qflash.kernels.launch_arguments import LinearCall
+from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.recipe import DEFAULT
@@ -385,8 +385,34 @@ def test_linear_layers(
     x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
     layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
     x, weight, bias, multiplier, left, *rest = layer.arguments
-    residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (*rest, None)
+    residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (rest[0], rest[2], None)
     out = torch.empty(rows, outputs, dtype=dtype)
     residual = None if residual is None else residual.contiguous()
     sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out)).run()
     assert same_bits(out, layer.run("reference"))
+
+
+@pytest.mark.parametrize("tiles", heuristics.LINEAR_TILES)
+def test_linear_layers_with_tokens_at_other_places(emulated: Load, monkeypatch: pytest.MonkeyPatch, tiles: LinearTiles) -> None:
+    emulated("network_cases")
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+    monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: tiles)
+    chance = random.Random(str(tiles))
+    x = network_cases.integers(-128, 128, (3, 45, 96), torch.int8, chance)
+    weight = network_cases.integers(-128, 128, (96, 96), torch.int8, chance)
+    x, weight, bias, multiplier, left, residual, _, dtype = network_cases.linear(x, weight, "residual", chance).arguments
+    constants = weight, bias, multiplier, left
+    order = network_cases.shuffled(45, chance)
+    residual = residual.contiguous()
+    out = torch.empty(3, 45, 96, dtype=dtype)
+    rows = x.view(-1, 96), *constants, residual.view(-1, 96), None, out.view(-1, 96)
+    sm90.linear_launch(LinearCall(*rows, Places(order, 45, 45, 0, 45))).run()
+    assert same_bits(out, network_cases.Layer("int8_linear", (x, *constants, residual, order, dtype)).run("reference"))
+
+    # one residual for all images, behind two tokens that stay as they are
+    out = torch.full((3, 47, 96), 7, dtype=dtype)
+    rows = x.view(-1, 96), *constants, residual[0], None, out.view(-1, 96)
+    sm90.linear_launch(LinearCall(*rows, Places(None, 45, 47, 2, 0))).run()
+    shared = residual[:1].expand(3, -1, -1)
+    assert same_bits(out[:, 2:], network_cases.Layer("int8_linear", (x, *constants, shared, None, dtype)).run("reference"))
+    assert out[:, :2].eq(7).all()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from helpers import same_bits
-from network_cases import KINDS, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 from qflash.kernels.cpu import launch as cpu
 from qflash.network import operators
 
@@ -27,6 +28,12 @@ def test_linear_layers_have_the_reference_bits(first: int) -> None:
 def test_layer_norms_have_the_reference_bits() -> None:
     for number in range(150):
         check(draw_layer_norm(number))
+
+
+@pytest.mark.parametrize("draw", MOVING)
+def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
+    for number in range(60):
+        check(draw(number))
 
 
 def test_layers_at_the_ends_of_their_ranges() -> None:

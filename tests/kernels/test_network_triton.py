@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from helpers import DEVICE, same_bits
-from network_cases import KINDS, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 from small_networks import made  # noqa: F401 - a fixture
 
 
@@ -38,6 +39,12 @@ def test_blocks_of_every_size(kind: str) -> None:
 def test_layer_norms_have_the_reference_bits() -> None:
     for number in range(40):
         check(draw_layer_norm(number))
+
+
+@pytest.mark.parametrize("draw", MOVING)
+def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
+    for number in range(25):
+        check(draw(number))
 
 
 def test_layers_at_the_ends_of_their_ranges() -> None:

@@ -108,12 +108,13 @@ def test_attention_kernels_hold_no_float(tmp_path: pathlib.Path) -> None:
 def test_layers_of_networks_hold_no_float() -> None:
     targets = ("sm_80", "sm_90")
     done = run_compiling(
-        "-m", "qflash", "verify", "--case", "layer-norm", "--case", "linear-gelu", "--case", "linear-patches",
+        "-m", "qflash", "verify", "--case", "layer-norm-merge", "--case", "cut-patches", "--case", "linear-windows",
+        "--case", "layer-norm", "--case", "linear-gelu", "--case", "linear-patches",
         "--format", "json", *(part for target in targets for part in ("--target", target)),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     reports = json.loads(done.stdout)
-    assert len(reports) == 6
+    assert len(reports) == 12
     for report in reports:
         assert report["passed"] and report["integer"] and report["float_count"] == 0
         assert bool(report["tensor_core"]) == report["case"].startswith("linear")
@@ -132,6 +133,7 @@ def test_every_case_spells_out_a_call() -> None:
             # inputs no multiple of 16, or outputs of 32, which the kernel for Hopper wants
             odd = case.name in ("linear-patches", "linear-logits")
             linear = "int8_linear_kernel" if odd else "hopper_linear_kernel"
+            linear = "patches_kernel" if case.name == "cut-patches" else linear
             assert call.kernel.__name__ == (linear if case.outputs else "integer_layer_norm_kernel")
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
             continue

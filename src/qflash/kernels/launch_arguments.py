@@ -259,6 +259,27 @@ def new_output(call: AttentionCall) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the output of a linear layer has the tokens of each image, and the residual.
+
+    Token i is at place ``table[i]``, or i itself. That place of an image is row ``image * out_tokens + first + place`` of the
+    output and row ``image * residual_tokens + place`` of the residual.
+
+    Attributes:
+        table: int32 (tokens,), or None.
+        tokens: of an image.
+        out_tokens, first: as above.
+        residual_tokens: 0 if all images share the residual.
+    """
+
+    table: torch.Tensor | None
+    tokens: int
+    out_tokens: int
+    first: int
+    residual_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearCall:
     """A linear layer of an integer network with everything fused behind it, and where its output goes.
 
@@ -269,6 +290,7 @@ class LinearCall:
         residual: int16 (rows, outputs), or None.
         gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs; or None.
         out: (rows, outputs).
+        places: where residual and output have the rows; None: in the order of x.
     """
 
     x: torch.Tensor
@@ -279,10 +301,12 @@ class LinearCall:
     residual: torch.Tensor | None
     gelu: tuple[torch.Tensor, torch.Tensor, int] | None
     out: torch.Tensor
+    places: Places | None = None
 
     def epilogue(self) -> dict[str, Any]:
         """Return a kernel's arguments behind the products, by name."""
         multiplier, offset, shift = (self.bias, self.bias, 0) if self.gelu is None else self.gelu
+        places = self.places or Places(None, 1, 1, 0, 1)
         return {
             "bias_ptr": self.bias,
             "multiplier_ptr": self.multiplier,
@@ -293,8 +317,25 @@ class LinearCall:
             "o_ptr": self.out,
             "rows": self.x.shape[0],
             "outputs": self.weight.shape[0],
+            "places_ptr": self.bias if places.table is None else places.table,
+            "tokens": places.tokens,
+            **image_divisor(self.x.shape[0], places.tokens),
+            "out_tokens": places.out_tokens,
+            "first": places.first,
+            "residual_tokens": places.residual_tokens,
             "left": self.left,
             "gelu_shift": shift,
             "RESIDUAL": self.residual is not None,
             "GELU": self.gelu is not None,
+            "PLACES": "" if self.places is None else "images" if places.table is None else "table",
         }
+
+
+def image_divisor(rows: int, tokens: int) -> dict[str, int]:
+    """Return with what kernels find the image of a row, ``row // tokens``, without a division, for ``rows < 2**31``.
+
+    That is ``(row * inverse) >> bits``: the inverse is too large by less than 1 / tokens, which adds to a row's quotient less
+    than ``rows * tokens / 2**bits / tokens``, and so less than it lacks of the next.
+    """
+    bits = (rows * tokens).bit_length()
+    return {"image_inverse": -(-(1 << bits) // tokens), "image_bits": bits}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .gluon.sm90 import launch as sm90
-from .launch_arguments import LinearCall
+from .launch_arguments import LinearCall, Places
 from .triton import network as portable
 
 
@@ -18,6 +20,7 @@ def launch_linear(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
     gelu: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    scatter: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it.
 
@@ -26,28 +29,83 @@ def launch_linear(
     Args:
         gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
     """
-    outputs, inputs = weight.shape
+    outputs = weight.shape[0]
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device=x.device)
-    if out.numel() == 0:
-        return out
+    places = None
+    if scatter is not None:
+        tokens = x.shape[1]
+        places = Places(scatter.contiguous(), tokens, tokens, 0, tokens)
+    _run_linear(x, weight, bias, multiplier, left, residual, gelu, out, places)
+    return out
+
+
+def _run_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    residual: torch.Tensor | None,
+    gelu: tuple[torch.Tensor, torch.Tensor, int] | None,
+    out: torch.Tensor,
+    places: Places | None,
+) -> None:
+    """Fill ``out``; arguments as :class:`.launch_arguments.LinearCall` has them, in any memory format."""
+    outputs, inputs = weight.shape
+    if x.numel() == 0 or outputs == 0:
+        return
     if gelu is not None:
         gelu = gelu[0].contiguous(), gelu[1].contiguous(), gelu[2]
     if residual is not None:
         residual = residual.contiguous().view(-1, outputs)
     call = LinearCall(
         x.contiguous().view(-1, inputs), weight.contiguous(), bias.contiguous(), multiplier.contiguous(), left, residual,
-        gelu, out.view(-1, outputs),
+        gelu, out.view(-1, outputs), places,
     )  # fmt: skip
     (sm90.linear_launch(call) if sm90.accepts_linear(call) else portable.linear_launch(call)).run()
+
+
+def launch_embedding(
+    images: torch.Tensor,
+    patch_size: Sequence[int],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    position: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+) -> torch.Tensor:
+    """Embed patches; arguments are those of :func:`qflash.network.execution.patch_embedding`, which checks them."""
+    batch, _, height, width = images.shape
+    patches = (height // patch_size[0]) * (width // patch_size[1])
+    before = 0 if prefix is None else prefix.shape[1]
+    outputs, inputs = weight.shape
+    out = torch.empty((batch, before + patches, outputs), dtype=torch.int16, device=images.device)
+    if out.numel() == 0:
+        return out
+    x = torch.empty((batch, patches, inputs), dtype=torch.int8, device=images.device)
+    portable.patches_launch(images.contiguous(), patch_size, x, None if prefix is None else prefix.contiguous(), out).run()
+    places = Places(None, patches, before + patches, before, 0)
+    _run_linear(x, weight, bias, multiplier, left, position, None, out, places)
     return out
 
 
 def launch_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype
+    h: torch.Tensor,
+    epsilon: int,
+    gain: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    out_dtype: torch.dtype,
+    gather: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
-    out = torch.empty(h.shape, dtype=out_dtype, device=h.device)
+    channels = len(gain)
+    shape = h.shape if gather is None else (h.shape[0], gather.shape[0], channels)
+    out = torch.empty(shape, dtype=out_dtype, device=h.device)
     if out.numel():
-        rows, channels = h.contiguous().view(-1, h.shape[-1]), h.shape[-1]
-        portable.layer_norm_launch(rows, epsilon, gain.contiguous(), offset.contiguous(), shift, out.view(-1, channels)).run()
+        portable.layer_norm_launch(
+            h.contiguous(), epsilon, gain.contiguous(), offset.contiguous(), shift, out.view(-1, channels),
+            None if gather is None else gather.contiguous(),
+        ).run()  # fmt: skip
     return out

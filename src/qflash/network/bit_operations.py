@@ -67,6 +67,10 @@ class _Products(TorchDispatchMode):
         if packet in (torch.ops.qflash.int8_linear, torch.ops.qflash.int8_linear_gelu):
             x, weight = args[:2]
             self.linear += math.prod(x.shape[:-1]) * weight.numel()
+        elif packet is torch.ops.qflash.patch_embedding:
+            images, _, weight = args[:3]
+            # every pixel belongs to one patch
+            self.linear += images.numel() * weight.shape[0]
         elif packet is torch.ops.qflash.int8_attention:
             query, _, key, _, value = args[:5]
             pairs = math.prod(query.shape[:3]) * key.shape[2]

@@ -5,6 +5,7 @@ The reference is :mod:`qflash.network.operators`; the kernels return the same bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from . import operators as op
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
 _LIBRARY.define(
-    "int8_linear(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, Tensor? residual, "
+    "int8_linear(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, Tensor? residual, Tensor? scatter, "
     "ScalarType out_dtype, str backend) -> Tensor"
 )
 _LIBRARY.define(
@@ -23,8 +24,12 @@ _LIBRARY.define(
     "Tensor gelu_multiplier, Tensor gelu_offset, int gelu_shift, str backend) -> Tensor"
 )
 _LIBRARY.define(
-    "integer_layer_norm(Tensor h, int epsilon, Tensor gain, Tensor offset, int shift, ScalarType out_dtype, str backend) "
-    "-> Tensor"
+    "integer_layer_norm(Tensor h, int epsilon, Tensor gain, Tensor offset, int shift, Tensor? gather, ScalarType out_dtype, "
+    "str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "patch_embedding(Tensor images, int[] patch_size, Tensor weight, Tensor bias, Tensor multiplier, int left, "
+    "Tensor? position, Tensor? prefix, str backend) -> Tensor"
 )
 
 MAX_EPSILON = 1 << 53
@@ -56,6 +61,23 @@ def _check_output(out_dtype: torch.dtype, backend: str) -> None:
     check_backend(backend)
 
 
+def _check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, multiplier: torch.Tensor, left: int) -> None:
+    check_tensor("weight", weight, (torch.int8,), 2)
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError(f"weight must be (outputs, inputs) with at least one input, got shape {tuple(weight.shape)}")
+    _check_device("weight", weight, x)
+    _check_constants(x, weight.shape[0], bias=bias, multiplier=multiplier)
+    _check_number("left", left, 0, 30)
+
+
+def _check_tokens(name: str, x: torch.Tensor, tokens: int, once: bool) -> None:
+    """Require numbers of tokens, each of them once if ``once``. On a GPU looking would wait; there kernels pass over others."""
+    if x.device.type != "cpu" or x.numel() == 0:
+        return
+    if int(x.min()) < 0 or int(x.max()) >= tokens or (once and len(x.unique()) != tokens):
+        raise ValueError(f"{name} must hold numbers below the {tokens} tokens{', each of them once' if once else ''}")
+
+
 def _check_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,19 +85,23 @@ def _check_linear(
     multiplier: torch.Tensor,
     left: int,
     residual: torch.Tensor | None,
+    scatter: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> None:
     _check_output(out_dtype, backend)
     check_tensor("x", x, (torch.int8,), 1)
-    check_tensor("weight", weight, (torch.int8,), 2)
-    if weight.dim() != 2 or weight.shape[1] < 1:
-        raise ValueError(f"weight must be (outputs, inputs) with at least one input, got shape {tuple(weight.shape)}")
+    _check_weight(x, weight, bias, multiplier, left)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must have the weight's {weight.shape[1]} inputs as its last dimension, got shape {tuple(x.shape)}")
-    _check_device("weight", weight, x)
-    _check_constants(x, weight.shape[0], bias=bias, multiplier=multiplier)
-    _check_number("left", left, 0, 30)
+    if scatter is not None:
+        check_tensor("scatter", scatter, (torch.int32,), 1)
+        if x.dim() != 3 or scatter.shape != x.shape[1:2]:
+            raise ValueError(
+                f"scatter must hold a place for every token of x, (batch, tokens, inputs), got {tuple(scatter.shape)} for "
+                f"{tuple(x.shape)}"
+            )
+        _check_device("scatter", scatter, x)
     if residual is None:
         return
     check_tensor("residual", residual, (torch.int16,), 1)
@@ -93,16 +119,71 @@ def _check_gelu(x: torch.Tensor, outputs: int, multiplier: torch.Tensor, offset:
 
 
 def _check_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, backend: str
+    h: torch.Tensor,
+    epsilon: int,
+    gain: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    gather: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
 ) -> None:
     _check_output(out_dtype, backend)
     check_tensor("h", h, (torch.int16,), 1)
     channels = h.shape[-1]
+    if gather is not None:
+        check_tensor("gather", gather, (torch.int32,), 2)
+        if h.dim() != 3 or gather.dim() != 2 or gather.shape[1] < 1:
+            raise ValueError(
+                f"gather must be (new tokens, pieces) for h (batch, tokens, channels), got {tuple(gather.shape)} for "
+                f"{tuple(h.shape)}"
+            )
+        _check_device("gather", gather, h)
+        channels *= gather.shape[1]
     if not 1 <= channels <= op.MAX_CHANNELS:
-        raise ValueError(f"h must have 1 to {op.MAX_CHANNELS} channels, got shape {tuple(h.shape)}")
+        joined = "" if gather is None else f" of {gather.shape[1]} tokens"
+        raise ValueError(f"h must have 1 to {op.MAX_CHANNELS} channels{joined}, got shape {tuple(h.shape)}")
     _check_constants(h, channels, gain=gain, offset=offset)
     _check_number("epsilon", epsilon, 0, MAX_EPSILON)
     _check_number("shift", shift, 1, 31)
+
+
+def _check_embedding(
+    images: torch.Tensor,
+    patch_size: Sequence[int],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    position: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+    backend: str,
+) -> None:
+    check_backend(backend)
+    check_tensor("images", images, (torch.uint8,), 4)
+    if len(patch_size) != 2 or min(patch_size) < 1:
+        raise ValueError(f"patch_size must be (height, width), at least 1 each, got {tuple(patch_size)}")
+    if images.dim() != 4 or images.shape[2] % patch_size[0] or images.shape[3] % patch_size[1]:
+        raise ValueError(
+            f"images must be (batch, channels, height, width) of whole patches of {tuple(patch_size)}, got shape "
+            f"{tuple(images.shape)}"
+        )
+    _check_weight(images, weight, bias, multiplier, left)
+    inputs = images.shape[1] * patch_size[0] * patch_size[1]
+    if weight.shape[1] != inputs:
+        raise ValueError(f"weight must have the {inputs} inputs that a patch has, got shape {tuple(weight.shape)}")
+    patches = (images.shape[2] // patch_size[0]) * (images.shape[3] // patch_size[1])
+    for name, x in (("position", position), ("prefix", prefix)):
+        if x is None:
+            continue
+        check_tensor(name, x, (torch.int16,), 3)
+        tokens = patches if name == "position" else x.shape[-2]
+        if x.shape != (1, tokens, weight.shape[0]):
+            raise ValueError(
+                f"{name} must have shape (1, {patches if name == 'position' else 'tokens'}, {weight.shape[0]}), "
+                f"got {tuple(x.shape)}"
+            )
+        _check_device(name, x, images)
 
 
 def _kernels(backend: str, device: torch.device) -> Any:
@@ -126,6 +207,7 @@ def int8_linear(
     multiplier: torch.Tensor,
     left: int,
     residual: torch.Tensor | None,
+    scatter: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
@@ -137,6 +219,8 @@ def int8_linear(
         bias, multiplier: int32 (outputs,).
         left: 0 to 30.
         residual: int16 (..., outputs) for int16 outputs, or None.
+        scatter: int32 (tokens,), for x (batch, tokens, inputs): where output and residual have token i, each place once. None:
+            in the same place. Places beyond the tokens are refused on a CPU, and not written on a GPU.
         out_dtype: int8, int16 or int32.
         backend: see :func:`qflash.attention`.
 
@@ -144,10 +228,19 @@ def int8_linear(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
     """
-    _check_linear(x, weight, bias, multiplier, left, residual, out_dtype, backend)
+    _check_linear(x, weight, bias, multiplier, left, residual, scatter, out_dtype, backend)
+    if scatter is not None:
+        _check_tokens("scatter", scatter, x.shape[1], once=True)
     kernels = _kernels(backend, x.device)
+    launched: torch.Tensor
+    if _moves_tokens(kernels):
+        launched = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype, scatter=scatter)
+        return launched
+    if scatter is not None:
+        near = None if residual is None else residual.index_select(1, scatter)
+        return op.scatter_tokens(int8_linear(x, weight, bias, multiplier, left, near, None, out_dtype, backend), scatter)
     if kernels is not None:
-        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype)
+        launched = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype)
         return launched
     out = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
     return op.saturate(out if residual is None else out + residual, out_dtype)
@@ -174,62 +267,135 @@ def int8_linear_gelu(
     Raises:
         TypeError, ValueError: as :func:`int8_linear`.
     """
-    _check_linear(x, weight, bias, multiplier, left, None, torch.int8, backend)
+    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend)
     _check_gelu(x, weight.shape[0], gelu_multiplier, gelu_offset, gelu_shift)
     gelu = gelu_multiplier, gelu_offset, gelu_shift
     kernels = _kernels(backend, x.device)
     if kernels is not None:
-        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, None, torch.int8, gelu)
+        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, None, torch.int8, gelu=gelu)
         return launched
     u = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
     return op.gelu_int8(u, *gelu)
 
 
 def integer_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, backend: str
+    h: torch.Tensor,
+    epsilon: int,
+    gain: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    gather: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
 ) -> torch.Tensor:
     """Normalise int16 rows; see :class:`qflash.network.modules.LayerNorm`.
 
     Args:
-        h: int16 (..., channels), 1 to 4096 of these.
+        h: int16 (..., channels).
         epsilon: 0 to 2**53.
-        gain, offset: int32 (channels,).
+        gain, offset: int32 (channels of a row,), 1 to 4096 of these.
         shift: 1 to 31.
+        gather: int32 (new tokens, pieces), for h (batch, tokens, channels): of which tokens each row is made, one behind the
+            other. None: of one each. Numbers beyond the tokens are refused on a CPU; on a GPU such a token counts as zeros.
         out_dtype: int8, int16 or int32.
         backend: see :func:`qflash.attention`.
+
+    Returns:
+        (..., channels), or (batch, new tokens, pieces * channels).
 
     Raises:
         TypeError, ValueError: as :func:`int8_linear`.
     """
-    _check_layer_norm(h, epsilon, gain, offset, shift, out_dtype, backend)
+    _check_layer_norm(h, epsilon, gain, offset, shift, gather, out_dtype, backend)
+    if gather is not None:
+        _check_tokens("gather", gather, h.shape[1], once=False)
     kernels = _kernels(backend, h.device)
+    launched: torch.Tensor
+    if _moves_tokens(kernels):
+        launched = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype, gather)
+        return launched
+    h = h if gather is None else op.gather_tokens(h, gather)
     if kernels is not None:
-        launched: torch.Tensor = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+        launched = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
         return launched
     return op.layer_norm(h, epsilon, gain, offset, shift, out_dtype)
 
 
+def patch_embedding(
+    images: torch.Tensor,
+    patch_size: Sequence[int],
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    position: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Bring images to the residual stream; see :class:`qflash.network.modules.PatchEmbedding`.
+
+    Args:
+        images: uint8 (batch, channels, height, width), whole patches.
+        patch_size: (height, width).
+        weight, bias, multiplier, left, backend: see :func:`int8_linear`; an input for each value of a patch.
+        position: int16 (1, patches, outputs), or None.
+        prefix: int16 (1, tokens, outputs), tokens that come first, or None.
+
+    Returns:
+        int16 (batch, prefix tokens + patches, outputs).
+
+    Raises:
+        TypeError, ValueError: as :func:`int8_linear`.
+    """
+    _check_embedding(images, patch_size, weight, bias, multiplier, left, position, prefix, backend)
+    kernels = _kernels(backend, images.device)
+    if _moves_tokens(kernels):
+        launched: torch.Tensor = kernels.launch_embedding(images, patch_size, weight, bias, multiplier, left, position, prefix)
+        return launched
+    x, batch = op.patches(images, patch_size), images.shape[0]
+    residual = None if position is None else position.expand(batch, -1, -1)
+    h = int8_linear(x, weight, bias, multiplier, left, residual, None, torch.int16, backend)
+    return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
+
+
+def _moves_tokens(kernels: Any) -> bool:
+    """Tell whether a back end's kernels take tokens from other places and bring them there, as those of a GPU do."""
+    return hasattr(kernels, "launch_embedding")
+
+
 def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
     _check_linear(x, weight, *arguments)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[4])
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[5])
 
 
 def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
     bias, multiplier, left, *gelu, backend = arguments
-    _check_linear(x, weight, bias, multiplier, left, None, torch.int8, backend)
+    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend)
     _check_gelu(x, weight.shape[0], *gelu)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
 
 
 def _fake_integer_layer_norm(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
     _check_layer_norm(h, *arguments)
-    return h.new_empty(h.shape, dtype=arguments[4])
+    gather, dtype = arguments[4:6]
+    return h.new_empty(h.shape if gather is None else (h.shape[0], gather.shape[0], len(arguments[1])), dtype=dtype)
+
+
+def _fake_patch_embedding(
+    images: torch.Tensor, patch_size: Sequence[int], weight: torch.Tensor, *arguments: Any
+) -> torch.Tensor:
+    _check_embedding(images, patch_size, weight, *arguments)
+    prefix = arguments[4]
+    tokens = (images.shape[2] // patch_size[0]) * (images.shape[3] // patch_size[1])
+    tokens += 0 if prefix is None else prefix.shape[1]
+    return images.new_empty((images.shape[0], tokens, weight.shape[0]), dtype=torch.int16)
 
 
 for _name, _implementation, _fake in (
     ("int8_linear", int8_linear, _fake_int8_linear),
     ("int8_linear_gelu", int8_linear_gelu, _fake_int8_linear_gelu),
     ("integer_layer_norm", integer_layer_norm, _fake_integer_layer_norm),
+    ("patch_embedding", patch_embedding, _fake_patch_embedding),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qflash::{_name}", _fake, lib=_LIBRARY)

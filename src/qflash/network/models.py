@@ -11,8 +11,7 @@ from torch import nn
 
 from ..recipe import Recipe
 from . import execution  # noqa: F401 - registers the operators
-from . import operators as op
-from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, WindowBlock
+from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +73,6 @@ def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> 
     want = (channels, *size)
     if images.dim() != 4 or tuple(images.shape[1:]) != want:
         raise ValueError(f"images must have shape (batch, {', '.join(map(str, want))}), got {tuple(images.shape)}")
-
-
-def patches(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Cut uint8 images (batch, channels, height, width) into int8 patches (batch, rows, columns, channels * height * width)."""
-    batch, channels, height, width = images.shape
-    rows, columns = height // size[0], width // size[1]
-    x = op.pixels_to_int8(images).view(batch, channels, rows, size[0], columns, size[1])
-    return x.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 class IntegerNetwork(IntegerModule):
@@ -149,19 +140,22 @@ class VisionTransformer(IntegerNetwork):
         shape: its sizes.
         position: int16 (1, patches, channels): position embeddings in the unit of the residual stream.
         prefix: int16 (1, prefix tokens, channels): class token and registers with theirs.
+        first: int32 (1, 1), the number of the class token; no part of a file.
     """
 
     position: torch.Tensor
     prefix: torch.Tensor
+    first: torch.Tensor
 
     def __init__(self, shape: VisionTransformerShape) -> None:
         super().__init__()
         self.shape = shape
         self.blocks: Any
         rows, columns = shape.grid
-        self.embed = Linear(shape.image_channels * shape.patch_size[0] * shape.patch_size[1], shape.channels, torch.int16)
+        self.embed = PatchEmbedding(shape.image_channels, shape.patch_size, shape.channels)
         self._buffer("position", (1, rows * columns, shape.channels), torch.int16)
         self._buffer("prefix", (1, shape.prefix_tokens, shape.channels), torch.int16)
+        self.register_buffer("first", torch.zeros((1, 1), dtype=torch.int32, device="cpu"), persistent=False)
         self.norm_pre = LayerNorm(shape.channels, torch.int16) if shape.first_norm else None
         self.blocks = nn.ModuleList(
             Block(
@@ -179,10 +173,7 @@ class VisionTransformer(IntegerNetwork):
     def embed_patches(self, images: torch.Tensor) -> torch.Tensor:
         """Return the residual stream before the first block, int16 (batch, tokens, channels)."""
         check_images(images, self.shape.image_channels, self.shape.image_size)
-        x = patches(images, self.shape.patch_size).flatten(1, 2)
-        h = self.embed(x, self.position.expand(x.shape[0], -1, -1), self.backend)
-        if self.shape.prefix_tokens:
-            h = torch.cat((self.prefix.expand(x.shape[0], -1, -1), h), dim=1)
+        h = self.embed(images, self.position, self.prefix if self.shape.prefix_tokens else None, self.backend)
         return h if self.norm_pre is None else self.norm_pre(h, self.backend)
 
     def stream(self, images: torch.Tensor) -> torch.Tensor:
@@ -195,7 +186,7 @@ class VisionTransformer(IntegerNetwork):
     def pool(self, h: torch.Tensor) -> torch.Tensor:
         """Return what the head takes: int8 (or int32 features) (batch, channels) of the last residual stream."""
         if self.mean is None:
-            return self.norm(h[:, 0], self.backend)
+            return self.norm(h, self.backend, self.first)[:, 0]
         h = h[:, self.shape.prefix_tokens :]
         if self.shape.pool == "mean_then_norm":
             return self.norm(self.mean(h), self.backend)
@@ -263,7 +254,7 @@ class SwinTransformer(IntegerNetwork):
         self.stages: Any
         recipe = Recipe.from_key(shape.recipe)
         first, last = shape.stages[0], shape.stages[-1]
-        self.embed = Linear(shape.image_channels * shape.patch_size[0] * shape.patch_size[1], first.channels, torch.int16)
+        self.embed = PatchEmbedding(shape.image_channels, shape.patch_size, first.channels)
         self.embed_norm = LayerNorm(first.channels, torch.int16)
         self.merges = nn.ModuleList(
             Merge(before.grid, before.channels, stage.channels)
@@ -286,7 +277,7 @@ class SwinTransformer(IntegerNetwork):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Classify images; see :meth:`VisionTransformer.forward`."""
         check_images(images, self.shape.image_channels, self.shape.image_size)
-        h = self.embed(patches(images, self.shape.patch_size).flatten(1, 2), None, self.backend)
+        h = self.embed(images, None, None, self.backend)
         h = self.embed_norm(h, self.backend)
         for index, stage in enumerate(self.stages):
             if index:

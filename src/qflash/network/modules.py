@@ -47,16 +47,51 @@ class Linear(IntegerModule):
         self._buffer("bias", (outputs,), torch.int32)
         self._buffer("multiplier", (outputs,), torch.int32)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        backend: str = "auto",
+        scatter: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return (..., outputs) of the module's dtype.
 
         Args:
             x: int8 (..., inputs).
             residual: int16 (..., outputs), added after the change of unit and before saturation; only for int16 outputs.
             backend: see :func:`qflash.attention`.
+            scatter: int32 (tokens,), where output and residual have the tokens of x (batch, tokens, inputs).
         """
         out: torch.Tensor = torch.ops.qflash.int8_linear(
-            x, self.weight, self.bias, self.multiplier, self.left, residual, self.dtype, backend
+            x, self.weight, self.bias, self.multiplier, self.left, residual, scatter, self.dtype, backend
+        )
+        return out
+
+
+class PatchEmbedding(Linear):
+    """Patches of images by a linear layer, to the int16 residual stream.
+
+    Attributes:
+        patch_size: (height, width) in pixels.
+    """
+
+    def __init__(self, image_channels: int, patch_size: tuple[int, int], outputs: int) -> None:
+        super().__init__(image_channels * patch_size[0] * patch_size[1], outputs, torch.int16)
+        self.patch_size = patch_size
+
+    def forward(  # type: ignore[override]
+        self, images: torch.Tensor, position: torch.Tensor | None, prefix: torch.Tensor | None, backend: str = "auto"
+    ) -> torch.Tensor:
+        """Return int16 (batch, tokens, outputs).
+
+        Args:
+            images: uint8 (batch, channels, height, width).
+            position: int16 (1, patches, outputs), added to the patches after the change of unit.
+            prefix: int16 (1, tokens, outputs), put before them.
+            backend: see :func:`qflash.attention`.
+        """
+        out: torch.Tensor = torch.ops.qflash.patch_embedding(
+            images, self.patch_size, self.weight, self.bias, self.multiplier, self.left, position, prefix, backend
         )
         return out
 
@@ -79,7 +114,7 @@ class LinearGelu(Linear):
         self._buffer("gelu_multiplier", (outputs,), torch.int32)
         self._buffer("gelu_offset", (outputs,), torch.int32)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+    def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:  # type: ignore[override]
         """Return int8 (..., outputs) of int8 (..., inputs)."""
         out: torch.Tensor = torch.ops.qflash.int8_linear_gelu(
             x, self.weight, self.bias, self.multiplier, self.left, self.gelu_multiplier, self.gelu_offset, self.gelu_shift,
@@ -107,10 +142,16 @@ class LayerNorm(IntegerModule):
         self._buffer("gain", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
 
-    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """Return (..., channels) of the module's dtype from int16 (..., channels)."""
+    def forward(self, h: torch.Tensor, backend: str = "auto", gather: torch.Tensor | None = None) -> torch.Tensor:
+        """Return rows of the module's dtype from int16 ones, (..., channels).
+
+        Args:
+            h: int16.
+            backend: see :func:`qflash.attention`.
+            gather: int32 (new tokens, pieces), of which tokens of h (batch, tokens, channels) each row is made.
+        """
         out: torch.Tensor = torch.ops.qflash.integer_layer_norm(
-            h, self.epsilon, self.gain, self.offset, self.shift, self.dtype, backend
+            h, self.epsilon, self.gain, self.offset, self.shift, gather, self.dtype, backend
         )
         return out
 
@@ -250,7 +291,7 @@ class Block(IntegerModule):
         """Return the residual stream after the MLP."""
         if self.float_mlp is not None:
             return self.float_mlp(h)
-        return self.fc2(self.fc1(self.norm2(h, backend), None, backend), h, backend)
+        return self.fc2(self.fc1(self.norm2(h, backend), backend), h, backend)
 
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, tokens, channels)."""
@@ -261,58 +302,48 @@ class WindowBlock(Block):
     """A Swin block: attention inside windows of the grid of tokens, which may be shifted.
 
     Attributes:
-        grid, window, shift: (rows, columns) of tokens; the grid is a multiple of the window.
+        window: (rows, columns) of tokens in a window.
+        order: int32 (tokens, 1), the tokens as windows have them (:func:`.operators.window_order`); no part of a file.
     """
+
+    order: torch.Tensor
 
     def __init__(
         self, grid: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], channels: int, heads: int, head_dim: int,
         hidden: int, softmax_scale: float, recipe: Recipe,
     ) -> None:  # fmt: skip
-        self.grid, self.window, self.shift = grid, window, shift
         tokens, windows = window[0] * window[1], grid[0] * grid[1] // (window[0] * window[1])
         bias_shape = (windows if any(shift) else 1, heads, tokens, tokens)
         super().__init__(channels, heads, head_dim, hidden, softmax_scale, recipe, bias_shape)
-
-    def partition(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring (batch, rows * columns, channels) to (batch * windows, tokens of one, channels)."""
-        (rows, columns), (high, wide) = self.grid, self.window
-        x = x.unflatten(1, self.grid)
-        if any(self.shift):
-            x = torch.roll(x, (-self.shift[0], -self.shift[1]), dims=(1, 2))
-        x = x.unflatten(2, (columns // wide, wide)).unflatten(1, (rows // high, high))
-        return x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(0, 2)
-
-    def reverse(self, x: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`partition`."""
-        (rows, columns), (high, wide) = self.grid, self.window
-        windows = rows // high, columns // wide
-        x = x.reshape(x.shape[0] // (windows[0] * windows[1]), *windows, high, wide, x.shape[-1])
-        x = x.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
-        if any(self.shift):
-            x = torch.roll(x, self.shift, dims=(1, 2))
-        return x.flatten(1, 2)
+        self.grid, self.window = grid, window
+        self.register_buffer("order", op.window_order(grid, window, shift), persistent=False)
 
     def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
         """Return the residual stream after attention."""
         if self.float_attention is not None:
             return self.float_attention(h)
-        x = self.attn.attend(self.partition(self.norm1(h, backend)), backend)
-        return self.attn.proj(self.reverse(x), h, backend)
+        x = self.norm1(h, backend, self.order)
+        windows = x.view(-1, self.window[0] * self.window[1], x.shape[2])
+        x = self.attn.attend(windows, backend).view(*x.shape[:2], self.attn.heads * self.attn.head_dim)
+        return self.attn.proj(x, h, backend, self.order.flatten())
 
 
 class Merge(IntegerModule):
-    """Swin's patch merging: two by two tokens become one, on the int16 residual stream, which takes another unit."""
+    """Swin's patch merging: two by two tokens become one, on the int16 residual stream, which takes another unit.
+
+    Attributes:
+        order: int32 (tokens / 4, 4), which tokens become one (:func:`.operators.merge_order`); no part of a file.
+    """
+
+    order: torch.Tensor
 
     def __init__(self, grid: tuple[int, int], channels: int, outputs: int) -> None:
         super().__init__()
-        self.grid = grid
         self.norm = LayerNorm(4 * channels, torch.int8)
         self.reduction = Linear(4 * channels, outputs, torch.int16)
+        self.register_buffer("order", op.merge_order(grid), persistent=False)
 
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, a quarter of the tokens, outputs) of (batch, rows * columns, channels)."""
-        rows, columns = self.grid
-        x = h.unflatten(1, (rows // 2, 2, columns // 2, 2)).permute(0, 1, 3, 4, 2, 5)
-        x = x.flatten(3).flatten(1, 2)
-        out: torch.Tensor = self.reduction(self.norm(x, backend), None, backend)
+        out: torch.Tensor = self.reduction(self.norm(h, backend, self.order), None, backend)
         return out

@@ -299,14 +299,12 @@ def block(graph: Graph, module: Block, h: Value, tokens: int) -> Value:
         x = layer_norm(graph, module.norm1, h)
     with graph.scope("attn"):
         if isinstance(module, WindowBlock):
-            numbers = torch.arange(tokens, dtype=torch.int64, device="cpu").view(1, tokens, 1)
-            into = module.partition(numbers)
-            windows, each, _ = into.shape
-            channels = module.norm1.gain.numel()
-            x = graph.reshape(_order(graph, x, into), -1, windows, each, channels)
+            each = module.window[0] * module.window[1]
+            windows, channels = tokens // each, module.norm1.gain.numel()
+            x = graph.reshape(_order(graph, x, module.order), -1, windows, each, channels)
             x = attention(graph, module.attn, x, each, windows)
             x = graph.reshape(x, -1, tokens, module.attn.heads * module.attn.head_dim)
-            x = _order(graph, x, module.reverse(numbers.view(windows, each, 1)))
+            x = _order(graph, x, module.order.flatten().argsort())
         else:
             x = attention(graph, module.attn, x, tokens)
         with graph.scope("proj"):
@@ -321,10 +319,7 @@ def block(graph: Graph, module: Block, h: Value, tokens: int) -> Value:
 
 def merge(graph: Graph, module: Merge, h: Value) -> Value:
     """Write a :class:`.modules.Merge`."""
-    rows, columns = module.grid
-    numbers = torch.arange(rows * columns, dtype=torch.int64, device="cpu")
-    order = numbers.view(rows // 2, 2, columns // 2, 2).permute(0, 2, 3, 1)
-    x = graph.reshape(_order(graph, h, order), -1, rows * columns // 4, module.norm.gain.numel())
+    x = graph.reshape(_order(graph, h, module.order), -1, module.order.shape[0], module.norm.gain.numel())
     with graph.scope("norm"):
         x = layer_norm(graph, module.norm, x)
     with graph.scope("reduction"):

@@ -26,6 +26,8 @@ mulhi(N << 4, G) + B        ``< 2**31``                2**29 + 2**30
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..fixed_point import Checker, bit_length, multiply_high, round_shift
@@ -197,3 +199,47 @@ def layer_norm(
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:
     """Return uint8 pixels less 128, int8: the top bit changes, nothing else."""
     return (images ^ 128).view(torch.int8)
+
+
+def patches(images: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Cut uint8 images (batch, channels, height, width) into int8 patches (batch, patches, channels * height * width)."""
+    batch, channels, height, width = images.shape
+    rows, columns = height // size[0], width // size[1]
+    x = pixels_to_int8(images).reshape(batch, channels, rows, size[0], columns, size[1])
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def gather_tokens(h: torch.Tensor, gather: torch.Tensor) -> torch.Tensor:
+    """Join tokens (batch, tokens, channels) to others (batch, len(gather), pieces * channels).
+
+    Args:
+        h: any dtype.
+        gather: (new tokens, pieces): of which tokens each is made.
+    """
+    return h.index_select(1, gather.flatten()).reshape(h.shape[0], gather.shape[0], gather.shape[1] * h.shape[2])
+
+
+def scatter_tokens(x: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
+    """Bring token i of (batch, tokens, channels) to place ``scatter[i]``."""
+    return torch.empty_like(x).index_copy_(1, scatter.to(torch.int64), x)
+
+
+def window_order(grid: tuple[int, int], window: tuple[int, int], shift: tuple[int, int]) -> torch.Tensor:
+    """Return the tokens of a grid as Swin's windows have them, int32 (tokens, 1), for :func:`gather_tokens`.
+
+    The grid is rolled by the shift, up and to the left, and cut into windows, row by row, as are the tokens in them.
+
+    Args:
+        grid, window, shift: (rows, columns) of tokens; the grid is a multiple of the window.
+    """
+    (rows, columns), (high, wide) = grid, window
+    tokens = torch.arange(rows * columns, dtype=torch.int32, device="cpu").view(grid)
+    tokens = tokens.roll((-shift[0], -shift[1]), dims=(0, 1))
+    return tokens.view(rows // high, high, columns // wide, wide).transpose(1, 2).reshape(-1, 1)
+
+
+def merge_order(grid: tuple[int, int]) -> torch.Tensor:
+    """Return the tokens of a grid two by two as Swin merges them, int32 (tokens / 4, 4), for :func:`gather_tokens`."""
+    rows, columns = grid
+    tokens = torch.arange(rows * columns, dtype=torch.int32, device="cpu")
+    return tokens.view(rows // 2, 2, columns // 2, 2).permute(0, 2, 3, 1).reshape(-1, 4)

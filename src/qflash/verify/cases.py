@@ -72,6 +72,8 @@ class LayerCase:
         epilogue: of a linear layer: ``"none"``, ``"residual"`` or ``"gelu"``.
         output: dtype of the output.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
+        moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
+            the tokens that a row is joined of.
         launch: which of the call's launches.
     """
 
@@ -82,6 +84,7 @@ class LayerCase:
     epilogue: str = "none"
     output: str = "int8"
     layout: str = "contiguous"
+    moved: str | int | None = None
     launch: int = -1
 
 
@@ -119,7 +122,12 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("linear-residual", 64 * 197, 1536, 384, "residual", "int16"),
     LayerCase("linear-gelu", 64 * 197, 384, 1536, "gelu"),
     LayerCase("linear-logits", 64, 384, 1000, output="int32"),
+    LayerCase("linear-windows", 64 * 3136, 96, 96, "residual", "int16", moved="windows"),
+    LayerCase("cut-patches", 64 * 196, 768, 384, output="int16", moved="patches", launch=0),
+    LayerCase("linear-positions", 64 * 196, 768, 384, output="int16", moved="patches"),
     LayerCase("layer-norm", 64 * 197, 384),
+    LayerCase("layer-norm-windows", 64 * 3136, 96, moved=1),
+    LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -167,10 +175,13 @@ def layer_calls() -> Iterator[LayerCase]:
         tail = "" if layout == "contiguous" else f"-{layout}"
         for output in NORM_OUTPUTS:
             yield LayerCase(f"{rows}x{width}-layer-norm-{output}{tail}", rows, width, output=output, layout=layout)
+            yield LayerCase(f"{rows}x{width}-joined-norm-{output}{tail}", rows, width, output=output, layout=layout, moved=1)
         for outputs, (epilogue, output) in itertools.product((1000, 1536), EPILOGUES):
             kind = output if epilogue == "none" else epilogue
             name = f"{rows}x{width}x{outputs}-linear-{kind}{tail}"
             yield LayerCase(name, rows, width, outputs, epilogue, output, layout)
+            if epilogue == "residual":
+                yield LayerCase(f"{name}-moved", rows, width, outputs, epilogue, output, layout, moved="windows")
 
 
 def calls() -> Iterator[AnyCase]:
@@ -231,16 +242,26 @@ def _run_layer(case: LayerCase) -> None:
 
     output = getattr(torch, case.output)
     if not case.outputs:
-        vectors = tensor(case.inputs), tensor(case.inputs)
-        execution.integer_layer_norm(activations(torch.int16), 1, *vectors, 18, output, "triton")
+        h, channels, gather = activations(torch.int16), case.inputs, None
+        if case.moved is not None:
+            pieces = int(case.moved)
+            h, channels, gather = h[None], pieces * channels, tensor(case.tokens // pieces, pieces)
+        execution.integer_layer_norm(h, 1, tensor(channels), tensor(channels), 18, gather, output, "triton")
         return
     outputs = tensor(case.outputs), tensor(case.outputs)
     linear = (activations(torch.int8), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2)
-    if case.epilogue == "gelu":
+    if case.moved == "patches":
+        images = tensor(case.tokens // 196, case.inputs // 256, 224, 224, dtype=torch.uint8)
+        position, prefix = (tensor(1, tokens, case.outputs, dtype=torch.int16) for tokens in (196, 1))
+        execution.patch_embedding(images, (16, 16), *linear[1:], position, prefix, "triton")
+    elif case.moved == "windows":
+        stream = tensor(1, case.tokens, case.outputs, dtype=torch.int16)
+        execution.int8_linear(linear[0][None], *linear[1:], stream, tensor(case.tokens), output, "triton")
+    elif case.epilogue == "gelu":
         execution.int8_linear_gelu(*linear, *outputs, 12, "triton")
     else:
         residual = tensor(case.tokens, case.outputs, dtype=torch.int16) if case.epilogue == "residual" else None
-        execution.int8_linear(*linear, residual, output, "triton")
+        execution.int8_linear(*linear, residual, None, output, "triton")
 
 
 def _attend_packed(case: Case, recipe: Recipe) -> None:

@@ -87,3 +87,21 @@ def row_statistics(total, squares, channels, epsilon, GUARD: tl.constexpr):
 def normalise(difference, root, half, GUARD: tl.constexpr):
     """``channels * h - total`` over the deviation, with 20 fraction bits; the rest is of :func:`row_statistics`."""
     return multiply_high(difference << tl.maximum(8 - half, 0), root, GUARD) >> tl.maximum(half - 8, 0)
+
+
+@triton.jit
+def places_of(
+    row, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, TABLE: tl.constexpr
+):
+    """Rows of the output and of the residual for rows of a linear layer's input, int64, and whether there is such a row.
+
+    See :class:`..launch_arguments.Places`.
+    """
+    wide = row.to(tl.int64)
+    image = (wide * image_inverse) >> image_bits
+    place = (wide - image * tokens).to(tl.int32)
+    there = row < rows
+    if TABLE:
+        place = tl.load(places_ptr + place, mask=there, other=0)
+        there = there & (place >= 0) & (place < out_tokens)
+    return image * out_tokens + first + place, image * residual_tokens + place, there

@@ -10,28 +10,34 @@ The bits of :mod:`qflash.network.operators`, by the functions of :mod:`.common.n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.fixed_point import multiply_high
-from ..common.network_ops import gelu_int8, normalise, round_shift, row_statistics, saturate
+from ..common.network_ops import gelu_int8, normalise, places_of, round_shift, row_statistics, saturate
 from ..device import processors_of
-from ..launch_arguments import LinearCall
+from ..launch_arguments import LinearCall, image_divisor
 from ..launch_recorder import KernelLaunch
 
 
-@triton.jit(do_not_specialize=("left", "gelu_shift"))
+@triton.jit(
+    do_not_specialize=("left", "gelu_shift", "tokens", "image_inverse", "image_bits", "out_tokens", "first", "residual_tokens")
+)
 def int8_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
-    rows, inputs, outputs, left, gelu_shift,
-    OUT_BITS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
+    places_ptr,
+    rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, gelu_shift,
+    PLACES: tl.constexpr, OUT_BITS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N outputs of a linear layer.
 
     x is int8 (rows, inputs), the weights int8 (outputs, inputs), residual int16 and output (rows, outputs), all contiguous.
-    WHOLE: the inputs are a multiple of BLOCK_K.
+    PLACES: where these two have the rows, see :func:`places_of`; "" where x has them. WHOLE: the inputs are a multiple of
+    BLOCK_K.
     """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,10 +59,16 @@ def int8_linear_kernel(
     bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
     y = multiply_high((sums << left) + bias[None, :], multiplier[None, :], GUARD)
-    at = m[:, None] * outputs + n[None, :]
+    if PLACES != "":
+        to, beside, here = places_of(
+            m, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, PLACES == "table"
+        )
+    else:
+        to, beside = m, m
     there = here[:, None] & inside[None, :]
+    at = to[:, None] * outputs + n[None, :]
     if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=there, other=0).to(tl.int32)
+        y += tl.load(residual_ptr + beside[:, None] * outputs + n[None, :], mask=there, other=0).to(tl.int32)
     if GELU:
         gelu_multiplier = tl.load(gelu_multiplier_ptr + n, mask=inside, other=0)
         gelu_offset = tl.load(gelu_offset_ptr + n, mask=inside, other=0)
@@ -66,43 +78,90 @@ def int8_linear_kernel(
     tl.store(o_ptr + at, y.to(o_ptr.dtype.element_ty), mask=there)
 
 
-MAX_PARTS = 8
+MAX_PARTS = 12
 """Parts of a row of channels that a program of :func:`integer_layer_norm_kernel` keeps in registers, at most."""
 
 
-@triton.jit(do_not_specialize=("epsilon_high", "epsilon_low", "shift"))
+@triton.jit(do_not_specialize=("epsilon_high", "epsilon_low", "shift", "tokens", "new_tokens", "image_inverse", "image_bits"))
 def integer_layer_norm_kernel(
-    h_ptr, gain_ptr, offset_ptr, o_ptr, rows, epsilon_high, epsilon_low, shift,
-    CHANNELS: tl.constexpr, OUT_BITS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, GUARD: tl.constexpr,
+    h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
+    rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, OUT_BITS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Normalise BLOCK_M rows of int16 (rows, CHANNELS), contiguous, in parts of PART channels.
+    """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
 
-    Epsilon is ``epsilon_high * 2**30 + epsilon_low``.
+    A row is one of h (rows, CHANNELS); or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
+    their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``.
     """
-    PARTS: tl.constexpr = (CHANNELS + PART - 1) // PART
+    WIDTH: tl.constexpr = CHANNELS // PIECES if PIECES else CHANNELS
+    PARTS: tl.constexpr = (WIDTH + PART - 1) // PART
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, PART)
     # all of them, unless the one part is wider than the row
-    inside = c < (PART if CHANNELS % PART == 0 else CHANNELS)
-    there = (m < rows)[:, None] & inside[None, :]
+    inside = c < (PART if WIDTH % PART == 0 else WIDTH)
+    here = m < rows
     total = tl.zeros((BLOCK_M,), tl.int32)
     squares = tl.zeros((BLOCK_M,), tl.int64)
     parts = ()
-    for i in tl.static_range(PARTS):
-        h = tl.load(h_ptr + m[:, None] * CHANNELS + (i * PART + c)[None, :], mask=there, other=0).to(tl.int32)
+    if PIECES:
+        image = (m * image_inverse) >> image_bits
+        new_token = (m - image * new_tokens).to(tl.int32)
+    for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
+        start = m * WIDTH
+        seen = here
+        if PIECES:
+            token = tl.load(gather_ptr + new_token * PIECES + i // PARTS, mask=here, other=0)
+            seen = here & (token >= 0) & (token < tokens)
+            start = (image * tokens + token) * WIDTH
+        at = start[:, None] + (i % PARTS * PART + c)[None, :]
+        h = tl.load(h_ptr + at, mask=seen[:, None] & inside[None, :], other=0).to(tl.int32)
         total += tl.sum(h, 1)
         wide = h.to(tl.int64)
         squares += tl.sum(wide * wide, 1)
         parts = parts + (h,)  # type: ignore[assignment]
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
     root, half = row_statistics(total, squares, CHANNELS, epsilon, GUARD)
-    for i in tl.static_range(PARTS):
+    there = here[:, None] & inside[None, :]
+    for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
+        channel = i // PARTS * WIDTH + i % PARTS * PART + c
         y = normalise(parts[i] * CHANNELS - total[:, None], root[:, None], half[:, None], GUARD)
-        gain = tl.load(gain_ptr + i * PART + c, mask=inside, other=0)
-        offset = tl.load(offset_ptr + i * PART + c, mask=inside, other=0)
+        gain = tl.load(gain_ptr + channel, mask=inside, other=0)
+        offset = tl.load(offset_ptr + channel, mask=inside, other=0)
         y = round_shift(multiply_high(y << 4, gain[None, :], GUARD) + offset[None, :], shift)
-        at = m[:, None] * CHANNELS + (i * PART + c)[None, :]
+        at = m[:, None] * CHANNELS + channel[None, :]
         tl.store(o_ptr + at, saturate(y, OUT_BITS).to(o_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def patches_kernel(
+    images_ptr, prefix_ptr, x_ptr, o_ptr,
+    CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    PREFIX: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut one row of an image's patches, WIDTH by HIGH pixels, into int8 (images, patches, values); prefix tokens go first.
+
+    Images are uint8 (images, CHANNELS, HEIGHT, WIDTH), contiguous; a patch is HIGH by WIDE pixels and its values are ordered by
+    channel, row and column. The first PREFIX numbers of an image's output are those of the prefix; the output has OUTPUTS an
+    image. LINES at a time of ACROSS pixels, no less than WIDTH, are taken.
+    """
+    COLUMNS: tl.constexpr = WIDTH // WIDE
+    VALUES: tl.constexpr = CHANNELS * HIGH * WIDE
+    image, row = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    x = tl.arange(0, ACROSS)
+    images_ptr += image * (CHANNELS * HEIGHT * WIDTH) + row * (HIGH * WIDTH)
+    x_ptr += (image * (HEIGHT // HIGH) + row) * (COLUMNS * VALUES)
+    for start in tl.static_range(0, CHANNELS * HIGH, LINES):
+        line = start + tl.arange(0, LINES)
+        channel, y = line // HIGH, line % HIGH
+        there = (line < CHANNELS * HIGH)[:, None] & (x < WIDTH)[None, :]
+        pixels = tl.load(images_ptr + (channel * (HEIGHT * WIDTH) + y * WIDTH)[:, None] + x[None, :], mask=there, other=0)
+        value = (x // WIDE * VALUES + x % WIDE)[None, :] + (line * WIDE)[:, None]
+        tl.store(x_ptr + value, (pixels ^ 128).to(tl.int8, bitcast=True), mask=there)
+    for start in tl.static_range(0, PREFIX, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        there = (i < PREFIX) & (row == 0)
+        tl.store(o_ptr + image * OUTPUTS + i, tl.load(prefix_ptr + i, mask=there, other=0), mask=there)
 
 
 def _blocks(rows: int, inputs: int, outputs: int, processors: int) -> tuple[int, int, int, int]:
@@ -138,29 +197,83 @@ _FEW_ROWS = 2
 
 
 def layer_norm_launch(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out: torch.Tensor
+    h: torch.Tensor,
+    epsilon: int,
+    gain: torch.Tensor,
+    offset: torch.Tensor,
+    shift: int,
+    out: torch.Tensor,
+    gather: torch.Tensor | None = None,
 ) -> KernelLaunch:
-    """Spell out the launch that normalises ``h``, int16 (rows, channels), into ``out``; all contiguous."""
-    rows, channels = h.shape
-    # whole parts of a row where its channels have a large power of two among their factors, one padded part otherwise
-    part = channels & -channels
+    """Spell out the launch that normalises ``h``, int16 (..., channels), into ``out`` (rows, channels); all contiguous.
+
+    Args:
+        gather: int32 (new tokens, pieces), as :func:`qflash.network.execution.integer_layer_norm` takes it.
+    """
+    rows, channels = out.shape
+    width = h.shape[-1]
+    new_tokens, pieces = (1, 0) if gather is None else gather.shape
+    # whole parts of a token where its channels have a large power of two among their factors, one padded part otherwise
+    part = width & -width
     if part * MAX_PARTS < channels:
-        part = triton.next_power_of_2(channels)
+        part = triton.next_power_of_2(width)
     block = _MANY_ROWS if rows >= 4 * _MANY_ROWS * processors_of(h.device) else _FEW_ROWS
     arguments = {
         "h_ptr": h,
         "gain_ptr": gain,
         "offset_ptr": offset,
         "o_ptr": out,
+        "gather_ptr": gain if gather is None else gather,
         "rows": rows,
         # two numbers of 32 bits: kernels are compiled for the width of an argument
         "epsilon_high": epsilon >> 30,
         "epsilon_low": epsilon & ((1 << 30) - 1),
         "shift": shift,
+        "tokens": h.shape[-2] if pieces else 1,
+        "new_tokens": new_tokens,
+        **image_divisor(rows, new_tokens),
         "CHANNELS": channels,
+        "PIECES": pieces,
         "OUT_BITS": 8 * out.element_size(),
         "BLOCK_M": block,
         "PART": part,
         "GUARD": h.device.type == "cpu",
     }
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, {"num_warps": 2, "num_stages": 1})
+
+
+_PATCH_BLOCK = 4096
+"""Pixels, and numbers of the prefix, that a program of :func:`patches_kernel` takes at a time."""
+
+
+def patches_launch(
+    images: torch.Tensor, patch_size: Sequence[int], x: torch.Tensor, prefix: torch.Tensor | None, out: torch.Tensor
+) -> KernelLaunch:
+    """Spell out the launch that cuts images into patches ``x`` and brings the prefix to ``out``; all contiguous.
+
+    Args:
+        images: uint8 (batch, channels, height, width).
+        patch_size: (height, width).
+        x: int8 (batch, patches, values).
+        prefix: int16 (1, tokens, outputs), or None.
+        out: int16 (batch, tokens + patches, outputs).
+    """
+    batch, channels, height, width = images.shape
+    across = triton.next_power_of_2(width)
+    arguments = {
+        "images_ptr": images,
+        "prefix_ptr": out if prefix is None else prefix,
+        "x_ptr": x,
+        "o_ptr": out,
+        "CHANNELS": channels,
+        "HEIGHT": height,
+        "WIDTH": width,
+        "HIGH": patch_size[0],
+        "WIDE": patch_size[1],
+        "PREFIX": 0 if prefix is None else prefix.numel(),
+        "OUTPUTS": out[0].numel(),
+        "LINES": max(1, min(_PATCH_BLOCK // across, triton.next_power_of_2(channels * patch_size[0]))),
+        "ACROSS": across,
+        "BLOCK": _PATCH_BLOCK,
+    }
+    return KernelLaunch(patches_kernel, (height // patch_size[0], batch), arguments, {"num_warps": 4})

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...common.network_ops import GELU_END, GELU_LIMIT, gelu_tail
+from ...common.network_ops import GELU_END, GELU_LIMIT, gelu_tail, places_of
 from ..ptx_ops import barrier
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -92,8 +92,9 @@ def _next_tile(m, n, wide, down, across):
 
 @gluon.jit
 def _store_tile(
-    sums, m, n, numbers,
-    RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    sums, m, n, numbers, places,
+    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Take the sums of tile (m, n) through the epilogue to memory."""
     constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift = numbers
@@ -107,12 +108,19 @@ def _store_tile(
     bias = _constants(bias_ptr, columns, outputs, EVEN)
     multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
     y = gl.inline_asm_elementwise(RESCALED, "=r,r,r,r,r", [y, 1 << left, bias[None, :], multiplier[None, :]], gl.int32, True, 1)
-    at = row.to(gl.int64)[:, None] * outputs + columns[None, :]
-    there = (row < rows)[:, None]
+    here = row < rows
+    to, beside = row.to(gl.int64), row.to(gl.int64)
+    if PLACES != "":
+        places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens = places
+        to, beside, here = places_of(
+            row, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, PLACES == "table"
+        )
+    there = here[:, None]
     if not EVEN:
         there = there & (columns < outputs)[None, :]
+    at = to[:, None] * outputs + columns[None, :]
     if RESIDUAL:
-        y += gl.load(residual_ptr + at, mask=there, other=0).to(gl.int32)
+        y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
     if GELU:
         gelu_multiplier = _constants(gelu_multiplier_ptr, columns, outputs, EVEN)
         gelu_offset = _constants(gelu_offset_ptr, columns, outputs, EVEN)
@@ -138,11 +146,17 @@ def _load_step(
     _load(weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted)
 
 
-@gluon.jit(do_not_specialize=("rows", "steps", "inverse_wide", "down", "across", "left", "gelu_shift"))
+@gluon.jit(
+    do_not_specialize=(
+        "rows", "steps", "inverse_wide", "down", "across", "tokens", "image_inverse", "image_bits", "out_tokens", "first",
+        "residual_tokens", "left", "gelu_shift",
+    )
+)  # fmt: skip
 def hopper_linear_kernel(
-    x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
-    rows, outputs, steps, inverse_wide, down, across, left, gelu_shift,
-    RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr, places_ptr,
+    rows, outputs, steps, inverse_wide, down, across, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
+    left, gelu_shift,
+    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
@@ -150,7 +164,8 @@ def hopper_linear_kernel(
     ``x_desc`` describes int8 (rows, inputs); ``weight_desc`` int8 weights (outputs, inputs) as (groups, GROUP / 8, 4, 2,
     inputs) in the order of an accumulator's columns. ``inverse_wide`` is 2**30 over the tiles across the outputs, rounded
     up; ``down`` and ``across`` are the programs over these tiles, quotient and remainder. Residual int16 and output are
-    (rows, outputs), contiguous.
+    (rows, outputs), contiguous. PLACES: where these two have the rows, see :func:`...common.network_ops.places_of`; "" where x
+    has them.
     """
     WARPS: gl.constexpr = gl.num_warps()
     S: gl.constexpr = sums_layout(BLOCK_N, WARPS)
@@ -167,6 +182,7 @@ def hopper_linear_kernel(
     n = program - m * wide
     constants = (bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr)
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift)
+    places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
     for stage in gl.static_range(STAGES - 1):
@@ -214,5 +230,5 @@ def hopper_linear_kernel(
                 slot = 0
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        _store_tile(sums, m, n, numbers, RESIDUAL, GELU, EVEN, GROUP, WARPS)
+        _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, GELU, EVEN, GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

@@ -159,7 +159,7 @@ def draw_layer_norm(number: int, channels: int | None = None, rows: int = 13) ->
     offset = integers(-(1 << 30) + 1, 1 << 30, (channels,), torch.int32, chance)
     if chance.random() < 0.7:
         offset = offset >> 8
-    shift = chance.choice((1, 31, chance.randint(8, 28)))
+    shift = chance.choice((1, 29, chance.randint(8, 28)))
     h, dtype = spread_out(h, chance.choice(LAYOUTS)), DTYPES[number % 3]
     return Layer("integer_layer_norm", (h, epsilon, gain, offset, shift, None, dtype))
 

@@ -74,5 +74,5 @@ def test_networks(ranges: dict[str, tuple[int, int]]) -> None:
         "GELU: h": (0, 18588), "GELU: g M + B": SIGNED_32,
         "sum of h": (-(2**27), 2**27), "C sum h^2 - S^2 + E": (0, 2**55 - 1), "x": (2**29 - 64, 2**30 - 1),
         "d": (-(2**28), 2**28 - 1), "d << (8 - k)": SIGNED_32, "N": (-(2**26), 2**26),
-        "mulhi(N << 4, G) + B": SIGNED_32,
+        "mulhi(N << 4, G) + B + half": SIGNED_32,
     }  # fmt: skip

@@ -58,7 +58,7 @@ WRONG = [
     ("integer_layer_norm", "h", ints(3, 0, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
     ("integer_layer_norm", "gain", ints(9), ValueError, r"gain must have shape \(8,\)"),
     ("integer_layer_norm", "epsilon", (1 << 53) + 1, ValueError, "epsilon must be 0 to 9007199254740992"),
-    ("integer_layer_norm", "shift", 32, ValueError, "shift must be 1 to 31, got 32"),
+    ("integer_layer_norm", "shift", 30, ValueError, "shift must be 1 to 29, got 30"),
     ("integer_layer_norm", "out_dtype", torch.uint8, TypeError, "out_dtype must be int8, int16 or int32, got uint8"),
     ("int8_linear", "scatter", ints(3), ValueError, r"scatter must hold a place for every token of x.*\(3,\) for \(3, 8\)"),
     ("integer_layer_norm", "gather", ints(3, 1), ValueError, r"gather must be .new tokens, pieces.*\(3, 1\) for \(3, 8\)"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import timm
 import torch
 
+import qflash
 from helpers import same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from small_networks import KINDS as SMALL_NETWORKS
+from small_networks import draw, made  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +62,40 @@ def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
 def test_layers_at_the_ends_of_their_ranges() -> None:
     for layer in extremes():
         check(layer)
+
+
+@pytest.mark.parametrize("kind", SMALL_NETWORKS)
+def test_whole_networks_have_the_cpus_bits(made: Any, kind: str) -> None:  # noqa: F811
+    """Launches one behind the other, each begun before the one ahead has ended, alone and in a CUDA graph."""
+    model, network = made(kind)
+    network = copy.deepcopy(network).cuda()
+    for batch in (1, 2, 7, 64):
+        images = draw(model, batch, seed=batch)
+        want = made(kind)[1](images)
+        images = images.cuda()
+        for _ in range(3):
+            assert torch.equal(network(images).cpu(), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [network(images) for _ in range(4)]
+        for _ in range(5):
+            for out in outputs:
+                out.zero_()
+            graph.replay()
+            assert all(torch.equal(out.cpu(), want) for out in outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "batches"), [("deit_small_patch16_224", (1, 8, 64)), ("swin_tiny_patch4_window7_224", (1, 8))]
+)
+def test_real_sizes_have_the_cpus_bits(name: str, batches: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    network = qflash.quantize_model(model, [draw(model, 4, seed=1)], progress=False)
+    images = draw(model, max(batches), seed=2)
+    first = network(images[:4])
+    network = network.cuda()
+    whole = network(images.cuda()).cpu()
+    assert torch.equal(whole[:4], first[: len(whole)])
+    for batch in batches:
+        assert torch.equal(network(images[:batch].cuda()).cpu(), whole[:batch])

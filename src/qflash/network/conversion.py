@@ -209,7 +209,7 @@ def finish_norm(
     """
     gain = double(norm.weight) / step
     offset = (double(norm.bias) - middle) / step
-    shift = 31
+    shift = 29
     while shift > 1 and (
         float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
     ):

@@ -145,7 +145,7 @@ def _check_layer_norm(
         raise ValueError(f"h must have 1 to {op.MAX_CHANNELS} channels{joined}, got shape {tuple(h.shape)}")
     _check_constants(h, channels, gain=gain, offset=offset)
     _check_number("epsilon", epsilon, 0, MAX_EPSILON)
-    _check_number("shift", shift, 1, 31)
+    _check_number("shift", shift, 1, 29)
 
 
 def _check_embedding(
@@ -294,7 +294,7 @@ def integer_layer_norm(
         h: int16 (..., channels).
         epsilon: 0 to 2**53.
         gain, offset: int32 (channels of a row,), 1 to 4096 of these.
-        shift: 1 to 31.
+        shift: 1 to 29.
         gather: int32 (new tokens, pieces), for h (batch, tokens, channels): of which tokens each row is made, one behind the
             other. None: of one each. Numbers beyond the tokens are refused on a CPU; on a GPU such a token counts as zeros.
         out_dtype: int8, int16 or int32.

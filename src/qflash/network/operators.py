@@ -20,7 +20,7 @@ C sum h^2 - S^2 + E         ``< 2**55``                2**54 by Cauchy and Schwa
 d = C h - S                 ``< 2**28``                C (|h| + |mean|)
 x, the inverse root         ``[2**29 - 64, 2**30)``    2**44 / sqrt(v) with v in [2**28, 2**30)
 N = normalised h            ``|N| <= 2**26``           sqrt(C) in 1/2**20
-mulhi(N << 4, G) + B        ``< 2**31``                2**29 + 2**30
+mulhi(N << 4, G) + B + half ``< 2**31``                2**29 + 2**30 + 2**28
 ==========================  =========================  =====================================================
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..fixed_point import Checker, bit_length, multiply_high, round_shift
+from ..fixed_point import Checker, bit_length, multiply_high
 
 INT8 = (-128, 127)
 INT16 = (-32768, 32767)
@@ -188,12 +188,12 @@ def layer_norm(
         epsilon: see :func:`normalise`.
         gain: G, int32 (channels,), either sign.
         offset: B, int32 (channels,), ``|B| < 2**30``.
-        shift: 1 to 31.
+        shift: 1 to 29.
         dtype: int8, int16 or int32.
         check: for the bounds.
     """
-    wide = multiply_high(normalise(h, epsilon, check) << 4, gain) + offset
-    return saturate(round_shift(check("mulhi(N << 4, G) + B", wide, *INT32), shift), dtype)
+    wide = multiply_high(normalise(h, epsilon, check) << 4, gain) + offset + (1 << (shift - 1))
+    return saturate(check("mulhi(N << 4, G) + B + half", wide, *INT32) >> shift, dtype)
 
 
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:

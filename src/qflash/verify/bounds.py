@@ -496,7 +496,8 @@ def walk_layer_norm(walk: Walk) -> None:
         walk("norm", "d << (8 - k)", scaled, "int32", f"C = {most}")
         n = walk("norm", "N", high_product(scaled, x), "int32", f"C = {most}")
         gained = high_product(walk("norm", "N << 4", n << 4, "int32", f"C = {most}"), int32)
-        walk("norm", "mulhi(N << 4, G) + B", gained + around((1 << 30) - 1), "int32", f"C = {most}")
+        wide = gained + around((1 << 30) - 1) + (1 << 28)
+        walk("norm", "mulhi(N << 4, G) + B + half", wide, "int32", f"C = {most}")
 
 
 def _inverse_root(v: Interval) -> dict[str, Interval]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...network import operators as op
-from .fixed_point import bit_length, multiply_high
+from .fixed_point import SATURATE, bit_length, multiply_high
 
 GELU_END = tl.constexpr(op.GELU_END)
 GELU_LIMIT = tl.constexpr(op.GELU_LIMIT)
@@ -19,17 +19,18 @@ ROOT_SLOPE = tl.constexpr(op.ROOT_SLOPE << 1)
 
 
 @triton.jit
-def round_shift(x, shift):
-    """``x >> shift``, rounded half up, for ``shift >= 1``."""
-    return ((x >> (shift - 1)) + 1) >> 1
-
-
-@triton.jit
-def saturate(x, BITS: tl.constexpr):
-    """Clamp to the range of 8, 16 or 32 bits."""
+def saturate(x, DTYPE: tl.constexpr, GUARD: tl.constexpr):
+    """Clamp int32 to the range of int8, int16 or int32 and take that type."""
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
-        return x
-    return tl.minimum(tl.maximum(x, -(1 << (BITS - 1))), (1 << (BITS - 1)) - 1)
+        out = x
+    elif GUARD:
+        out = tl.minimum(tl.maximum(x, -(1 << (BITS - 1))), (1 << (BITS - 1)) - 1).to(DTYPE)
+    elif BITS == 16:
+        out = tl.inline_asm_elementwise("cvt.pack.sat.s16.s32 $0, $2, $1;", "=r,r,r", [x], tl.int16, True, 2)
+    else:
+        out = tl.inline_asm_elementwise(SATURATE, "=r,r,r,r,r", [x], tl.int8, True, 4)
+    return out
 
 
 @triton.jit
@@ -49,9 +50,9 @@ def gelu(x):
 
 
 @triton.jit
-def gelu_int8(x, multiplier, offset, shift):
-    """GELU in int8's range, with a step and a zero point for every channel."""
-    return saturate((gelu(x) * multiplier + offset) >> shift, 8)
+def gelu_int8(x, multiplier, offset, shift, GUARD: tl.constexpr):
+    """GELU in int8, with a step and a zero point for every channel."""
+    return saturate((gelu(x) * multiplier + offset) >> shift, tl.int8, GUARD)
 
 
 @triton.jit
@@ -63,6 +64,17 @@ def inverse_root(v, GUARD: tl.constexpr):
         error = (1 << 28) - multiply_high(square << 1, v << 1, GUARD)
         x = x + multiply_high(x, error << 3, GUARD)
     return x
+
+
+@triton.jit
+def row_constants(total, squares, channels, epsilon, GUARD: tl.constexpr):
+    """What :func:`normalise` takes, of rows, from the sums of their channels (int32) and of these squared (int64).
+
+    Products with ``factor`` may wrap round: the differences fit.
+    """
+    root, half = row_statistics(total, squares, channels, epsilon, GUARD)
+    left = tl.maximum(8 - half, 0)
+    return (total * 0 + channels) << left, total << left, root, tl.maximum(half - 8, 0)
 
 
 @triton.jit
@@ -84,9 +96,9 @@ def row_statistics(total, squares, channels, epsilon, GUARD: tl.constexpr):
 
 
 @triton.jit
-def normalise(difference, root, half, GUARD: tl.constexpr):
-    """``channels * h - total`` over the deviation, with 20 fraction bits; the rest is of :func:`row_statistics`."""
-    return multiply_high(difference << tl.maximum(8 - half, 0), root, GUARD) >> tl.maximum(half - 8, 0)
+def normalise(h, factor, total, root, shift, GUARD: tl.constexpr):
+    """``channels * h - total`` over the deviation, with 20 fraction bits; all others of :func:`row_constants`."""
+    return multiply_high(h * factor - total, root, GUARD) >> shift
 
 
 @triton.jit

@@ -304,14 +304,14 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
     const int half = (bit_length(variance) - 29) >> 1;
     const int64_t v = half < 0 ? variance << (-2 * half) : variance >> (2 * half);
     const int32_t root = (int32_t)inverse_root(v < 1 << 28 ? 1 << 28 : v);
-    const int up = half < 8 ? 8 - half : 0, down = half > 8 ? half - 8 : 0, shift = (int)x->shift - 1;
+    const int up = half < 8 ? 8 - half : 0, down = half > 8 ? half - 8 : 0, shift = (int)x->shift, rounding = 1 << (shift - 1);
     char *to = (char *)x->out + row * channels * bytes;
     for (int64_t c = 0; c < channels; c += LANES) {
         const int64_t n = at_most(LANES, channels - c);
         const vector difference = load16(h + c, n) * (int32_t)channels - total;
         const vector wide = high_product(difference << up, all_lanes(root)) >> down;
         const vector y = high_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
-        store(to + c * bytes, ((y >> shift) + 1) >> 1, bytes, n);
+        store(to + c * bytes, (y + rounding) >> shift, bytes, n);
     }
 }
 

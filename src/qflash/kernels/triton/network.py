@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common.fixed_point import multiply_high
-from ..common.network_ops import gelu_int8, normalise, places_of, round_shift, row_statistics, saturate
+from ..common.network_ops import gelu_int8, normalise, places_of, row_constants, saturate
 from ..device import processors_of
 from ..launch_arguments import LinearCall, image_divisor
 from ..launch_recorder import KernelLaunch
@@ -30,7 +30,7 @@ def int8_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
     places_ptr,
     rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, gelu_shift,
-    PLACES: tl.constexpr, OUT_BITS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
+    PLACES: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N outputs of a linear layer.
@@ -72,10 +72,10 @@ def int8_linear_kernel(
     if GELU:
         gelu_multiplier = tl.load(gelu_multiplier_ptr + n, mask=inside, other=0)
         gelu_offset = tl.load(gelu_offset_ptr + n, mask=inside, other=0)
-        y = gelu_int8(y, gelu_multiplier[None, :], gelu_offset[None, :], gelu_shift)
+        out = gelu_int8(y, gelu_multiplier[None, :], gelu_offset[None, :], gelu_shift, GUARD)
     else:
-        y = saturate(y, OUT_BITS)
-    tl.store(o_ptr + at, y.to(o_ptr.dtype.element_ty), mask=there)
+        out = saturate(y, o_ptr.dtype.element_ty, GUARD)
+    tl.store(o_ptr + at, out, mask=there)
 
 
 MAX_PARTS = 12
@@ -86,7 +86,7 @@ MAX_PARTS = 12
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
-    CHANNELS: tl.constexpr, PIECES: tl.constexpr, OUT_BITS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
@@ -101,8 +101,9 @@ def integer_layer_norm_kernel(
     # all of them, unless the one part is wider than the row
     inside = c < (PART if WIDTH % PART == 0 else WIDTH)
     here = m < rows
-    total = tl.zeros((BLOCK_M,), tl.int32)
-    squares = tl.zeros((BLOCK_M,), tl.int64)
+    # of channels that lie a part apart; a thread adds its own before others'
+    sums = tl.zeros((BLOCK_M, PART), tl.int32)
+    squares = tl.zeros((BLOCK_M, PART), tl.int64)
     parts = ()
     if PIECES:
         image = (m * image_inverse) >> image_bits
@@ -116,21 +117,24 @@ def integer_layer_norm_kernel(
             start = (image * tokens + token) * WIDTH
         at = start[:, None] + (i % PARTS * PART + c)[None, :]
         h = tl.load(h_ptr + at, mask=seen[:, None] & inside[None, :], other=0).to(tl.int32)
-        total += tl.sum(h, 1)
+        sums += h
         wide = h.to(tl.int64)
-        squares += tl.sum(wide * wide, 1)
+        squares += wide * wide
         parts = parts + (h,)  # type: ignore[assignment]
+    total = tl.sum(sums, 1)
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
-    root, half = row_statistics(total, squares, CHANNELS, epsilon, GUARD)
+    factor, total, root, right = row_constants(total, tl.sum(squares, 1), CHANNELS, epsilon, GUARD)
     there = here[:, None] & inside[None, :]
     for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
         channel = i // PARTS * WIDTH + i % PARTS * PART + c
-        y = normalise(parts[i] * CHANNELS - total[:, None], root[:, None], half[:, None], GUARD)
-        gain = tl.load(gain_ptr + channel, mask=inside, other=0)
-        offset = tl.load(offset_ptr + channel, mask=inside, other=0)
-        y = round_shift(multiply_high(y << 4, gain[None, :], GUARD) + offset[None, :], shift)
-        at = m[:, None] * CHANNELS + channel[None, :]
-        tl.store(o_ptr + at, saturate(y, OUT_BITS).to(o_ptr.dtype.element_ty), mask=there)
+        y = normalise(parts[i], factor[:, None], total[:, None], root[:, None], right[:, None], GUARD)
+        # loaded for every row: what a thread needs then comes to it without shared memory
+        channels = tl.broadcast_to(channel[None, :], (BLOCK_M, PART))
+        gain = tl.load(gain_ptr + channels, mask=inside[None, :], other=0)
+        offset = tl.load(offset_ptr + channels, mask=inside[None, :], other=0)
+        # rounded half up; the sum is below 2**31
+        y = (multiply_high(y << 4, gain, GUARD) + offset + (1 << (shift - 1))) >> shift
+        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], saturate(y, o_ptr.dtype.element_ty, GUARD), mask=there)
 
 
 @triton.jit
@@ -179,7 +183,6 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         "x_ptr": call.x,
         "weight_ptr": call.weight,
         "inputs": inputs,
-        "OUT_BITS": 8 * call.out.element_size(),
         "WHOLE": inputs % block_k == 0,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -234,12 +237,12 @@ def layer_norm_launch(
         **image_divisor(rows, new_tokens),
         "CHANNELS": channels,
         "PIECES": pieces,
-        "OUT_BITS": 8 * out.element_size(),
         "BLOCK_M": block,
         "PART": part,
         "GUARD": h.device.type == "cpu",
     }
-    return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, {"num_warps": 2, "num_stages": 1})
+    options = {"num_warps": 2, "num_stages": 1}
+    return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
 
 
 _PATCH_BLOCK = 4096

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .device import cache_bytes_of
+from .device import cache_bytes_of, capability_of
 from .tiles import (
     SHORT_ROW,
     SM90_BLOCKS,
@@ -407,6 +407,26 @@ def choose_linear_tiles(rows: int, inputs: int, outputs: int, processors: int) -
         return large
     tiles = triton.cdiv(rows, middle.block_m) * triton.cdiv(outputs, middle.block_n)
     return middle if outputs != inputs and tiles >= 2 * processors else small
+
+
+_FEW_ELEMENTS = 1 << 20
+
+
+def dependent_launch(device: torch.device, elements: int) -> str:
+    """Return how a kernel of an integer network is launched behind the one ahead of it: ``"late"``, ``"early"`` or ``""``.
+
+    From Hopper on a kernel may be launched while the one ahead of it still runs, up to where it needs its results
+    (:mod:`.common.dependent_launch`). With "late" the next kernel may do so as programs of this one end, with "early" from
+    their beginning. Measured on an H100 (docs/integer_network.md): late saves a launch's latency at every size; early hides
+    more of it, but the next kernel's programs then crowd on the first processors that have room, and large ones lose.
+
+    Args:
+        device: of the tensors.
+        elements: of the residual stream beside the kernel: rows times channels.
+    """
+    if device.type == "cpu" or capability_of(device) < (9, 0):
+        return ""
+    return "early" if elements <= _FEW_ELEMENTS else "late"
 
 
 def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:

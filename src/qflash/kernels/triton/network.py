@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.dependent_launch import wait_for_kernels
 from ..common.fixed_point import multiply_high
 from ..common.network_ops import gelu_int8, normalise, places_of, row_constants, saturate
 from ..device import processors_of
+from ..heuristics import dependent_launch
 from ..launch_arguments import LinearCall, image_divisor
 from ..launch_recorder import KernelLaunch
 
@@ -86,7 +88,7 @@ MAX_PARTS = 12
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
-    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
@@ -94,6 +96,7 @@ def integer_layer_norm_kernel(
     A row is one of h (rows, CHANNELS); or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
     their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``.
     """
+    wait_for_kernels(DEPENDENT)
     WIDTH: tl.constexpr = CHANNELS // PIECES if PIECES else CHANNELS
     PARTS: tl.constexpr = (WIDTH + PART - 1) // PART
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -220,6 +223,7 @@ def layer_norm_launch(
     part = width & -width
     if part * MAX_PARTS < channels:
         part = triton.next_power_of_2(width)
+    dependent = dependent_launch(h.device, out.numel())
     block = _MANY_ROWS if rows >= 4 * _MANY_ROWS * processors_of(h.device) else _FEW_ROWS
     arguments = {
         "h_ptr": h,
@@ -239,9 +243,10 @@ def layer_norm_launch(
         "PIECES": pieces,
         "BLOCK_M": block,
         "PART": part,
+        "DEPENDENT": dependent,
         "GUARD": h.device.type == "cpu",
     }
-    options = {"num_warps": 2, "num_stages": 1}
+    options = {"num_warps": 2, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
 
 

@@ -44,6 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
+from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, nan_max
 from ...common.tile_ops import MASKED
@@ -678,7 +679,7 @@ def hopper_kernel(
     OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
     TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
-    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr,
+    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
@@ -699,7 +700,9 @@ def hopper_kernel(
     * SUMS: how the storage offset is corrected by -127 times the sums of V's channels. Products with V "begin" at them,
       they are added at the "end", or they are "products" of V with -127 in every block.
     * POLICY: the L2 eviction policy of what is read.
+    * DEPENDENT: see :func:`..heuristics.dependent_launch`.
     """
+    wait_for_kernels(DEPENDENT)
     memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
     if BLOCKS:
         at = gl.program_id(0) * share

@@ -15,11 +15,12 @@ import triton
 from .... import fixed_point as fp
 from ....attention_call import AttentionCall
 from ...device import capability_of, processors_of
-from ...heuristics import choose_linear_tiles, division, eviction_policy, split_sm90_resident
+from ...heuristics import choose_linear_tiles, dependent_launch, division, eviction_policy, split_sm90_resident
 from ...launch_arguments import (
     KernelRequest,
     LinearCall,
     call_arguments,
+    dependent_attention,
     launch_options,
     parts,
     row_arguments,
@@ -93,6 +94,8 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
     # measured: where keys are read once 1 % at most, or slower; on int8 not yet
     constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.out) if request.fused and turn else ""
+    constants["DEPENDENT"] = dependent_attention(request)
+    options = launch_options(tiles) | {"launch_pdl": constants["DEPENDENT"] != ""}
     scores = ScoreTile(tiles.block_m, 128 * turn if turn else sum(row_widths(call.keys)), whole=not turn)
     launches = []
     for part in parts(request):
@@ -105,7 +108,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
             grid = (triton.cdiv(total, share), 1, 1)
         arguments = part.arguments | constants | {"share": share, "total": total}
         arguments = {name: arguments[name] for name in kernel.arg_names}
-        launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.resident", scores))
+        launches.append(KernelLaunch(kernel, grid, arguments, options, "sm90.resident", scores))
     return launches
 
 
@@ -247,6 +250,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     shape = [outputs // group, group // 8, 4, 2, inputs]
     strides = [group * inputs, 2 * inputs, group // 4 * inputs, inputs, 1]
     block = [tiles.block_n // group, group // 8, 4, 2, _LINEAR_DEPTH]
+    dependent = dependent_launch(call.x.device, rows * min(inputs, outputs))
     arguments = call.epilogue() | {
         "x_desc": _description(call.x, [rows, inputs], [inputs, 1], [tiles.block_m, _LINEAR_DEPTH]),
         "weight_desc": _description(call.weight, shape, strides, block),
@@ -260,6 +264,8 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": _LINEAR_DEPTH,
         "STAGES": tiles.stages,
+        "DEPENDENT": dependent,
     }
     arguments = {name: arguments[name] for name in kernel.arg_names}
-    return KernelLaunch(kernel, (programs,), arguments, {"num_warps": tiles.warps, "maxnreg": tiles.registers})
+    options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "launch_pdl": dependent != ""}
+    return KernelLaunch(kernel, (programs,), arguments, options)

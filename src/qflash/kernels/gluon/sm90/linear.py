@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ...common.dependent_launch import wait_for_kernels
 from ...common.network_ops import GELU_END, GELU_LIMIT, gelu_tail, places_of
 from ..ptx_ops import barrier
 
@@ -157,7 +158,7 @@ def hopper_linear_kernel(
     rows, outputs, steps, inverse_wide, down, across, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
     left, gelu_shift,
     PLACES: gl.constexpr, RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
 
@@ -183,6 +184,7 @@ def hopper_linear_kernel(
     constants = (bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr)
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
+    wait_for_kernels(DEPENDENT)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
     for stage in gl.static_range(STAGES - 1):

@@ -37,6 +37,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
 from ...common.quantize_ops import (
     BIAS_UNIT,
@@ -669,7 +670,7 @@ def windows_kernel(
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
     VALUE_OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr,
     DIVIDED: gl.constexpr,
-    ALIGNED: gl.constexpr, POLICY: gl.constexpr,
+    ALIGNED: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr,
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
     mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
 ):  # fmt: skip
@@ -689,7 +690,9 @@ def windows_kernel(
     * ONE_SCALE: (int8) query, key, value and output have one scale each for the whole tensor.
     * ALIGNED: rows of the bias begin at multiples of four elements.
     * POLICY: the L2 eviction policy of query, key, value and output, unless they are DIVIDED.
+    * DEPENDENT: see :func:`..heuristics.dependent_launch`.
     """
+    wait_for_kernels(DEPENDENT)
     if TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
         if layer >= share + (column < longer).to(gl.int32):

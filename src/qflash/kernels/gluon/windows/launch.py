@@ -15,6 +15,7 @@ from ...launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
     broadcast_strides,
+    dependent_attention,
     launch_options,
     mask_period,
     parts,
@@ -60,6 +61,7 @@ def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
         # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
         "DIVIDED": tiles.warps == 4 and (request.fused or call.batch * call.heads > processors),
         "POLICY": eviction_policy(call.query, call.key, call.value, request.out),
+        "DEPENDENT": dependent_attention(request),
     }
     period = mask_period(call)
     found = []
@@ -71,7 +73,8 @@ def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
         # one block of sixteen queries a warp, and then one of eight for the rest
         half = has_half_block(call.queries, tiles.warps, tiles.splits)
         scores = ScoreTile(16 * tiles.warps + 8 * half, sum(window_widths(call.keys)), whole=True)
-        found.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "windows", scores))
+        options = launch_options(tiles) | {"launch_pdl": constants["DEPENDENT"] != ""}
+        found.append(KernelLaunch(kernel, grid, arguments, options, "windows", scores))
     return found
 
 

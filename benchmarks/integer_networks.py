@@ -206,15 +206,17 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def speed_table(result: dict[str, Any]) -> list[str]:
     """Lay what ``qflash models --integer`` measured out in Markdown: a row a model and batch."""
-    heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | SQNR of its logits, dB |"
-    lines = [heading, "|---|---|---|---|---|---|---|"]
+    heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | energy ÷ compiled | SQNR of its logits, dB |"
+    lines = [heading, "|---|---|---|---|---|---|---|---|"]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     for (model, batch), rows in found.items():
         speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
-        integer = rows["integer"]
-        lines.append(f"| {model} | {batch} | {' | '.join(speeds)} | {integer['ratio']:.2f} | {integer['sqnr_db']:.1f} |")
+        integer, joules = rows["integer"], [rows.get(name, {}).get("mj_per_image") for name in ("integer", "compile")]
+        energy = f"{joules[0] / joules[1]:.2f}" if all(joules) else ""
+        cells = (model, str(batch), *speeds, f"{integer['ratio']:.2f}", energy, f"{integer['sqnr_db']:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

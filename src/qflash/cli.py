@@ -245,6 +245,9 @@ def models(
     dtype: DtypeOption = None,
     base: BaseOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples a method.")] = 15,
+    energy_seconds: Annotated[
+        float, typer.Option("--energy", min=0, help="With --integer: measure each method's energy for so many seconds.")
+    ] = 0.0,
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -265,9 +268,12 @@ def models(
             _check_output(output)
             integer_models.run_integer_models(
                 model or integer_models.MODELS, batches, integer_models.pick_methods(method or ()),
-                dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, pretrained=pretrained, output=output,
+                dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, energy_seconds=energy_seconds,
+                pretrained=pretrained, output=output,
             )  # fmt: skip
             return
+        if energy_seconds:
+            raise ValueError("--energy goes with --integer; qflash energy measures attention calls")
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")

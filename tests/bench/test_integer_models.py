@@ -82,6 +82,8 @@ def test_bad_choices_are_named() -> None:
         assert done.exit_code == 2 and "--integer compares whole networks" in done.output
     with pytest.raises(ValueError, match="rounds must be at least 1"):
         integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), rounds=0)
+    with pytest.raises(ValueError, match="energy is read from an NVIDIA GPU's counter, the device is cpu"):
+        integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), energy_seconds=1.0)
 
 
 def test_pixels_are_the_same_everywhere_and_use_their_range() -> None:

@@ -144,6 +144,19 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
+def replay_energy(timer: bench_timers.GraphTimer, gpu: nvml.Gpu, seconds: float) -> Reading:
+    """Replay a graph for some seconds, after 0.3 s in which power and clocks settle.
+
+    Raises:
+        qflash.nvml.NvmlError: the counter does not move.
+    """
+    work = Busy(timer.replay, timer.calls, _recorded_event)
+    integrate(gpu.energy, work, 0.3)
+    reading = integrate(gpu.energy, work, seconds)
+    torch.cuda.synchronize()
+    return reading
+
+
 def measure(
     problem: bench_problems.Problem,
     methods: Sequence[TimedMethod[bench_problems.Inputs]],
@@ -188,10 +201,7 @@ def measure(
             timer = timers[place]
             if timer is not None:
                 try:
-                    work = Busy(timer.replay, timer.calls, _recorded_event)
-                    integrate(gpu.energy, work, 0.3)  # settle at this method's power and clocks
-                    readings[place].append(integrate(gpu.energy, work, seconds))
-                    torch.cuda.synchronize()
+                    readings[place].append(replay_energy(timer, gpu, seconds))
                 except Exception as error:
                     rows[place]["error"], timers[place] = errors.describe(error), None
             tick(f"{problem.label} {methods[place].name}")

@@ -22,7 +22,7 @@ from ..network.models import IntegerNetwork
 from ..network.quantize import quantize_model
 from ..optional_packages import require_packages
 from . import console as bench_console
-from . import errors, nvml, records, timers
+from . import energy, errors, nvml, records, timers
 from .metrics import sqnr
 from .models import load
 
@@ -32,9 +32,10 @@ BASELINE = "compile"
 """What ratios refer to: the float model compiled as torch.compile does by default, with the fastest SDPA it finds."""
 
 FIELDS = (
-    "model", "batch", "dtype", "method", "images_per_s", "median_us", "q1_us", "q3_us", "samples", "ratio", "sqnr_db", "error",
+    "model", "batch", "dtype", "method", "images_per_s", "median_us", "q1_us", "q3_us", "samples", "ratio", "mj_per_image",
+    "watts", "sqnr_db", "error",
 )  # fmt: skip
-"""Columns of ``models_integer.csv``; ``ratio`` is the baseline's time over the row's."""
+"""Columns of ``models_integer.csv``; ``ratio`` is the baseline's time over the row's, ``mj_per_image`` millijoules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,7 @@ def measure(
     *,
     dtype: torch.dtype,
     rounds: int,
+    energy_seconds: float = 0.0,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
@@ -155,6 +157,7 @@ def measure(
         methods: see :func:`pick_methods`.
         dtype: of the float methods.
         rounds: samples a method.
+        energy_seconds: how long to measure the energy of each, on a GPU, after all are timed; 0: not.
     """
     device = pixels.device
     subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype))
@@ -184,6 +187,13 @@ def measure(
             found = timers.summarise(runner.samples)
             runner.row |= {key: value for key, value in found.items() if key in FIELDS}
             runner.row |= {"samples": len(runner.samples), "images_per_s": round(len(pixels) * 1e6 / found["median_us"], 2)}
+            if energy_seconds and isinstance(runner.timer, timers.GraphTimer):
+                try:
+                    reading = energy.replay_energy(runner.timer, nvml.Gpu(device), energy_seconds)
+                    runner.row["mj_per_image"] = round(1e3 * reading.joules / (reading.calls * len(pixels)), 3)
+                    runner.row["watts"] = round(reading.watts, 1)
+                except nvml.NvmlError as error:
+                    runner.row["error"] = errors.describe(error)
     rows = [runner.row for runner in runners]
     base = next((row["median_us"] for row in rows if row["method"] == BASELINE), None)
     for row in rows:
@@ -199,14 +209,14 @@ def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in ("model", "batch", "method"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("images/s", "median µs", "ratio", "SQNR dB of logits"):
+    for heading in ("images/s", "median µs", "ratio", "mJ an image", "SQNR dB of logits"):
         table.add_column(heading, justify="right", no_wrap=True)
     number = bench_console.format_number
     for row in rows:
         speed = "failed" if row["images_per_s"] is None else f"{row['images_per_s']:.0f}"
         table.add_row(
             row["model"], str(row["batch"]), row["method"], speed, number(row["median_us"]), number(row["ratio"]),
-            number(row["sqnr_db"]),
+            number(row["mj_per_image"]), number(row["sqnr_db"]),
         )  # fmt: skip
     return table
 
@@ -220,6 +230,7 @@ def run_integer_models(
     dtype: torch.dtype,
     device: torch.device,
     rounds: int = 15,
+    energy_seconds: float = 0.0,
     pretrained: bool = False,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
@@ -232,11 +243,13 @@ def run_integer_models(
 
     Raises:
         TypeError: a model has no integer form here.
-        ValueError: an unknown model, one with layers without an integer form, or fewer than one round.
+        ValueError: an unknown model, one with layers without an integer form, fewer than one round, or energy without a GPU.
         ImportError: timm is not installed.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
+    if energy_seconds and device.type != "cuda":
+        raise ValueError(f"energy is read from an NVIDIA GPU's counter, the device is {device}")
     loaded = {name: load(name, pretrained) for name in names}
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "forward passes on the CPU"
     record: dict[str, Any] = {
@@ -244,6 +257,7 @@ def run_integer_models(
         "environment": records.environment(device),
         "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
+        "energy": f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
         "sqnr": "20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",
         "weights": "pretrained" if pretrained else "as timm initialises them",
         "rows": [],
@@ -257,7 +271,9 @@ def run_integer_models(
             quantise = functools.cache(functools.partial(quantize_model, model, calibration, progress=False))
             for batch in batches:
                 pixels = draw_pixels(batch, size, seed=0).to(device)
-                rows += measure(name, model, quantise, pixels, methods, dtype=dtype, rounds=rounds, tick=tick)
+                rows += measure(
+                    name, model, quantise, pixels, methods, dtype=dtype, rounds=rounds, energy_seconds=energy_seconds, tick=tick
+                )
                 # what was compiled for one batch is not to be made general for the next
                 torch.compiler.reset()
                 if output is not None:

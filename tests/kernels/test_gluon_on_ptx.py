@@ -29,6 +29,7 @@ from qflash.kernels.gluon.sm90 import launch as sm90
 from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
+from qflash.kernels.triton import network as portable
 from qflash.recipe import DEFAULT
 
 pytestmark = [
@@ -390,6 +391,21 @@ def test_linear_layers(
     residual = None if residual is None else residual.contiguous()
     sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out)).run()
     assert same_bits(out, layer.run("reference"))
+
+
+@pytest.mark.parametrize("draw", ["draw_layer_norm", "draw_joined_norm"])
+def test_layer_norms(emulated: Load, draw: str) -> None:
+    """Not Gluon, but with inline assembly that the interpreter has not."""
+    emulated("network_cases")
+    for number in range(6):
+        layer = getattr(network_cases, draw)(number)
+        h, epsilon, gain, offset, shift, gather, _ = layer.arguments
+        want = layer.run("reference")
+        out = torch.empty_like(want).view(-1, len(gain))
+        if out.numel():
+            order = None if gather is None else gather.contiguous()
+            portable.layer_norm_launch(h.contiguous(), epsilon, gain, offset, shift, out, order).run()
+        assert same_bits(out.view(want.shape), want), layer
 
 
 @pytest.mark.parametrize("tiles", heuristics.LINEAR_TILES)

@@ -19,12 +19,15 @@ ROOT_SLOPE = tl.constexpr(op.ROOT_SLOPE << 1)
 
 
 @triton.jit
-def saturate(x, DTYPE: tl.constexpr, GUARD: tl.constexpr):
-    """Clamp int32 to the range of int8, int16 or int32 and take that type."""
+def saturate(x, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
+    """Clamp int32 to the range of int8, int16 or int32 and take that type.
+
+    PLAIN: without inline assembly, which takes four numbers of a thread at once: in the interpreter, or where it has fewer.
+    """
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
         out = x
-    elif GUARD:
+    elif PLAIN:
         out = tl.minimum(tl.maximum(x, -(1 << (BITS - 1))), (1 << (BITS - 1)) - 1).to(DTYPE)
     elif BITS == 16:
         out = tl.inline_asm_elementwise("cvt.pack.sat.s16.s32 $0, $2, $1;", "=r,r,r", [x], tl.int16, True, 2)

@@ -88,7 +88,8 @@ MAX_PARTS = 12
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
-    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, WARPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
@@ -128,6 +129,7 @@ def integer_layer_norm_kernel(
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
     factor, total, root, right = row_constants(total, tl.sum(squares, 1), CHANNELS, epsilon, GUARD)
     there = here[:, None] & inside[None, :]
+    PLAIN: tl.constexpr = GUARD or BLOCK_M * PART < 4 * 32 * WARPS
     for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
         channel = i // PARTS * WIDTH + i % PARTS * PART + c
         y = normalise(parts[i], factor[:, None], total[:, None], root[:, None], right[:, None], GUARD)
@@ -137,7 +139,7 @@ def integer_layer_norm_kernel(
         offset = tl.load(offset_ptr + channels, mask=inside[None, :], other=0)
         # rounded half up; the sum is below 2**31
         y = (multiply_high(y << 4, gain, GUARD) + offset + (1 << (shift - 1))) >> shift
-        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], saturate(y, o_ptr.dtype.element_ty, GUARD), mask=there)
+        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], saturate(y, o_ptr.dtype.element_ty, PLAIN), mask=there)
 
 
 @triton.jit
@@ -197,7 +199,8 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     return KernelLaunch(int8_linear_kernel, grid, arguments, {"num_warps": warps, "num_stages": 3})
 
 
-# rows that a program of two warps normalises; measured on one H100 (benchmarks/results/trials/linear_h100.json)
+_NORM_WARPS = 2
+# rows that a program of these normalises; measured on one H100 (benchmarks/results/trials/linear_h100.json)
 _MANY_ROWS = 8
 _FEW_ROWS = 2
 
@@ -243,10 +246,11 @@ def layer_norm_launch(
         "PIECES": pieces,
         "BLOCK_M": block,
         "PART": part,
+        "WARPS": _NORM_WARPS,
         "DEPENDENT": dependent,
         "GUARD": h.device.type == "cpu",
     }
-    options = {"num_warps": 2, "num_stages": 1, "launch_pdl": dependent != ""}
+    options = {"num_warps": _NORM_WARPS, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
 
 

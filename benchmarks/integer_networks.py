@@ -40,7 +40,7 @@ import pages  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h100.json")
-PAGE = HERE.parent / "docs" / "integer_network.md"
+PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 CALIBRATION = 64
@@ -220,10 +220,25 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def summary(result: dict[str, Any]) -> list[str]:
+    """Say in a sentence what ``qflash models --integer`` measured."""
+    ours = [row for row in result["rows"] if row["method"] == "integer"]
+    base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
+    ratios = [row["ratio"] for row in ours]
+    joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
+    models = ", ".join(dict.fromkeys(row["model"] for row in ours))
+    batches = ", ".join(str(batch) for batch in dict.fromkeys(row["batch"] for row in ours))
+    return pages.wrap(
+        f"[Whole networks in integers](docs/integer_network.md) ({models}, batch {batches}): {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times the images a second of `torch.compile` in float16, {min(joules):.2f} to {max(joules):.2f} of "
+        "its energy an image."
+    )
+
+
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
     networks, speed = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED))
-    return {"integer:networks": table(networks), "integer:speed": speed_table(speed)}
+    return {"integer:networks": table(networks), "integer:speed": speed_table(speed), "integer:summary": summary(speed)}
 
 
 def files() -> list[str]:
@@ -304,7 +319,8 @@ def main() -> None:
             kept = [row for row in result["rows"] if row["network"] != rows[0]["network"]]
             result = {"device": "CPU", "versions": versions, "rows": kept + rows}
             RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,21 @@ def test_whole_networks_have_the_cpus_bits(made: Any, kind: str) -> None:  # noq
             assert all(torch.equal(out.cpu(), want) for out in outputs)
 
 
+def test_a_captured_network(made: Any) -> None:  # noqa: F811
+    model, network = made("swin")
+    moved = copy.deepcopy(network).cuda()
+    run = moved.graph(3)
+    results = []
+    for seed in range(4):
+        images = draw(model, 3, seed=seed)
+        results.append((run(images.cuda() if seed % 2 else images), network(images)))
+    assert all(torch.equal(out.cpu(), want) for out, want in results)
+    with pytest.raises(ValueError, match="images must be 3, for which the graph was captured, got 2"):
+        run(images[:2])
+    with pytest.raises(TypeError, match="images must be uint8"):
+        run(images.float())
+
+
 @pytest.mark.parametrize(
     ("name", "batches"), [("deit_small_patch16_224", (1, 8, 64)), ("swin_tiny_patch4_window7_224", (1, 8))]
 )

@@ -318,3 +318,31 @@ def test_features_of_all_tokens(made: Any) -> None:
     got = network.forward_features(images)
     assert sqnr(want, network.dequantize(got)) > 30
     assert torch.equal(got[:, 0], network(images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["class token", "swin"])
+def test_a_network_compiled_ahead_of_time(made: Any, kind: str, tmp_path: Path) -> None:
+    """By Inductor, and as a package of AOTInductor, with any batch size."""
+    model, network = made(kind)
+    images = draw(model, 4, seed=12)
+    want = network(images)
+    assert torch.equal(torch.compile(network, fullgraph=True)(images), want)
+    program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "network.pt2"))
+    packaged = torch._inductor.aoti_load_package(path)
+    assert torch.equal(packaged(images), want) and torch.equal(packaged(images[:1]), want[:1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        (0, ValueError, "batch must be at least 1, got 0"),
+        (2.0, TypeError, "batch must be an integer, got float"),
+        (True, TypeError, "batch must be an integer, got bool"),
+        (2, ValueError, r"network must be on an NVIDIA GPU for a CUDA graph, call network.cuda\(\) first; it is on cpu"),
+    ],
+)
+def test_a_graph_needs_a_batch_and_a_gpu(made: Any, batch: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        made("class token")[1].graph(batch)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..recipe import Recipe
 from . import execution  # noqa: F401 - registers the operators
+from .cuda_graph import NetworkGraph
 from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
 
 
@@ -102,6 +103,25 @@ class IntegerNetwork(IntegerModule):
             for kind in kinds
             if getattr(module, f"float_{kind}") is not None
         ]
+
+    def graph(self, batch: int) -> NetworkGraph:
+        """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
+
+        The network stays as it is. A graph knows nothing of later changes: moved, or loaded with other weights, capture it
+        again.
+
+        Args:
+            batch: images a call, at least 1.
+
+        Raises:
+            TypeError, ValueError: ``batch`` is no such number, or the network is not on an NVIDIA GPU.
+
+        Example::
+
+            run = network.cuda().graph(64)
+            logits = run(images)
+        """
+        return NetworkGraph(self, batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the network to a file; see :func:`qflash.load_model`."""

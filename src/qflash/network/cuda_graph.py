@@ -1,0 +1,60 @@
+"""A network's forward pass as a CUDA graph: :meth:`.models.IntegerNetwork.graph`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+WARM_UP = 3
+"""Forward passes before the capture, in which kernels are compiled."""
+
+
+class NetworkGraph:
+    """A captured forward pass for one batch size: no launch costs, and memory that is reserved once.
+
+    Not for several threads or streams at once: calls share one input and one output.
+
+    Attributes:
+        batch: images a call.
+    """
+
+    def __init__(self, network: Any, batch: int) -> None:
+        """Warm up and capture; see :meth:`.models.IntegerNetwork.graph`."""
+        if not isinstance(batch, int) or isinstance(batch, bool):
+            raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
+        device = next(network.buffers()).device
+        if device.type != "cuda":
+            raise ValueError(f"network must be on an NVIDIA GPU for a CUDA graph, call network.cuda() first; it is on {device}")
+        self.batch = batch
+        # held, as is what the graph reads
+        self._network = network
+        size = network.shape.image_channels, *network.shape.image_size
+        self._images = torch.zeros((batch, *size), dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    network(self._images)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._output = network(self._images)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor with what the network makes of uint8 images (batch, channels, height, width), of any device.
+
+        Raises:
+            TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
+        """
+        from .models import check_images
+
+        check_images(images, self._network.shape.image_channels, self._network.shape.image_size)
+        if len(images) != self.batch:
+            raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")
+        self._images.copy_(images)
+        self._graph.replay()
+        return self._output.clone()

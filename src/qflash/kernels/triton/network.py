@@ -89,8 +89,7 @@ def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
     CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, WARPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    GUARD: tl.constexpr,
+    DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
 
@@ -156,7 +155,8 @@ def patches_kernel(
     """
     COLUMNS: tl.constexpr = WIDTH // WIDE
     VALUES: tl.constexpr = CHANNELS * HIGH * WIDE
-    image, row = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    # images first: of these a grid has room for more
+    image, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = tl.arange(0, ACROSS)
     images_ptr += image * (CHANNELS * HEIGHT * WIDTH) + row * (HIGH * WIDTH)
     x_ptr += (image * (HEIGHT // HIGH) + row) * (COLUMNS * VALUES)
@@ -288,4 +288,4 @@ def patches_launch(
         "ACROSS": across,
         "BLOCK": _PATCH_BLOCK,
     }
-    return KernelLaunch(patches_kernel, (height // patch_size[0], batch), arguments, {"num_warps": 4})
+    return KernelLaunch(patches_kernel, (batch, height // patch_size[0]), arguments, {"num_warps": 4})

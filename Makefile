@@ -28,7 +28,7 @@ FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys;
 help:
 	@echo "make demo             float against integer attention on a small image classifier (report in qflash-report/)"
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
-	@echo "make test-all         with the slow cases of every day, an hour; make test runs a sixth of them, another every day"
+	@echo "make test-all         with the slow cases of every day, an hour; make test runs an eighth of them, another every day"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"

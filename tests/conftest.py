@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-SHARE = 6
+SHARE = 8
 """One of so many of the slow cases is run a day."""
 # workers begin with the environment of the process that started them, perhaps on the next day
 TODAY = int(os.environ.setdefault("QFLASH_TEST_DAY", str(datetime.date.today().toordinal())))

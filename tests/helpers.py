@@ -547,6 +547,7 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     images = torch.arange(2 * 16, dtype=torch.uint8, device=device).view(2, 1, 4, 4)
     places = images, (4, 4), weight, bias, ratio, 1, stream[None, :1], stream[None, :2], backend
     samples["patch_embedding"] = places
+    samples["integer_mean"] = (stream.view(3, 3, 12), ratio, 2, bias, torch.int8, backend)
     return samples
 
 

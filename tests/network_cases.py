@@ -66,6 +66,9 @@ class Layer:
             images, size, weight, bias, multiplier, left, *_ = self.arguments
             op.rescale(op.integer_matmul(op.patches(images, size), weight), left, bias, multiplier, CHECK)
             return
+        if self.name == "integer_mean":
+            op.token_mean(*self.arguments, CHECK)
+            return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
         if self.name == "int8_linear_gelu":
@@ -216,8 +219,28 @@ def draw_embedding(number: int) -> Layer:
     return Layer("patch_embedding", (images, size, *constants, position, prefix))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding)
-"""Draws of layers that take tokens from other places, or bring them there."""
+def draw_mean(number: int) -> Layer:
+    """Return a random mean over tokens, some behind a prefix."""
+    chance = random.Random(number)
+    shape = chance.randint(0 if number % 8 == 0 else 1, 4), chance.choice((1, chance.randint(1, 70))), chance.randint(1, 300)
+    x = integers(-32768, 32768, shape, torch.int16, chance)
+    if number % 3 == 0:
+        x = torch.full_like(x, chance.choice((-32768, 32767)))
+    if number % 2:
+        x = torch.cat((torch.ones_like(x[:, :1]), x), dim=1)[:, 1:]
+    else:
+        x = spread_out(x, chance.choice(LAYOUTS))
+    # the offset doubles the sums at most
+    left = chance.randint(0, 15 - shape[1].bit_length())
+    most = shape[1] << (15 + left)
+    offset = integers(-most, most, shape[2:], torch.int32, chance)
+    bits = min(31, 33 + chance.choice((8, 16)) - most.bit_length())
+    multiplier = integers(0, 1 << bits, shape[2:], torch.int32, chance)
+    return Layer("integer_mean", (x, multiplier, left, offset, DTYPES[number % 3]))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean)
+"""Draws of layers that take tokens from other places, bring them there, or average them."""
 
 
 def extremes() -> list[Layer]:

@@ -28,6 +28,9 @@ NORM: dict[str, Any] = {
     "out_dtype": torch.int8,
 }  # fmt: skip
 CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "integer_layer_norm": NORM}
+MEAN: dict[str, Any] = {
+    "x": ints(2, 3, 8, dtype=torch.int16), "multiplier": ints(8), "left": 1, "offset": ints(8), "out_dtype": torch.int8,
+}  # fmt: skip
 TOKENS = ints(2, 3, 8, dtype=torch.int8)
 EMBEDDING: dict[str, Any] = {
     "images": ints(2, 2, 4, 6, dtype=torch.uint8), "patch_size": (2, 2), "weight": ints(5, 8, dtype=torch.int8),
@@ -62,6 +65,11 @@ WRONG = [
     ("integer_layer_norm", "out_dtype", torch.uint8, TypeError, "out_dtype must be int8, int16 or int32, got uint8"),
     ("int8_linear", "scatter", ints(3), ValueError, r"scatter must hold a place for every token of x.*\(3,\) for \(3, 8\)"),
     ("integer_layer_norm", "gather", ints(3, 1), ValueError, r"gather must be .new tokens, pieces.*\(3, 1\) for \(3, 8\)"),
+    ("integer_mean", "x", ints(2, 3, 8), TypeError, "x must be int16, got int32"),
+    ("integer_mean", "x", ints(2, 0, 8, dtype=torch.int16), ValueError, "at least one token, got shape .2, 0, 8."),
+    ("integer_mean", "multiplier", ints(7), ValueError, r"multiplier must have shape \(8,\), got \(7,\)"),
+    ("integer_mean", "left", 31, ValueError, "left must be 0 to 30, got 31"),
+    ("integer_mean", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
     ("patch_embedding", "images", ints(2, 2, 4, 6), TypeError, "images must be uint8, got int32"),
     ("patch_embedding", "images", ints(2, 2, 4, 5, dtype=torch.uint8), ValueError, r"whole patches of \(2, 2\), got .*4, 5"),
     ("patch_embedding", "images", ints(2, 3, 4, 6, dtype=torch.uint8), ValueError, "weight must have the 12 inputs"),
@@ -100,7 +108,7 @@ def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "argument", "value", "error", "words"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_does_not_fit_is_refused(name: str, argument: str, value: Any, error: type[Exception], words: str) -> None:
-    arguments = (EMBEDDING if name == "patch_embedding" else CALLS[name]) | {argument: value}
+    arguments = ({"patch_embedding": EMBEDDING, "integer_mean": MEAN} | CALLS)[name] | {argument: value}
     for backend in BACKENDS:
         with pytest.raises(error, match=words):
             call(name, arguments, backend)

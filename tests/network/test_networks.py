@@ -81,7 +81,7 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     network.backend = "reference"
     want = network(images)
     # what runs inside of an operator, without the operator, which would hide it
-    for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "patch_embedding"):
+    for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "integer_mean", "patch_embedding"):
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
     monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
     # the reference forms integer products with float GEMMs that cannot round; here with integers

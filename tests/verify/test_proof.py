@@ -134,7 +134,8 @@ def test_every_case_spells_out_a_call() -> None:
             odd = case.name in ("linear-patches", "linear-logits")
             linear = "int8_linear_kernel" if odd else "hopper_linear_kernel"
             linear = "patches_kernel" if case.name == "cut-patches" else linear
-            assert call.kernel.__name__ == (linear if case.outputs else "integer_layer_norm_kernel")
+            other = "integer_mean_kernel" if case.name == "mean" else "integer_layer_norm_kernel"
+            assert call.kernel.__name__ == (linear if case.outputs else other)
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
             continue
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")

@@ -109,3 +109,15 @@ def launch_layer_norm(
             None if gather is None else gather.contiguous(),
         ).run()  # fmt: skip
     return out
+
+
+def launch_mean(
+    x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Average tokens; arguments are those of :func:`qflash.network.execution.integer_mean`, which checks them."""
+    out = torch.empty((x.shape[0], x.shape[2]), dtype=out_dtype, device=x.device)
+    if out.numel():
+        # tokens without the prefix are part of a larger tensor
+        x = x if x[0].is_contiguous() else x.contiguous()
+        portable.mean_launch(x, multiplier.contiguous(), left, offset.contiguous(), out).run()
+    return out

@@ -28,6 +28,9 @@ _LIBRARY.define(
     "str backend) -> Tensor"
 )
 _LIBRARY.define(
+    "integer_mean(Tensor x, Tensor multiplier, int left, Tensor offset, ScalarType out_dtype, str backend) -> Tensor"
+)
+_LIBRARY.define(
     "patch_embedding(Tensor images, int[] patch_size, Tensor weight, Tensor bias, Tensor multiplier, int left, "
     "Tensor? position, Tensor? prefix, str backend) -> Tensor"
 )
@@ -146,6 +149,17 @@ def _check_layer_norm(
     _check_constants(h, channels, gain=gain, offset=offset)
     _check_number("epsilon", epsilon, 0, MAX_EPSILON)
     _check_number("shift", shift, 1, 29)
+
+
+def _check_mean(
+    x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype, backend: str
+) -> None:
+    _check_output(out_dtype, backend)
+    check_tensor("x", x, (torch.int16,), 3)
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise ValueError(f"x must be (batch, tokens, channels) with at least one token, got shape {tuple(x.shape)}")
+    _check_constants(x, x.shape[2], multiplier=multiplier, offset=offset)
+    _check_number("left", left, 0, 30)
 
 
 def _check_embedding(
@@ -321,6 +335,32 @@ def integer_layer_norm(
     return op.layer_norm(h, epsilon, gain, offset, shift, out_dtype)
 
 
+def integer_mean(
+    x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype, backend: str
+) -> torch.Tensor:
+    """Average tokens; see :class:`qflash.network.modules.Mean`.
+
+    Args:
+        x: int16 (batch, tokens, channels), at least one token.
+        multiplier, offset: int32 (channels,).
+        left: 0 to 30.
+        out_dtype: int8, int16 or int32.
+        backend: see :func:`qflash.attention`; on a CPU the reference computes it.
+
+    Returns:
+        (batch, channels).
+
+    Raises:
+        TypeError, ValueError: as :func:`int8_linear`.
+    """
+    _check_mean(x, multiplier, left, offset, out_dtype, backend)
+    kernels = _kernels(backend, x.device)
+    if hasattr(kernels, "launch_mean"):
+        launched: torch.Tensor = kernels.launch_mean(x, multiplier, left, offset, out_dtype)
+        return launched
+    return op.token_mean(x, multiplier, left, offset, out_dtype)
+
+
 def patch_embedding(
     images: torch.Tensor,
     patch_size: Sequence[int],
@@ -381,6 +421,11 @@ def _fake_integer_layer_norm(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return h.new_empty(h.shape if gather is None else (h.shape[0], gather.shape[0], len(arguments[1])), dtype=dtype)
 
 
+def _fake_integer_mean(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _check_mean(x, *arguments)
+    return x.new_empty((x.shape[0], x.shape[2]), dtype=arguments[3])
+
+
 def _fake_patch_embedding(
     images: torch.Tensor, patch_size: Sequence[int], weight: torch.Tensor, *arguments: Any
 ) -> torch.Tensor:
@@ -395,6 +440,7 @@ for _name, _implementation, _fake in (
     ("int8_linear", int8_linear, _fake_int8_linear),
     ("int8_linear_gelu", int8_linear_gelu, _fake_int8_linear_gelu),
     ("integer_layer_norm", integer_layer_norm, _fake_integer_layer_norm),
+    ("integer_mean", integer_mean, _fake_integer_mean),
     ("patch_embedding", patch_embedding, _fake_patch_embedding),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")

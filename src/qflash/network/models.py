@@ -209,8 +209,8 @@ class VisionTransformer(IntegerNetwork):
             return self.norm(h, self.backend, self.first)[:, 0]
         h = h[:, self.shape.prefix_tokens :]
         if self.shape.pool == "mean_then_norm":
-            return self.norm(self.mean(h), self.backend)
-        return self.mean(self.norm(h, self.backend))
+            return self.norm(self.mean(h, self.backend), self.backend)
+        return self.mean(self.norm(h, self.backend), self.backend)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Classify images.
@@ -304,5 +304,5 @@ class SwinTransformer(IntegerNetwork):
                 h = self.merges[index - 1](h, self.backend)
             for block in stage:
                 h = block(h, self.backend)
-        x = self.mean(self.norm(h, self.backend))
+        x = self.mean(self.norm(h, self.backend), self.backend)
         return x if self.head is None else self.head(x, None, self.backend)

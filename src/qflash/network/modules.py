@@ -175,10 +175,10 @@ class Mean(IntegerModule):
         self._buffer("multiplier", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return (batch, channels) of the module's dtype from int16 (batch, tokens, channels)."""
-        sums = x.sum(dim=1, dtype=torch.int64)
-        return op.saturate(op.rescale(sums, self.left, self.offset, self.multiplier), self.dtype)
+        out: torch.Tensor = torch.ops.qflash.integer_mean(x, self.multiplier, self.left, self.offset, self.dtype, backend)
+        return out
 
 
 class Attention(IntegerModule):

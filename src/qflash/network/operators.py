@@ -196,6 +196,25 @@ def layer_norm(
     return saturate(check("mulhi(N << 4, G) + B + half", wide, *INT32) >> shift, dtype)
 
 
+def token_mean(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    offset: torch.Tensor,
+    dtype: torch.dtype,
+    check: Checker = _UNCHECKED,
+) -> torch.Tensor:
+    """Average tokens in another unit: :func:`rescale` of their sums, saturated, (batch, channels).
+
+    Args:
+        x: int16 (batch, tokens, channels).
+        multiplier, left, offset: R, shift and b of :func:`rescale` for sums over all tokens, int32 (channels,).
+        dtype: int8, int16 or int32.
+        check: for the bound.
+    """
+    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype)
+
+
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:
     """Return uint8 pixels less 128, int8: the top bit changes, nothing else."""
     return (images ^ 128).view(torch.int8)

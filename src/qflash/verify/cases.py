@@ -73,7 +73,7 @@ class LayerCase:
         output: dtype of the output.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of.
+            the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens.
         launch: which of the call's launches.
     """
 
@@ -128,6 +128,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm", 64 * 197, 384),
     LayerCase("layer-norm-windows", 64 * 3136, 96, moved=1),
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
+    LayerCase("mean", 64 * 49, 768, moved="mean"),
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -241,6 +242,10 @@ def _run_layer(case: LayerCase) -> None:
         return tensor(case.tokens * case.inputs + spare, dtype=dtype)[spare:].view(case.tokens, case.inputs)
 
     output = getattr(torch, case.output)
+    if case.moved == "mean":
+        h = activations(torch.int16).view(-1, 49, case.inputs)
+        execution.integer_mean(h, tensor(case.inputs), 4, tensor(case.inputs), output, "triton")
+        return
     if not case.outputs:
         h, channels, gather = activations(torch.int16), case.inputs, None
         if case.moved is not None:

@@ -6,6 +6,7 @@ The bits of :mod:`qflash.network.operators`, by the functions of :mod:`.common.n
   inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or GELU, then
   saturation. Hopper has a kernel of its own for most of these (:mod:`.gluon.sm90.linear`).
 * Normalisation: a program has BLOCK_M whole rows, which it reads once.
+* The mean over an image's tokens, and the cutting of images into patches.
 """
 
 from __future__ import annotations
@@ -141,6 +142,28 @@ def integer_layer_norm_kernel(
         tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], saturate(y, o_ptr.dtype.element_ty, PLAIN), mask=there)
 
 
+@triton.jit(do_not_specialize=("tokens", "left"))
+def integer_mean_kernel(
+    x_ptr, offset_ptr, multiplier_ptr, o_ptr, tokens, channels, image_stride, left,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Average BLOCK_C channels of an image's tokens, int16 (images, tokens, channels), images ``image_stride`` apart."""
+    wait_for_kernels(DEPENDENT)
+    image = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = c < channels
+    sums = tl.zeros((BLOCK_T, BLOCK_C), tl.int32)
+    for start in range(0, tokens, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        at = t[:, None].to(tl.int64) * channels + c[None, :]
+        there = (t < tokens)[:, None] & inside[None, :]
+        sums += tl.load(x_ptr + image * image_stride + at, mask=there, other=0).to(tl.int32)
+    offset = tl.load(offset_ptr + c, mask=inside, other=0)
+    multiplier = tl.load(multiplier_ptr + c, mask=inside, other=0)
+    y = multiply_high((tl.sum(sums, 0) << left) + offset, multiplier, GUARD)
+    tl.store(o_ptr + image * channels + c, saturate(y, o_ptr.dtype.element_ty, True), mask=inside)
+
+
 @triton.jit
 def patches_kernel(
     images_ptr, prefix_ptr, x_ptr, o_ptr,
@@ -252,6 +275,34 @@ def layer_norm_launch(
     }
     options = {"num_warps": _NORM_WARPS, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
+
+
+_MEAN_CHANNELS = 128
+
+
+def mean_launch(x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out: torch.Tensor) -> KernelLaunch:
+    """Spell out the launch that averages the tokens of ``x``, int16 (images, tokens, channels), into ``out``.
+
+    All are contiguous, but images may lie further apart.
+    """
+    images, tokens, channels = x.shape
+    dependent = dependent_launch(x.device, x.numel())
+    arguments = {
+        "x_ptr": x,
+        "offset_ptr": offset,
+        "multiplier_ptr": multiplier,
+        "o_ptr": out,
+        "tokens": tokens,
+        "channels": channels,
+        "image_stride": x.stride(0),
+        "left": left,
+        "BLOCK_T": 16,
+        "BLOCK_C": _MEAN_CHANNELS,
+        "DEPENDENT": dependent,
+        "GUARD": x.device.type == "cpu",
+    }
+    options = {"num_warps": 4, "launch_pdl": dependent != ""}
+    return KernelLaunch(integer_mean_kernel, (images, triton.cdiv(channels, _MEAN_CHANNELS)), arguments, options)
 
 
 _PATCH_BLOCK = 4096

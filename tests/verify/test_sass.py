@@ -84,6 +84,7 @@ def test_integer_instructions(text: str) -> None:
         "HFMA2 R0, -RZ, RZ, 0, 5.9604644775390625e-08",
         "@P1 HFMA2.MMA R3, -RZ, RZ, 1.875, -0",
         "HFMA2 R9, -RZ, RZ, 0, 0                ?trans1",
+        "HFMA2 R14, -RZ, RZ, 0, 0               &req={0}    ?trans1",
     ],
 )
 def test_constant_moves_are_no_arithmetic(text: str) -> None:

@@ -98,7 +98,8 @@ _PREDICATE = re.compile(r"!?U?P(?:\d|T)")
 
 _SOURCE = re.compile(r'//## File "([^"]+)", line (\d+)')
 _LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;?]*)[;?]")  # ?trans1 is no operand
+# ?trans1 and &req={0} behind the operands are none
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;?&]*)[;?&]")
 _BRANCH_TARGET = re.compile(r"`\((\.L_[\w.]+)\)|\b(0x[0-9a-f]+)")
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .execution import check_images
+
 WARM_UP = 3
 """Forward passes before the capture, in which kernels are compiled."""
 
@@ -50,8 +52,6 @@ class NetworkGraph:
         Raises:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
         """
-        from .models import check_images
-
         check_images(images, self._network.shape.image_channels, self._network.shape.image_size)
         if len(images) != self.batch:
             raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")

@@ -200,6 +200,23 @@ def _check_embedding(
         _check_device(name, x, images)
 
 
+def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> None:
+    """Require uint8 images (batch, channels, height, width) of a size.
+
+    Raises:
+        TypeError, ValueError: they are something else; the message names it.
+    """
+    if not isinstance(images, torch.Tensor):
+        raise TypeError(f"images must be a uint8 tensor, got {type(images).__name__}")
+    if images.dtype != torch.uint8:
+        raise TypeError(
+            f"images must be uint8 pixels, 0 to 255 and not normalised (the network does that itself), got {images.dtype}"
+        )
+    want = (channels, *size)
+    if images.dim() != 4 or tuple(images.shape[1:]) != want:
+        raise ValueError(f"images must have shape (batch, {', '.join(map(str, want))}), got {tuple(images.shape)}")
+
+
 def _kernels(backend: str, device: torch.device) -> Any:
     """Return the module with a back end's launches of layers; None for the reference, which has none."""
     resolved = resolve_backend(backend, device)

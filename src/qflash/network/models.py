@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe
-from . import execution  # noqa: F401 - registers the operators
 from .cuda_graph import NetworkGraph
+from .execution import check_images  # which also registers the operators
 from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
 
 
@@ -57,23 +57,6 @@ class VisionTransformerShape:
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
         return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
-
-
-def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> None:
-    """Require uint8 images (batch, channels, height, width) of a size.
-
-    Raises:
-        TypeError, ValueError: they are something else; the message names it.
-    """
-    if not isinstance(images, torch.Tensor):
-        raise TypeError(f"images must be a uint8 tensor, got {type(images).__name__}")
-    if images.dtype != torch.uint8:
-        raise TypeError(
-            f"images must be uint8 pixels, 0 to 255 and not normalised (the network does that itself), got {images.dtype}"
-        )
-    want = (channels, *size)
-    if images.dim() != 4 or tuple(images.shape[1:]) != want:
-        raise ValueError(f"images must have shape (batch, {', '.join(map(str, want))}), got {tuple(images.shape)}")
 
 
 class IntegerNetwork(IntegerModule):

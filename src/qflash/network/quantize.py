@@ -12,8 +12,9 @@ from torch import nn
 from ..recipe import Recipe, resolve_recipe
 from . import swin_transformer, vision_transformer
 from .calibration import check_method, observing, progress_bar
+from .execution import check_images
 from .mixed import keep_in_float
-from .models import IntegerNetwork, check_images
+from .models import IntegerNetwork
 
 _FAMILIES: tuple[tuple[str, str, ModuleType], ...] = (
     ("timm.models.vision_transformer", "VisionTransformer", vision_transformer),

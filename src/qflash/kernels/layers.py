@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -35,33 +36,25 @@ def launch_linear(
     if scatter is not None:
         tokens = x.shape[1]
         places = Places(scatter.contiguous(), tokens, tokens, 0, tokens)
-    _run_linear(x, weight, bias, multiplier, left, residual, gelu, out, places)
+    _run_linear(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out, places))
     return out
 
 
-def _run_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
-    residual: torch.Tensor | None,
-    gelu: tuple[torch.Tensor, torch.Tensor, int] | None,
-    out: torch.Tensor,
-    places: Places | None,
-) -> None:
-    """Fill ``out``; arguments as :class:`.launch_arguments.LinearCall` has them, in any memory format."""
-    outputs, inputs = weight.shape
-    if x.numel() == 0 or outputs == 0:
+def _run_linear(call: LinearCall) -> None:
+    """Run a layer whose tensors, but for the output, may have any memory format and any leading dimensions."""
+    outputs, inputs = call.weight.shape
+    if call.x.numel() == 0 or outputs == 0:
         return
-    if gelu is not None:
-        gelu = gelu[0].contiguous(), gelu[1].contiguous(), gelu[2]
-    if residual is not None:
-        residual = residual.contiguous().view(-1, outputs)
-    call = LinearCall(
-        x.contiguous().view(-1, inputs), weight.contiguous(), bias.contiguous(), multiplier.contiguous(), left, residual,
-        gelu, out.view(-1, outputs), places,
-    )  # fmt: skip
+    call = dataclasses.replace(
+        call,
+        x=call.x.contiguous().view(-1, inputs),
+        weight=call.weight.contiguous(),
+        bias=call.bias.contiguous(),
+        multiplier=call.multiplier.contiguous(),
+        residual=None if call.residual is None else call.residual.contiguous().view(-1, outputs),
+        gelu=None if call.gelu is None else (call.gelu[0].contiguous(), call.gelu[1].contiguous(), call.gelu[2]),
+        out=call.out.view(-1, outputs),
+    )
     (sm90.linear_launch(call) if sm90.accepts_linear(call) else portable.linear_launch(call)).run()
 
 
@@ -86,7 +79,7 @@ def launch_embedding(
     x = torch.empty((batch, patches, inputs), dtype=torch.int8, device=images.device)
     portable.patches_launch(images.contiguous(), patch_size, x, None if prefix is None else prefix.contiguous(), out).run()
     places = Places(None, patches, before + patches, before, 0)
-    _run_linear(x, weight, bias, multiplier, left, position, None, out, places)
+    _run_linear(LinearCall(x, weight, bias, multiplier, left, position, None, out, places))
     return out
 
 

@@ -72,6 +72,7 @@ WRONG = [
     ("integer_mean", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
     ("patch_embedding", "images", ints(2, 2, 4, 6), TypeError, "images must be uint8, got int32"),
     ("patch_embedding", "images", ints(2, 2, 4, 5, dtype=torch.uint8), ValueError, r"whole patches of \(2, 2\), got .*4, 5"),
+    ("patch_embedding", "images", ints(2, 2, 0, 6, dtype=torch.uint8), ValueError, r"whole patches of \(2, 2\), got .*0, 6"),
     ("patch_embedding", "images", ints(2, 3, 4, 6, dtype=torch.uint8), ValueError, "weight must have the 12 inputs"),
     ("patch_embedding", "patch_size", (2, 0), ValueError, r"patch_size must be .height, width., at least 1 each, got \(2, 0\)"),
     ("patch_embedding", "bias", ints(6), ValueError, r"bias must have shape \(5,\)"),

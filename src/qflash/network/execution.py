@@ -177,7 +177,8 @@ def _check_embedding(
     check_tensor("images", images, (torch.uint8,), 4)
     if len(patch_size) != 2 or min(patch_size) < 1:
         raise ValueError(f"patch_size must be (height, width), at least 1 each, got {tuple(patch_size)}")
-    if images.dim() != 4 or images.shape[2] % patch_size[0] or images.shape[3] % patch_size[1]:
+    height, width = images.shape[2:] if images.dim() == 4 else (0, 0)
+    if not height or not width or height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             f"images must be (batch, channels, height, width) of whole patches of {tuple(patch_size)}, got shape "
             f"{tuple(images.shape)}"

@@ -129,8 +129,30 @@ def test_kernel_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
         assert sqnr(expected, out) > 80, block
     default = module.formula(operands, None, head_dim**-0.5)
     got = get_method(name).prepare(*inputs)()  # type: ignore[misc]
+    if name == "qattn":  # rounded to int8 at one fitted scale, as the original does
+        assert got.values.dtype == torch.int8 and got.scale.shape == ()
+        assert float(got.scale) == pytest.approx(float(default.abs().amax() / 127), rel=1e-4)
+        apart = (got.values - (default / got.scale).round().clamp(-128, 127)).abs()
+        assert float(apart.max()) <= 1 and float((apart == 0).float().mean()) > 0.99
+        return
     assert got.dtype == torch.float16
     assert sqnr(default, got) > 70  # float16 output: about 73 dB
+
+
+def test_int8_output_is_rounded_to_even_and_saturates() -> None:
+    # one key: the output is V
+    query, key, value = torch.ones(1, 1, 1, 16), torch.ones(1, 1, 1, 16), torch.arange(-127.0, 129.0, 16.0).reshape(1, 1, 1, 16)
+    value[..., 0] = -127.0
+    operands = qattn.quantize_operands(query, key, value)
+    values = operands[2].values.float()
+    out = torch.empty(1, 1, 1, 16, dtype=torch.int8)
+    for step in (2.0, 0.5):
+        qattn.kernel_call(operands, 1.0, out, output_scale=operands[2].scale.reshape(()) * step).run()
+        assert torch.equal(out.float(), (values / step).round().clamp(-128, 127)), step
+    with pytest.raises(ValueError, match="output_scale goes with an int8 out"):
+        qattn.kernel_call(operands, 1.0, out)
+    with pytest.raises(ValueError, match="output_scale goes with an int8 out"):
+        qattn.kernel_call(operands, 1.0, out.float(), output_scale=operands[2].scale.reshape(()))
 
 
 def _print_compiled() -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..kernels.launch_recorder import KernelLaunch, ScoreTile
 from .online import BLOCK
+from .tuning import BaselineShape, tuned_tiles
 
 # added to a number below 2**22 this rounds it to nearest, ties to even, in its lowest bits
 ROUND = tl.constexpr(12582912.0)
@@ -102,16 +103,16 @@ def _tile(
 
 @triton.jit
 def float_softmax_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, queries, keys, whole, padded, blocks, log2_scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, queries, keys, whole, padded, blocks, log2_scale,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, PRODUCT: tl.constexpr, TOKEN: tl.constexpr,
-    VALUE_SCALE: tl.constexpr, OFFSET: tl.constexpr, GUARD: tl.constexpr,
+    VALUE_SCALE: tl.constexpr, INT8_OUT: tl.constexpr, OFFSET: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head.
 
     Q, K: int8 (heads in all, tokens, HEAD_DIM), with float32 scales a token if TOKEN, else one each. V: for PRODUCT
     "int8" int8 (heads, VALUE_DIM, padded), for "float16" float16 and for "bfloat16" int8 (heads, keys, VALUE_DIM); its
-    scale is one a "head", one a "tensor" or "none". O: (heads, queries, VALUE_DIM).
+    scale is one a "head", one a "tensor" or "none". O: (heads, queries, VALUE_DIM), float, or int8 at the scale of os_ptr.
     """
     program = tl.program_id(0)
     head = (program // blocks).to(tl.int64)
@@ -153,12 +154,19 @@ def float_softmax_kernel(
         factor *= tl.load(vs_ptr + head)
     elif VALUE_SCALE == "tensor":
         factor *= tl.load(vs_ptr)
+    if INT8_OUT:
+        factor *= 1.0 / tl.load(os_ptr)
     out *= factor[:, None]
+    if INT8_OUT:
+        out = tl.minimum(tl.maximum(out, -128.0), 127.0)
+        stored = (out + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        stored = out.to(o_ptr.dtype.element_ty)
     o_ptrs = o_ptr + head * queries * VALUE_DIM + m[:, None] * VALUE_DIM + c[None, :]
     if BLOCK_DV != VALUE_DIM:
-        tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=inside[:, None] & (c[None, :] < VALUE_DIM))
+        tl.store(o_ptrs, stored, mask=inside[:, None] & (c[None, :] < VALUE_DIM))
     else:
-        tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(o_ptrs, stored, mask=inside[:, None])
 
 
 def choose_tiles(queries: int, keys: int, head_dim: int) -> Tiles:
@@ -168,6 +176,20 @@ def choose_tiles(queries: int, keys: int, head_dim: int) -> Tiles:
     if keys <= 256 or head_dim > 64:
         return Tiles(64, BLOCK, 4, 2 if keys <= 256 else 3)
     return Tiles(128, BLOCK, 8, 3)
+
+
+def tiles_for(product: str, query: torch.Tensor, key: torch.Tensor, value_dim: int) -> Tiles:
+    """Return the tiles of a call: the table's if it has this card and shape, else the rule's.
+
+    Args:
+        product: see :func:`float_softmax_call`.
+        query, key: (batch, heads, tokens, head_dim).
+        value_dim: channels of the output.
+    """
+    batch, heads, queries, head_dim = query.shape
+    shape = BaselineShape(batch * heads, queries, key.shape[2], head_dim, value_dim)
+    found = tuned_tiles("float_softmax", product, shape, query.device)
+    return Tiles(*found) if found else choose_tiles(queries, key.shape[2], max(head_dim, value_dim))
 
 
 def pack_value(values: torch.Tensor, block_n: int) -> torch.Tensor:
@@ -189,6 +211,7 @@ def float_softmax_call(
     out: torch.Tensor,
     product: str,
     *,
+    output_scale: torch.Tensor | None = None,
     tiles: tuple[int, ...] | None = None,
 ) -> KernelLaunch:
     """Spell out the launch that fills ``out``.
@@ -200,13 +223,19 @@ def float_softmax_call(
             (batch, heads, keys, channels).
         value_scale: float32, shape () or (batch, heads, 1, 1); None for a float value.
         scale: factor of the scores, positive.
-        out: (batch, heads, queries, channels), contiguous.
+        out: (batch, heads, queries, channels), contiguous, int8 if and only if ``output_scale`` is given.
         product: type of the second product's operands: ``"int8"``, ``"float16"`` or ``"bfloat16"``.
-        tiles: :class:`Tiles`, for tests and tuning.
+        output_scale: float32, shape (): the int8 output's; it is rounded to nearest, ties to even.
+        tiles: :class:`Tiles`, for tests and tuning; :func:`tiles_for` if None.
+
+    Raises:
+        ValueError: an int8 output without a scale, or a float one with it.
     """
+    if (out.dtype == torch.int8) != (output_scale is not None):
+        raise ValueError(f"output_scale goes with an int8 out, got {out.dtype} and {output_scale}")
     batch, heads, queries, head_dim = query.shape
     keys, value_dim = key.shape[2], out.shape[3]
-    chosen = Tiles(*tiles) if tiles else choose_tiles(queries, keys, max(head_dim, value_dim))
+    chosen = Tiles(*tiles) if tiles else tiles_for(product, query, key, value_dim)
     blocks = triton.cdiv(queries, chosen.block_m)
     rest = keys % chosen.block_n
     arguments: dict[str, Any] = {
@@ -217,6 +246,7 @@ def float_softmax_call(
         "qs_ptr": query_scale,
         "ks_ptr": key_scale,
         "vs_ptr": query_scale if value_scale is None else value_scale,
+        "os_ptr": query_scale if output_scale is None else output_scale,
         "queries": queries,
         "keys": keys,
         "whole": keys - rest,
@@ -233,6 +263,7 @@ def float_softmax_call(
         "PRODUCT": product,
         "TOKEN": query_scale.dim() == 4,
         "VALUE_SCALE": "none" if value_scale is None else "head" if value_scale.dim() == 4 else "tensor",
+        "INT8_OUT": output_scale is not None,
         "OFFSET": math.log2(127.0) if product == "int8" else 0.0,
         "GUARD": query.device.type == "cpu",
     }

@@ -78,15 +78,15 @@ def formula(operands: Operands, attn_mask: torch.Tensor | None, scale: float, *,
 
 def kernel_call(operands: Operands, scale: float, out: torch.Tensor, *, tiles: tuple[int, ...] | None = None) -> KernelLaunch:
     """Return the kernel launch that fills ``out`` (batch, heads, queries, value channels), contiguous, from the operands."""
-    from .float_softmax_kernels import float_softmax_call, pack_value
+    from .float_softmax_kernels import float_softmax_call, pack_value, tiles_for
 
     query, key, value, value_scale = operands
     full = value_scale is not None
-    block = tiles[1] if tiles else BLOCK
+    product = "int8" if full else "float16"
+    chosen = tiles or tiles_for(product, query.values, key.values, value.shape[-1])
     return float_softmax_call(
         query.values.contiguous(), query.scale, key.values.contiguous(), key.scale,
-        pack_value(value, block) if full else value.contiguous(), value_scale, scale, out, "int8" if full else "float16",
-        tiles=tiles,
+        pack_value(value, chosen[1]) if full else value.contiguous(), value_scale, scale, out, product, tiles=chosen,
     )  # fmt: skip
 
 

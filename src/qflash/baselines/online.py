@@ -147,6 +147,22 @@ def attend(
     return formula(operands, attn_mask, factor).to(value.dtype)
 
 
+def check_kernel(title: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Require inputs on which a method's kernel runs.
+
+    Args:
+        title: the method's, for the error.
+        query, key, value: float (batch, heads, tokens, channels).
+
+    Raises:
+        TypeError: not a float tensor.
+        ValueError: the kernel cannot run there or on these shapes.
+    """
+    check_inputs(query, key, value)
+    if reason := kernel_missing(query, value):
+        raise ValueError(f"{title}'s kernel cannot run: {reason}")
+
+
 def prepare_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -161,9 +177,7 @@ def prepare_kernel(
     Raises:
         ValueError: the kernel cannot run there or on these shapes.
     """
-    check_inputs(query, key, value)
-    if reason := kernel_missing(query, value):
-        raise ValueError(f"{title}'s kernel cannot run: {reason}")
+    check_kernel(title, query, key, value)
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.float16, device=query.device)
     call = kernel_call(quantize_operands(query, key, value), query.shape[-1] ** -0.5, out)
 

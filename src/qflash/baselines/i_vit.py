@@ -16,19 +16,24 @@ to a tenth, depending on the largest score drawn. Its TVM operators give P 7 bit
 PyTorch models give P 15, which int8 products cannot take. The first is ``i-vit``, the second ``i-vit-16``.
 
 :func:`prepare` runs ``i-vit`` as three Triton kernels with tensors in device memory between them and the requantisations in
-the products' epilogues.
+the products' epilogues. Shiftmax's I₀ and n are constants of its compiled kernel.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..quantization import QuantizedTensor
 from .integer import Scores, fixed_point, integer_attention, integer_product, make_scores, quantize_input
 from .method import Method
+from .tuning import BaselineShape, tuned_tiles
+
+if TYPE_CHECKING:
+    from ..kernels.launch_recorder import KernelLaunch
 
 FRACTION_BITS, WIDE_FRACTION_BITS = 7, 15
 """Of P: k_out = 8 and 16 with the sign."""
@@ -37,6 +42,24 @@ MOST_SHIFT = 15
 _SUM_BITS = 24
 """Σe stays below 2²⁴, so that ⌊2³¹ / Σe⌋ has at least 7 bits. I-ViT fixes n at 15 and lets the sum run into 2³¹ where scores
 are small or many; here n gives way."""
+
+
+KERNELS = ("i_vit_scores", "i_vit_shiftmax", "i_vit_values")
+"""The three kernels, by their names in the table of tiles."""
+
+
+class Constants(NamedTuple):
+    """What fixes the scales of a call of the kernels.
+
+    Attributes:
+        scores, output: multiplier and shift that requantise the two products, see :func:`.integer.requantize`.
+        unit, shift: I₀ and n of Shiftmax.
+    """
+
+    scores: tuple[int, int]
+    unit: int
+    shift: int
+    output: tuple[int, int]
 
 
 def shiftmax_constants(scale: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +100,43 @@ def _softmax(scores: Scores, fraction_bits: int = FRACTION_BITS) -> tuple[torch.
     return shiftmax(Scores(eight.values.clamp(-128, 127), eight.scale, eight.keep), fraction_bits)
 
 
+def kernel_calls(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    constants: Constants,
+    *,
+    tiles: tuple[tuple[int, ...] | None, ...] = (),
+) -> tuple[KernelLaunch, KernelLaunch, KernelLaunch]:
+    """Return the launches of product, Shiftmax and product that fill ``out``; scores and weights lie in tensors of their own.
+
+    Args:
+        query, key, value: int8, contiguous (batch, heads, tokens, channels).
+        out: int8, contiguous (batch, heads, queries, value channels).
+        constants: scales in integers.
+        tiles: of the three kernels, for tests and tuning; None, or none at all: the table's, or by the kernels' rules.
+
+    Raises:
+        ImportError: there is no Triton.
+    """
+    from .float_softmax_kernels import pack_value
+    from .i_vit_kernels import ALIGNMENT, aligned_keys, product_call, shiftmax_call
+
+    keys = key.shape[2]
+    shape = BaselineShape(query.shape[0] * query.shape[1], query.shape[2], keys, query.shape[3], value.shape[3])
+    first, second, third = tiles or (tuned_tiles(kernel, "int8", shape, query.device) for kernel in KERNELS)
+    scores = torch.empty((*query.shape[:3], aligned_keys(keys)), dtype=torch.int8, device=query.device)
+    weights = torch.empty_like(scores)
+    # V lies (channels, keys): the int8 tensor core reads both operands along the keys
+    packed = pack_value(value, ALIGNMENT)
+    return (
+        product_call(query, key.mT, scores, *constants.scores, tiles=first),
+        shiftmax_call(scores, weights, keys, constants.unit, constants.shift, tiles=second),
+        product_call(weights, packed.mT, out, *constants.output, tiles=third),
+    )
+
+
 def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], QuantizedTensor]:
     """Quantise, fix the scales of scores and output (I-ViT's are static) and return a call of the three kernels.
 
@@ -89,8 +149,6 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call
     Raises:
         ImportError: there is no Triton.
     """
-    from .i_vit_kernels import product, shiftmax_rows
-
     (query_int8, query_scale), (key_int8, key_scale), (value_int8, value_scale) = map(quantize_input, (query, key, value))
     unit = (query_scale.double() * key_scale.double() * query.shape[-1] ** -0.5).reshape(())
     scores = make_scores(query_int8, key_int8, unit)
@@ -99,18 +157,17 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call
     eight = Scores(eight.values.clamp(-128, 127), eight.scale, None)
     weights, bits = shiftmax(eight)
     most = integer_product(weights, value_int8, key.shape[-2] << (bits + 7)).abs().amax().clamp(min=1)
-    first, second = (tuple(int(x) for x in fixed_point(127 / amplitude.double())) for amplitude in (span, most))
+    first, second = ((int(x), int(y)) for x, y in (fixed_point(127 / amplitude.double()) for amplitude in (span, most)))
     i_0, shift = (int(x) for x in shiftmax_constants(eight.scale, key.shape[-2]))
     output_scale = (value_scale.double() * most * 2.0**-bits / 127).float()
     del scores, eight, weights
-    rows = torch.empty((*query.shape[:3], key.shape[2]), dtype=torch.int8, device=query.device)
-    weights_int8 = torch.empty_like(rows)
     output = torch.empty((*query.shape[:3], value.shape[3]), dtype=torch.int8, device=query.device)
+    operands = query_int8.contiguous(), key_int8.contiguous(), value_int8.contiguous()
+    calls = kernel_calls(*operands, output, Constants(first, i_0, shift, second))
 
     def run() -> QuantizedTensor:
-        product(query_int8, key_int8.mT, rows, *first)
-        shiftmax_rows(rows, weights_int8, i_0, shift)
-        product(weights_int8, value_int8, output, *second)
+        for call in calls:
+            call.run()
         return QuantizedTensor.from_kernel(output, output_scale)
 
     return run

@@ -351,6 +351,8 @@ def signature(call: KernelLaunch) -> Hashable:
     for name, x in call.arguments.items():
         if isinstance(x, torch.Tensor):
             about.append((name, x.dtype, x.data_ptr() % 16 == 0))
+        elif isinstance(x, float) and not name.isupper():
+            about.append((name, float))
         elif name.isupper() or not isinstance(x, int):
             # a constant, or a matrix for the copy engine, of which only the place may differ
             about.append((name, x if name.isupper() else (x.base.dtype, *x.block_shape, repr(x.layout))))

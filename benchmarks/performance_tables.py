@@ -193,6 +193,32 @@ def int8_shapes(card: str = CARD) -> list[str]:
     return int8_in(by_size(other_shapes(card)))
 
 
+def tuned_baselines(card: str = CARD) -> list[str]:
+    """The baselines' kernels with their rules' tiles and with the best that were measured."""
+    titles = {name.removesuffix(" kernel"): title for name, title in FROM_INT8.items()}
+    lines = ["| method | shape | rule, µs | tuned, µs | rule ÷ tuned | tiles, rule | tiles, tuned |", "|" + "---|" * 7]
+    for row in rows_of("baselines_tuned", card):
+        before, after = row["rule_us"], row["best_us"]
+        rule, best = (", ".join("x".join(map(str, tiles)) for tiles in row[which]) for which in ("rule", "best"))
+        cells = [titles[row["method"]], row["label"], number(before), number(after), number(before / after)]
+        cells += [rule, "the rule's" if best == rule else best]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def tuned_baselines_section(card: str = CARD) -> tuple[Section, ...]:
+    """Return the section of :func:`tuned_baselines`; none where that was not measured."""
+    name = f"baselines_tuned_{card}"
+    if not (HERE / "results" / f"{name}.json").is_file():
+        return ()
+    about = """Quantisation is outside the clock. `python benchmarks/tune_baselines.py` measures every kernel of the compared
+methods with its rule's tiles and with others ([baselines](../baselines.md#tiles)); these are medians of replays of the two in
+alternation. A candidate has to be 2 % faster to displace the rule. Tiles are queries x keys x warps x stages of the fused
+kernels; of I-ViT rows x columns x sum x warps x stages of the first product, rows x warps of Shiftmax, and the second
+product's."""
+    return (Section("Baselines before and after tuning", REPLAY, about, functools.partial(tuned_baselines, card), (name,)),)
+
+
 def biased(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run with a bias."""
     return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias", card)).items() if bias}
@@ -578,11 +604,12 @@ their quartiles lie several per cent apart.""",
         REPLAY,
         """The same runs. Quantisation is outside the clock: `qflash.int8_attention`, int8 in and out, one scale per tensor,
 fitted output scale. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on tensors quantised beforehand
-([baselines](../baselines.md)); INT-Flash and QAttn return fp16. **fastest ÷ ours** is against these; the last ratio
-is against PyTorch's fp16 kernels of the table above, which take and return fp16.""",
+([baselines](../baselines.md)); INT-Flash returns fp16, QAttn and I-ViT int8 at a fitted scale. **fastest ÷ ours** is
+against these; the last ratio is against PyTorch's fp16 kernels of the table above, which take and return fp16.""",
         int8_latency,
         LATENCY_FILES,
     ),
+    *tuned_baselines_section(),
     Section(
         "Swin with its bias and shift mask, from fp16",
         REPLAY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,34 @@ def test_figure_is_drawn_from_every_shape(tables: Any, tmp_path: Path, monkeypat
     tables.draw()
     drawn = (tmp_path / "speed.svg").read_text()
     assert all(f">{name}</text>" in drawn for name in tables.latencies())
+
+
+def test_tuned_baselines_have_a_section_once_they_are_measured(
+    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    assert tables.tuned_baselines_section("card") == ()
+    fused = {
+        "method": "qattn",
+        "label": "A1 b1",
+        "rule": [[64, 64, 4, 2]],
+        "rule_us": 4.0,
+        "best": [[32, 64, 4, 2]],
+        "best_us": 3,
+    }
+    three = {
+        "method": "i-vit",
+        "label": "A1 b1",
+        "rule": [[1, 2], [3, 4]],
+        "rule_us": 9.0,
+        "best": [[1, 2], [3, 4]],
+        "best_us": 9.0,
+    }
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "baselines_tuned_card.json").write_text(json.dumps({"rows": [fused, three]}))
+    (section,) = tables.tuned_baselines_section("card")
+    assert section.timing.startswith("CUDA-graph replay") and "outside the clock" in section.about
+    assert section.table()[2:] == [
+        "| QAttn | A1 b1 | 4.00 | 3.00 | 1.33 | 64x64x4x2 | 32x64x4x2 |",
+        "| I-ViT | A1 b1 | 9.00 | 9.00 | 1.00 | 1x2, 3x4 | the rule's |",
+    ]

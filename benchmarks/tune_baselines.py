@@ -130,16 +130,14 @@ def launches(method: str, operands: Operands, tiles: Tiles) -> tuple[tuple[Kerne
     factor = query.shape[-1] ** -0.5
     if method not in NAMES:
         raise ValueError(f"method must be one of {NAMES}, got {method!r}")
+    out = torch.empty(query.shape, dtype=torch.float16 if "flash" in method else torch.int8, device=query.device)
     if method == "i-vit":
-        out = torch.empty_like(query)
         return i_vit.kernel_calls(query, key, value, out, i_vit_constants(query.shape[-1], key.shape[2]), tiles=tiles), out
     if method == "qattn":
         one = (1, 1, 1, 1)
-        out = torch.empty_like(query)
         scale = torch.full((), STEP, dtype=torch.float32, device=query.device)  # no output is above V
         tensors = _scaled(query, one), _scaled(key, one), _scaled(value, one)
         return (qattn.kernel_call(tensors, factor, out, output_scale=scale, tiles=tiles[0]),), out
-    out = torch.empty_like(query, dtype=torch.float16)
     by_token = _scaled(query, (*query.shape[:3], 1)), _scaled(key, (*key.shape[:3], 1))
     if method == "int-flash-full":
         head = torch.full((*value.shape[:2], 1, 1), STEP, dtype=torch.float32, device=value.device)

@@ -127,7 +127,7 @@ def kernel_calls(
     shape = BaselineShape(query.shape[0] * query.shape[1], query.shape[2], keys, query.shape[3], value.shape[3])
     first, second, third = tiles or (tuned_tiles(kernel, "int8", shape, query.device) for kernel in KERNELS)
     scores = torch.empty((*query.shape[:3], aligned_keys(keys)), dtype=torch.int8, device=query.device)
-    weights = torch.empty_like(scores)
+    weights = torch.empty(scores.shape, dtype=torch.int8, device=query.device)
     # V lies (channels, keys): the int8 tensor core reads both operands along the keys
     packed = pack_value(value, ALIGNMENT)
     return (

@@ -153,6 +153,8 @@ def product_candidates(rule: tuple[int, ...], rows: int, columns: int, inner: in
                 continue
             if block_m * block_n > 128 * 128 or (rows > 256 and block_m == 32):
                 continue
+            if block_m * block_n == 128 * 128 and inner % 64:
+                continue  # masks along the sum cost registers: spills
             warps = (4, 8) if block_m * block_n >= 128 * 64 else (2, 4) if block_m * block_n <= 32 * 64 else (4,)
             for block_k in {min(64, deep), min(128, deep)}:
                 turns = -(-inner // block_k)

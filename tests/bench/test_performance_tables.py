@@ -66,6 +66,7 @@ def test_tuned_baselines_have_a_section_once_they_are_measured(
     tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "READ", [])
     assert tables.tuned_baselines_section("card") == ()
     fused = {
         "method": "qattn",

@@ -105,6 +105,10 @@ def attention(
         NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative; integer
             attention has none.
     """
+    options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
+    run = plan_cache.find_given((query, key, value, attn_mask), options)
+    if run is not None:
+        return run(query, key, value, attn_mask)
     attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
     tensors = query, key, value, attn_mask
     if has_torch_function(tensors):

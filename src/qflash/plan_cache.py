@@ -108,6 +108,16 @@ def find(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
     return run
 
 
+def find_given(tensors: Tensors, options: tuple[Hashable, ...]) -> Run | None:
+    """Return what :func:`find` does, for tensors at which nothing was looked yet; None where autocast may change them.
+
+    Nested tensors, subclasses, and what function modes see have no plan: their calls go the whole way.
+    """
+    if torch.compiler.is_compiling() or torch_internals.may_autocast():
+        return None
+    return find(tensors, options)
+
+
 def is_unrepeatable(tensors: Tensors, options: tuple[Hashable, ...]) -> bool:
     """Tell whether a call with the same signature has turned out to be none that can be kept."""
     return _look_up(_unrepeatable, tensors, options) is not None

@@ -25,6 +25,7 @@ def _find(path: str) -> Any:
 _function_modes = _find("_C._len_torch_function_stack")
 _keys_of = _find("_C._dispatch_keys")
 _keys_of_thread = _find("_C._dispatch_tls_local_include_set")
+_any_autocast = _find("_C._is_any_autocast_enabled")
 _transform_level = _find("_C._functorch.maybe_current_level")
 _has_transform_gradient = _find("_C._functorch.is_gradtrackingtensor")
 
@@ -57,6 +58,11 @@ def in_forward_mode() -> bool:
     """Tell whether a level of forward-mode derivatives is open; True where that cannot be told."""
     level: int = getattr(forward_ad, "_current_level", 0)
     return level >= 0
+
+
+def may_autocast() -> bool:
+    """Tell whether autocast is on for any kind of device; True where that cannot be told."""
+    return _any_autocast is None or bool(_any_autocast())
 
 
 def thread_state() -> int | None:

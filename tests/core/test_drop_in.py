@@ -93,10 +93,12 @@ def test_what_is_expanded_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_autocast_is_followed(dtype: torch.dtype) -> None:
     query, key, value = make_inputs(1, 2, 5, 7, 16)
     want = qflash.attention(query.to(dtype), key.to(dtype), value.to(dtype))
+    half = query.half(), key.half(), value.half()
     for _ in range(2):
         qflash.attention(query, key, value)
+        qflash.attention(*half)
         with torch.autocast("cpu", dtype=dtype):
-            for given in ((query, key, value), (query, key.half(), value.bfloat16()), (query.to(dtype), key, value)):
+            for given in ((query, key, value), half, (query, key.half(), value.bfloat16()), (query.to(dtype), key, value)):
                 out = qflash.attention(*given)
                 assert out.dtype == dtype == SDPA(*given).dtype
             assert same_bits(qflash.attention(query, key, value), want)

@@ -7,7 +7,8 @@ shape by turns. The data lie in ``benchmarks/results/trials``:
   ``walk_trial_h200.json``;
 * programs that pass from head to head: ``heads_trial_h200.json``;
 * windows, registers, and what was not kept: ``tried_h200.json``;
-* linear layers of integer networks: ``linear_h100.json``, on one H100.
+* linear layers of integer networks: ``linear_h100.json``, on one H100;
+* sums of V in programs of eight warps, windows on int8 without a bias: ``division_h100.json``, on one H100.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ MANY_HEADS = 512
 MOST_LENGTHS = 32
 """Lengths of rows whose keys are read twice that :mod:`.sm90.attention_resident` is compiled for in a process, unless tiles
 are given: each takes seconds."""
-WINDOW_LOADS = {(False, False): (3, 8), (False, True): (3, 8), (True, False): (7, 7), (True, True): (4, 8)}
+WINDOW_LOADS = {(False, False): (2.5, 6), (False, True): (3, 8), (True, False): (7, 7), (True, True): (4, 8)}
 """By (from floats, with a bias): up to how many windows a processor four warps share a window, and up to how many two do."""
 
 
@@ -247,15 +248,16 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
     # Products that start from the sums of V's channels save instructions, but wait for the sums; other programs hide that.
     # Beside tail queries from floats there are no registers for it.
     programs = splits * all_heads
+    eight = not (fused or twice) and tiles.block_m == 128
     if twice:
         begin = all_heads > processors
     else:
-        begin = programs > processors or (fused and across == 1)
+        begin = programs > processors or (fused and across == 1) or eight
         begin = begin and not (fused and tail)
     sums = "begin" if begin else "end"
-    # For a block or two idle tensor cores find the sums sooner than integer additions do; beside the outputs of wide heads
-    # there are no registers for it.
-    few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries
+    # For a block or two idle tensor cores find the sums sooner than integer additions by four warps do; beside the outputs of
+    # wide heads there are no registers for it.
+    few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries and not eight
     if few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1):
         sums = "products"
     # programs that pass from head to head have to know how many blocks a head has

@@ -75,7 +75,7 @@ def authors_latency() -> list[str]:
 def tensor() -> list[str]:
     """Table 2 on A2."""
     rows, _ = gpu_rows(found(), "profile")
-    lines = ["| A2, batch 8 | IMMA %, paper | HMMA %, paper | IMMA %, H200 | HMMA %, H200 |", "|---|---|---|---|---|"]
+    lines = ["| A2, batch 8 | IMMA %, paper | HMMA %, paper | IMMA %, H100 | HMMA %, H100 |", "|---|---|---|---|---|"]
     for method, figures in paper_results.UTILISATION.items():
         row = row_of_method(rows, method, workload="A2", batch=8)
         paper = ["-" if x is None else f"{x:.2f}" for x in figures["A2"]]

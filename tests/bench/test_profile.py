@@ -87,7 +87,7 @@ def test_csv() -> None:
     assert row["hmma_percent"] is None
 
 
-RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "profile_h200.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "profile_h100.json").read_text())
 
 
 def test_columns_of_a_recorded_profile() -> None:

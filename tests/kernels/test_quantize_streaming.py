@@ -128,7 +128,7 @@ def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
     whole = keys - (steps - 1) * span
     columns = last_step(keys, span)
     assert whole <= columns <= span
-    assert columns % 128 in (0, 32, 64) and columns - whole < (32 if whole % 128 <= 32 else 64)
+    assert columns % 128 in (0, 64) and columns - whole < 64
 
 
 def _compile_for_hopper() -> None:

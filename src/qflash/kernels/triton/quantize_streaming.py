@@ -64,7 +64,8 @@ def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFF
     return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
 
 
-@triton.jit
+# These are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
+@triton.jit(do_not_specialize=("tokens",))
 def long_range_kernel(
     k_ptr, v_ptr, low_ptr, high_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
     v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
@@ -249,7 +250,7 @@ def _values(
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("queries", "tokens"))
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     value_offset_ptr, sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
@@ -397,14 +398,15 @@ def launch_quantize_long(
     # without queries these pointers are not used; any tensors will do
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
     # Two warps are faster than four. With four, Triton 3.6 also miscompiles an address (one head of at most 32 channels); with
-    # two it does so for a single range of 32 channels, hence RANGES is at least 2, with an empty second one.
+    # two it does so for a single range of 32 channels. Up to 16 ranges are one kernel: to read empty ones costs less than to
+    # compile for each number of them.
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
         found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *like.stride(),
         *key.stride(), *value.stride(), queries,
         tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
-        RANGES=max(2, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value, PERMUTED=fragment_order,
+        RANGES=max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value, PERMUTED=fragment_order,
         UNIT=unit, WIDE_OFFSETS=wide,
         BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
     )  # fmt: skip

@@ -137,7 +137,8 @@ def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr, FRAGMENT: gl.
     return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
 
 
-@gluon.jit
+# Compiled once for all lengths: Triton would otherwise specialise these on multiples of 16.
+@gluon.jit(do_not_specialize=("k_rows_z", "k_rows_h", "queries", "keys", "parts", "inverse_count"))
 def long_hopper_kernel(
     q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, sums_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,

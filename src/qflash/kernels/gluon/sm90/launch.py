@@ -151,9 +151,9 @@ def streaming_steps(width: int, keys: int) -> tuple[int, int]:
 
 
 def last_step(keys: int, span: int) -> int:
-    """Return the columns of the last step: whole tiles, and one of 32, 64 or 128."""
+    """Return the columns of the last step: whole tiles, and one of 64 or 128. Each number of them is a kernel to compile."""
     whole, left = divmod(keys % span or span, _STREAMING_TILE)
-    return whole * _STREAMING_TILE + (max(32, triton.next_power_of_2(left)) if left else 0)
+    return whole * _STREAMING_TILE + (max(64, triton.next_power_of_2(left)) if left else 0)
 
 
 def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:

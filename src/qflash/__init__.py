@@ -28,6 +28,7 @@ __all__ = [
     "sdpa",
     "unpatch",
     "varlen_attention",
+    "warmup",
 ]
 
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING or not _is_command():
     from .network.quantize import quantize_model
     from .network.static_attention import calibrate
     from .network.storage import load_model, save_model
+    from .precompile import warmup
     from .quantization import QuantizedTensor
     from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
 else:

@@ -263,10 +263,11 @@ def test_the_rules_take_it_at_every_load(heads: int, tokens: int, head_dim: int)
 
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_lengths_that_are_not_compiled_for_go_elsewhere(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qflash.kernels import dispatch, heuristics
+    from qflash.kernels import dispatch, lengths
 
-    monkeypatch.setattr(heuristics, "_lengths", set())
-    monkeypatch.setattr(heuristics, "MOST_LENGTHS", 1)
+    monkeypatch.setattr(lengths, "_first", set())
+    monkeypatch.setattr(lengths, "_all", False)
+    monkeypatch.setattr(lengths, "MOST_LENGTHS", 1)
     for tokens, taken in ((401, True), (402, False), (401, True)):
         q, k, v = (torch.randn(1, 2, tokens, head_dim, device=CUDA, dtype=torch.float16) for _ in range(3))
         assert dispatch.fusable(float_call(q, k, v, None, False, 1.0, DEFAULT)) == taken

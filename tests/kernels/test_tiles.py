@@ -170,11 +170,18 @@ def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
 
 
 def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qflash.kernels import heuristics
+    from qflash.kernels import heuristics, lengths
 
-    monkeypatch.setattr(heuristics, "_lengths", set())
-    monkeypatch.setattr(heuristics, "MOST_LENGTHS", 2)
-    assert [heuristics.worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
+    monkeypatch.setattr(lengths, "_first", set())
+    monkeypatch.setattr(lengths, "MOST_LENGTHS", 2)
+    monkeypatch.setattr(lengths, "_expected", set())
+    monkeypatch.setattr(lengths, "_kept", frozenset)
+    monkeypatch.setattr(lengths, "_all", False)
+    assert [lengths.worth_compiling(keys) for keys in (577, 401, 577, 785, 401)] == [True, True, True, False, True]
+    lengths.expect((785, 1025))
+    assert [lengths.worth_compiling(keys) for keys in (785, 1025, 786)] == [True, True, False]
+    lengths.expect_all()
+    assert lengths.worth_compiling(786)
     # what further ones take is compiled for any length
     for dim, kernel in ((64, tiles.SM90_STREAMING), (128, tiles.SM90_STREAMING), (32, tiles.PORTABLE)):
         assert heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), reread=False).kernel == kernel

@@ -25,6 +25,7 @@ from ..baselines.method import FLOAT
 from ..evaluation import digits
 from ..evaluation.classifiers import DIGITS_MODELS, require_timm, resolve_model_name
 from ..integrations.patching import AttentionFunction, patch, unpatch
+from ..kernels import lengths
 from . import console as bench_console
 from . import errors, figures, latency, nvml, records, timers
 from . import methods as bench_methods
@@ -201,10 +202,13 @@ def load(name: str, pretrained: bool = False) -> tuple[nn.Module, tuple[int, int
         name: see :func:`qflash.evaluation.classifiers.resolve_model_name`.
         pretrained: download timm's weights, or take them from its cache; otherwise they are drawn, always the same.
 
+    Every length gets a kernel of its own from now on: a process with this model alone would compile it.
+
     Raises:
         ValueError: no such model.
         ImportError: timm is not installed.
     """
+    lengths.expect_all()
     full = resolve_model_name(name)
     if full in DIGITS_MODELS:
         return digits.load_model(DIGITS_MODELS[full]).eval(), (1, 8, 8)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..api import align_bias
+from ..kernels import lengths
 from ..quantization import QuantizedTensor
 from .workloads import WORKLOADS, get_workload
 
@@ -199,10 +200,13 @@ def make_inputs(problem: Problem, kind: str, dtype: torch.dtype, device: torch.d
         device: where they go.
         seed: of a generator of this call's own.
 
+    Every length gets a kernel of its own from now on, as the one length of a model would.
+
     Raises:
         ValueError: another ``kind``.
     """
     check_input(kind)
+    lengths.expect_all()
     generator = torch.Generator().manual_seed(seed)
     batch, heads, queries, head_dim = problem.shape
 

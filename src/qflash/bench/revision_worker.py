@@ -1,14 +1,16 @@
 """Times one revision of QFlash; :mod:`qflash.bench.revisions` runs this file in one process per revision.
 
-It imports the ``qflash`` that comes first on the path and uses nothing of it but public names, so that it runs with revisions
-whose modules lie elsewhere. The clocks are those of :mod:`qflash.bench.timers`, loaded from the file beside this one: both
-revisions are timed by the same code on the same inputs.
+It imports the ``qflash`` that comes first on the path and uses nothing of it but public names and, where there is one, its list
+of lengths, so that it runs with revisions whose modules lie elsewhere. The clocks are those of :mod:`qflash.bench.timers`,
+loaded from the file beside this one: both revisions are timed by the same code on the same inputs.
 
 Orders come as JSON on standard input, one a line; each is answered by a line of JSON to the file descriptor in the argument.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -86,6 +88,8 @@ class Server:
         """Make the call to time, write what it returns to a file, and warm up."""
         self.forget(order)
         self._device = device = torch.device(order["device"])
+        with contextlib.suppress(ImportError):  # earlier revisions compile for more lengths by themselves
+            importlib.import_module("qflash.kernels.lengths").expect_all()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         given = torch.load(order["inputs"], map_location=device, weights_only=False)

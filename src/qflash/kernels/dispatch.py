@@ -12,9 +12,10 @@ from ..attention_call import AttentionCall, int8_call
 from ..varlen import VarlenCall
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
-from .heuristics import choose_tiles, worth_compiling
+from .heuristics import choose_tiles
 from .launch_arguments import KernelRequest, needs_wide_offsets, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
+from .lengths import worth_compiling
 from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_short, most_queries, row_fits_registers
 from .triton import launch as portable
 from .triton.quantize_streaming import launch_quantize_long, quantizes_long

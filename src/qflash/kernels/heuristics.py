@@ -71,9 +71,6 @@ LONE_WARP_HEADS = 1024
 """Heads (windows times heads) from which :mod:`.triton.attention_resident` takes windows by programs of one warp."""
 MANY_HEADS = 512
 """Heads from which it takes fewer registers, for more programs a processor."""
-MOST_LENGTHS = 32
-"""Lengths of rows whose keys are read twice that :mod:`.sm90.attention_resident` is compiled for in a process, unless tiles
-are given: each takes seconds."""
 WINDOW_LOADS = {(False, False): (2.5, 6), (False, True): (3, 8), (True, False): (7, 7), (True, True): (4, 8)}
 """By (from floats, with a bias): up to how many windows a processor four warps share a window, and up to how many two do."""
 
@@ -207,10 +204,6 @@ def split_resident(tiles: Tiles, work: Work, narrow: bool) -> Tiles:
     return tiles._replace(splits=splits, registers=registers)
 
 
-_lengths: set[int] = set()
-"""Those it has been compiled for."""
-
-
 def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:
     """Return the L2 policy for the tensors of a call, whose heads are read once: ``"evict_first"`` or none.
 
@@ -275,13 +268,6 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
         # programs with more to do start first, where a processor has three of them
         "SPREAD": tail > 0 and splits > 1 and keys <= SHORT_ROW,
     }
-
-
-def worth_compiling(keys: int) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` may be compiled for so many keys: each length takes seconds."""
-    if keys not in _lengths and len(_lengths) < MOST_LENGTHS:
-        _lengths.add(keys)
-    return keys in _lengths
 
 
 class Shares(NamedTuple):

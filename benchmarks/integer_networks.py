@@ -40,6 +40,7 @@ import pages  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h100.json")
+PEERS = RESULTS.with_name("models_integer_peers_h100.json")
 PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -220,6 +221,30 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+PEER_NAMES = {
+    "compile": "float16, compiled", "torchao int8 dynamic": "torchao int8 dynamic, compiled",
+    "torchao float8 dynamic": "torchao float8 dynamic, compiled", "integer": "**integer network**",
+}  # fmt: skip
+
+
+def peer_table(result: dict[str, Any]) -> list[str]:
+    """Lay models in integers out beside torchao's."""
+    lines = [
+        "| Model | Batch | Method | images/s | integer ÷ it | mJ an image | SQNR of its logits, dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ours = {(row["model"], row["batch"]): row["images_per_s"] for row in result["rows"] if row["method"] == "integer"}
+    for row in result["rows"]:
+        model = "DINOv2-B, 518 px" if "dinov2" in row["model"] else row["model"]
+        ratio = ours[row["model"], row["batch"]] / row["images_per_s"]
+        cells = (
+            model, str(row["batch"]), PEER_NAMES[row["method"]], f"{row['images_per_s']:.0f}", f"{ratio:.2f}",
+            f"{row['mj_per_image']:.1f}", f"{row['sqnr_db']:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def summary(result: dict[str, Any]) -> list[str]:
     """Say in a sentence what ``qflash models --integer`` measured."""
     ours = [row for row in result["rows"] if row["method"] == "integer"]
@@ -237,13 +262,18 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    networks, speed = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED))
-    return {"integer:networks": table(networks), "integer:speed": speed_table(speed), "integer:summary": summary(speed)}
+    networks, speed, peers = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PEERS))
+    return {
+        "integer:networks": table(networks),
+        "integer:speed": speed_table(speed),
+        "integer:peers": peer_table(peers),
+        "integer:summary": summary(speed),
+    }
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [RESULTS.name, SPEED.name]
+    return [RESULTS.name, SPEED.name, PEERS.name]
 
 
 def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:

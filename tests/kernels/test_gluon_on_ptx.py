@@ -225,7 +225,7 @@ def test_last_queries_int8(last_queries: ModuleType, queries: int, keys: int, he
     last_queries.test_the_last_few_queries_have_the_reference_bits(queries, keys, head_dim)
 
 
-@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(65, 300, 40), (208, 401, 64)])
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(72, 100, 64), (65, 300, 40), (208, 401, 64)])
 def test_last_queries_fused(last_queries: ModuleType, queries: int, keys: int, head_dim: int) -> None:
     last_queries.test_the_last_few_queries_are_quantised_alike(queries, keys, head_dim)
 

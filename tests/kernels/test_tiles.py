@@ -291,7 +291,7 @@ def test_heads_are_shared_out_by_load(
     # a few queries past whole blocks
     few = grid <= (2 if fused and held else 1) and warps == 4 and tokens % 64 <= 8
     few = few and (held or tiles.most_programs(tiles.shared_bytes(tokens, dim, 8)) > 1)
-    pays = dim <= 64 and (tokens > 256 or heads <= 396) if held else tokens > 512 and dim <= 64
+    pays = dim <= 64 and (held or tokens > 512)
     if not fused:
         pays = heads > 132
     assert call.arguments["TAIL"] == (8 if few and pays else 0)
@@ -302,14 +302,14 @@ def test_heads_are_shared_out_by_load(
     assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
     assert call.arguments["WALK"] == (grid < -(-tokens // block))
     assert call.arguments["ACROSS"] == across
-    # Sums of V by products where a program has a block or two, and registers that wide outputs need unless two warps share
-    # them; but not by eight warps on int8.
+    # Sums of V by products where a program has a block, and registers that wide outputs need unless two warps share them; but
+    # not by eight warps on int8.
     eight = held and not fused and block == 128
     room = (dim <= 64 or across > 1) and not tiles.is_crowded(tokens)
-    products = held and room and grid * heads <= 132 and 2 * grid * block >= tokens and not eight
+    products = held and room and grid * heads <= 132 and grid * block >= tokens and not eight
     # else products begin at them where other programs hide that this takes longer
     begin = grid * heads > 132 or (fused and across == 1) or eight if held else heads > 132
-    begin = begin and not (held and fused and call.arguments["TAIL"])
+    begin = begin and not (held and fused and call.arguments["TAIL"] and tokens > 256)
     assert call.arguments["SUMS"] == ("products" if products else "begin" if begin else "end")
 
 

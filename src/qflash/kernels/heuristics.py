@@ -226,31 +226,30 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
     blocks = triton.cdiv(queries, tiles.block_m)
     twice = not row_fits_registers(keys, across)
     # The last few queries by code of their own pay, on int8, where one program takes a whole head and shares its processor with
-    # another. From floats they pay with narrow heads: where keys are read twice, if a thread has all registers; where they are
-    # read once, if one round of programs takes all heads or a processor has two programs.
+    # another. From floats they pay with narrow heads: where keys are read twice, if a thread has all registers.
     loops = max(1, splits) < blocks and splits <= (2 if fused and not twice else 1)
     if not fused:
         pays = all_heads > processors
     elif head_dim > 64:
         pays = False
     else:
-        pays = not tiles.registers if twice else keys > SHORT_ROW or all_heads <= 3 * processors
+        pays = not (twice and tiles.registers)
     tail = tail_columns(tiles, queries, head_dim) if loops and pays else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
     # Products that start from the sums of V's channels save instructions, but wait for the sums; other programs hide that.
-    # Beside tail queries from floats there are no registers for it.
+    # Beside tail queries from floats there are registers for it in short rows alone.
     programs = splits * all_heads
     eight = not (fused or twice) and tiles.block_m == 128
     if twice:
         begin = all_heads > processors
     else:
         begin = programs > processors or (fused and across == 1) or eight
-        begin = begin and not (fused and tail)
+        begin = begin and not (fused and tail and keys > SHORT_ROW)
     sums = "begin" if begin else "end"
-    # For a block or two idle tensor cores find the sums sooner than integer additions by four warps do; beside the outputs of
+    # For a single block idle tensor cores find the sums sooner than integer additions by four warps do; beside the outputs of
     # wide heads there are no registers for it.
-    few = 0 < programs <= processors and 2 * splits * tiles.block_m >= queries and not eight
+    few = 0 < programs <= processors and splits * tiles.block_m >= queries and not eight
     if few and not (tail or twice or is_crowded(keys)) and (head_dim <= 64 or across > 1):
         sums = "products"
     # programs that pass from head to head have to know how many blocks a head has

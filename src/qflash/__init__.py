@@ -60,14 +60,14 @@ else:
         """Import everything, operators included, when a public name is first asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import api, quantization, recipe
+        from . import api, precompile, quantization, recipe
         from .integrations import inspection, patching, sdpa
         from .integrations import transformers as hugging_face
         from .network import onnx_export, static_attention, storage
         from .network import quantize as network
 
         networks = network, static_attention, storage, onnx_export
-        homes = recipe, quantization, patching, inspection, hugging_face, sdpa, *networks, api
+        homes = recipe, quantization, patching, inspection, hugging_face, sdpa, *networks, precompile, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

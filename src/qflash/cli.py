@@ -187,6 +187,9 @@ def bench(
     dtype: DtypeOption = None,
     inputs: InputOption = "uniform",
     base: BaseOption = None,
+    first_call: Annotated[
+        bool, typer.Option("--first-call", help="Time QFlash's first calls, in a process without and one with kept kernels.")
+    ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples a method.")] = None,
     device: DeviceOption = None,
     output: OutputOption = None,
@@ -196,9 +199,11 @@ def bench(
     Modes: kernel (int8 to int8 on tensors quantised beforehand) and end-to-end (float to float, quantisation
     included) on CUDA graphs; eager, calls without a graph. Without a GPU the CPU back ends are timed.
 
-    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns.
+    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns; with --first-call
+    what compiling costs.
     """
     from .bench import console, latency, revisions
+    from .bench import first_call as bench_first_call
     from .bench import methods as bench_methods
     from .bench import problems as bench_problems
 
@@ -206,6 +211,12 @@ def bench(
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
         problems = bench_problems.make_problems(workload or (), shape or (), batches, causal=causal, bias=bias)
+        if first_call:
+            if method or peer or recipe or mode or base is not None:
+                raise ValueError("--first-call is of the default recipe; leave --method, --peer, --recipe, --mode, --base out")
+            _check_output(output)
+            bench_first_call.run_first_call(problems, dtype=console.pick_dtype(dtype, where), device=where, output=output)
+            return
         if base is not None:
             if method or peer:
                 raise ValueError("--base compares QFlash with itself; leave --method and --peer out")

@@ -244,7 +244,9 @@ def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case:
     module.test_int8_attention_has_the_reference_bits(case)
 
 
-@pytest.mark.parametrize(("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (520, 128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (512, 64, torch.float16), (520, 128, torch.bfloat16)]
+)
 def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     """Keys and values quantised by two launches, queries by the third."""
     long_quantize = emulated("qflash.kernels.triton.quantize_streaming")

@@ -151,8 +151,8 @@ def long_hopper_kernel(
     vo_stride_z, vo_stride_h, vo_stride_d,
     queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
-    LEFT: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    LEFT: gl.constexpr, WHOLE: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
@@ -160,7 +160,7 @@ def long_hopper_kernel(
     Keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h``
     on, in the columns from ``h * k_columns_h`` on. The channels of packed V are rows of another (``v_desc``); their
     sums come in ``parts`` chunks. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their
-    number is even. The last step has LEFT columns, SPAN if it is whole. With QUANTIZE queries are float and get a scale
+    number is even. The last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale
     each.
     """
     z = gl.program_id(2).to(gl.int64)
@@ -260,7 +260,7 @@ def long_hopper_kernel(
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
                 s = finished(scores[tile], len(scores) - 1 - tile, WARPS)
-                if last:
+                if last and not WHOLE:
                     s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
@@ -313,7 +313,8 @@ def long_hopper_kernel(
                                 _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
                     if last:
                         s = raised(s, least)
-                        s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                        if not WHOLE:
+                            s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)

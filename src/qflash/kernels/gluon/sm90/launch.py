@@ -170,6 +170,7 @@ def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int
         "SPAN": span,
         "UNROLL": unroll,
         "LEFT": last_step(keys, span),
+        "WHOLE": keys % span == 0,
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,

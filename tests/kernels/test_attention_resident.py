@@ -115,7 +115,7 @@ def _compile_for_hopper() -> None:
         ((729, 72), (128, 8), torch.float16),
     ):
         x = torch.empty(1, 3, keys, head_dim, dtype=dtype, device="meta")
-        tiles = Tiles(block_m, 128, warps, 1, splits={65: 1, 480: 8, 577: 10}.get(keys, 2), kernel=SM90_RESIDENT)
+        tiles = Tiles(block_m, 128, warps, 1, splits={480: 8, 577: 10}.get(keys, 2), kernel=SM90_RESIDENT)
         (call,) = attention_launches(float_call(x, x, x, None, False, 0.1, DEFAULT), torch.empty_like(x), tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)

@@ -68,6 +68,12 @@ def check_output_folder(path: pathlib.Path) -> None:
         raise type(error)(f"the folder for the results, {str(path)!r}, cannot be used: {error.strerror or error}") from error
 
 
+def with_package(folder: pathlib.Path) -> dict[str, str]:
+    """Return this process's environment for one that imports the package in ``folder``, and its own path after that."""
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Write a file that is either the old or the new one, never half of it, whoever else is writing it."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")

@@ -111,12 +111,12 @@ def serve() -> None:
 
 
 def _worker(device: torch.device) -> subprocess.Popen[str]:
-    package = str(pathlib.Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    from .paths import with_package
+
     command = [sys.executable, "-c", "from qflash.precompile import serve; serve()", str(device)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=with_package(pathlib.Path(__file__).resolve().parents[1]),
     )  # fmt: skip
 
 

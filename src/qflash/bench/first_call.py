@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch
 from rich.table import Table
 
 from .. import attention
+from ..paths import with_package
 from . import records
 from .console import format_number, progress_bar, table_console
 from .problems import Problem
@@ -62,12 +62,8 @@ def serve() -> None:
 
 def _run(order: dict[str, Any], folder: str, tick: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return what a fresh process answers whose caches are in ``folder``."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH", "")))),
-        "XDG_CACHE_HOME": folder,
-        "TRITON_CACHE_DIR": str(pathlib.Path(folder, "triton")),
-    }
+    caches = {"XDG_CACHE_HOME": folder, "TRITON_CACHE_DIR": str(pathlib.Path(folder, "triton"))}
+    environment = with_package(_PACKAGE) | caches
     command = [sys.executable, "-c", "from qflash.bench.first_call import serve; serve()"]
     answers = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -12,7 +12,6 @@ import copy
 import io
 import itertools
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import torch
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..paths import with_package
 from . import models as timed_models
 from . import records
 from .console import format_number, progress_bar, table_console
@@ -135,10 +135,9 @@ class Worker:
         """
         self.name = name
         script = pathlib.Path(__file__).with_name("revision_worker.py")
-        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            encoding="utf-8", env=os.environ | {"PYTHONPATH": path},
+            encoding="utf-8", env=with_package(folder),
         )  # fmt: skip
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:

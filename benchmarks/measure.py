@@ -130,17 +130,27 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
     return failed
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what programs take that measure :data:`RUNS`: a folder, some runs, and processes to compile with."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("output", type=Path, metavar="FOLDER", help="where the results go")
     parser.add_argument("--run", action="append", choices=[run.name for run in RUNS], help="only this; repeatable")
     parser.add_argument(
         "--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile side by side; 1: none beforehand"
     )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Run]]:
+    """Return the arguments of such a program and the runs that they choose; end it if they cannot be used here."""
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
     if not torch.cuda.is_available():
         parser.error("it measures a GPU, and PyTorch finds none")
-    chosen = [run for run in RUNS if not arguments.run or run.name in arguments.run]
+    return arguments, [run for run in RUNS if not arguments.run or run.name in arguments.run]
+
+
+if __name__ == "__main__":
+    arguments, chosen = parse(make_parser(__doc__.splitlines()[0]))
     sys.exit(1 if main(arguments.output, chosen, arguments.processes) else 0)

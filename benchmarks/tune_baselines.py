@@ -8,11 +8,9 @@ the clock.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
 import multiprocessing
-import os
 import statistics
 import sys
 import time
@@ -342,22 +340,10 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, metavar="FOLDER", help="where the results go")
+    parser = measure.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, help="add what won to this table")
-    parser.add_argument(
-        "--run", action="append", choices=[run.name for run in measure.RUNS], help="only its shapes; repeatable"
-    )
     parser.add_argument("--method", action="append", choices=NAMES, help="only this; repeatable")
-    parser.add_argument(
-        "--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile side by side; 1: none beforehand"
-    )
-    arguments = parser.parse_args()
-    if arguments.processes < 1:
-        parser.error(f"--processes must be at least 1, got {arguments.processes}")
-    if not torch.cuda.is_available():
-        parser.error("it measures a GPU, and PyTorch finds none")
-    chosen = [run for run in measure.RUNS if not arguments.run or run.name in arguments.run]
+    arguments, chosen = measure.parse(parser)
     main(
         arguments.output, shapes_of(chosen), arguments.method or NAMES, arguments.processes, arguments.table,
         torch.device("cuda", torch.cuda.current_device()),

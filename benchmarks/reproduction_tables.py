@@ -74,8 +74,10 @@ def authors_latency() -> list[str]:
 
 def tensor() -> list[str]:
     """Table 2 on A2."""
-    rows, _ = gpu_rows(found(), "profile")
-    lines = ["| A2, batch 8 | IMMA %, paper | HMMA %, paper | IMMA %, H100 | HMMA %, H100 |", "|---|---|---|---|---|"]
+    rows, record = gpu_rows(found(), "profile")
+    assert record is not None
+    card = record["environment"]["device"].split()[1]
+    lines = [f"| A2, batch 8 | IMMA %, paper | HMMA %, paper | IMMA %, {card} | HMMA %, {card} |", "|---|---|---|---|---|"]
     for method, figures in paper_results.UTILISATION.items():
         row = row_of_method(rows, method, workload="A2", batch=8)
         paper = ["-" if x is None else f"{x:.2f}" for x in figures["A2"]]

@@ -343,6 +343,19 @@ def _output_scale(output_scale: float | torch.Tensor | None, value: QuantizedTen
     return given
 
 
+def _int8_tensors(
+    query: QuantizedTensor,
+    key: QuantizedTensor,
+    value: QuantizedTensor,
+    attn_mask: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of a call of :func:`int8_attention`, in the order in which :mod:`.plan_cache` keeps it."""
+    return (
+        query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, output_scale, value.offset,
+    )  # fmt: skip
+
+
 def int8_attention(
     query: QuantizedTensor,
     key: QuantizedTensor,
@@ -385,6 +398,19 @@ def int8_attention(
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
+    scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
+    number = None if scale_tensor is not None else output_scale
+    options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
+    if type(query) is type(key) is type(value) is QuantizedTensor:
+        # before the checks, which take longer than the rest of a kept call
+        tensors = _int8_tensors(query, key, value, attn_mask, scale_tensor)
+        run = plan_cache.find(tensors, options)
+        if run is not None:
+            out = run(*tensors)
+            if out_dtype is not None:
+                return out
+            offset = _per_query_head(value.offset, out.shape)
+            return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale, offset)
     attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
     given_tensors = query, key, value, attn_mask, output_scale
     if has_torch_function(given_tensors):
@@ -395,19 +421,8 @@ def int8_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, QuantizedTensor):
             raise TypeError(f"{name} must be a QuantizedTensor (qflash.quantize makes one), got {type(x).__name__}")
-    scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
-    number = None if scale_tensor is not None else output_scale
+    tensors = _int8_tensors(query, key, value, attn_mask, scale_tensor)
     options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
-    tensors = (
-        query.values, query.scale, key.values, key.scale, value.values, value.scale, attn_mask, scale_tensor, value.offset,
-    )  # fmt: skip
-    run = plan_cache.find(tensors, options)
-    if run is not None:
-        out = run(*tensors)
-        if out_dtype is not None:
-            return out
-        offset = _per_query_head(value.offset, out.shape)
-        return QuantizedTensor.from_kernel(out, value.scale if output_scale is None else output_scale, offset)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     _check_quantized(query, key, value, enable_gqa)
     check_mask(attn_mask, query.values, key.values, value.values, is_causal, (torch.bool, torch.int32, *FLOAT_DTYPES))

@@ -48,7 +48,7 @@ def place_of(tensors: Tensors) -> int | None:
         if place is not None and here != place:
             return None
         place = here
-    if place is not None and place != CPU and place != torch.cuda.current_device():
+    if place is not None and place != CPU and place != torch.accelerator.current_device_index():
         return None
     return place
 
@@ -71,14 +71,13 @@ def _signature(state: int, tensors: Tensors, options: tuple[Hashable, ...]) -> H
         if type(x) is not torch.Tensor:
             return None
         device, address = x.device, x.data_ptr()
-        about.append(
-            (
-                device, x.dtype, x.shape, x.stride(), address & 15 if address else None, x.is_neg(),
-                gradients and x.requires_grad,
-            )
+        about += (
+            device, x.dtype, x.shape, x.stride(), address & 15 if address else None, x.is_neg(),
+            gradients and x.requires_grad,
         )  # fmt: skip
     # which GPU is the current one, or how many threads a CPU has
-    about.append(torch.cuda.current_device() if device is not None and device.type == "cuda" else torch.get_num_threads())
+    on_gpu = device is not None and device.type == "cuda"
+    about.append(torch.accelerator.current_device_index() if on_gpu else torch.get_num_threads())
     return tuple(about)
 
 

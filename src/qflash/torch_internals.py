@@ -7,11 +7,13 @@ of DTensor it does not take the operators.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def _find(path: str) -> Any:
@@ -52,6 +54,33 @@ _plain = _plain_keys()
 KNOWS_STATE = _plain is not None and hasattr(forward_ad, "_current_level")
 """Whether this release of PyTorch tells what :func:`thread_state` and :func:`has_plain_keys` ask."""
 _STRANGE = ~(_plain or 0)
+
+
+class LightDispatchMode(TorchDispatchMode):
+    """A dispatch mode whose first call does not import Dynamo, which takes up to five seconds.
+
+    PyTorch wraps ``__torch_dispatch__`` so that Dynamo leaves it alone, and the wrapper imports Dynamo. Here
+    :meth:`dispatch` is wrapped once there is a Dynamo that could look.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wrapped: Callable[..., Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return self.dispatch(function, args, kwargs or {})
+        if self._wrapped is None:
+            self._wrapped = torch.compiler.disable(self.dispatch)
+        return self._wrapped(function, args, kwargs or {})
+
+    def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of an operator."""
+        raise NotImplementedError
 
 
 def in_forward_mode() -> bool:

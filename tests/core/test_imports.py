@@ -51,6 +51,13 @@ def test_importing_qflash_loads_the_core_alone() -> None:
     assert wings.isdisjoint(NOT_AT_FIRST), sorted(wings)
 
 
+def test_noting_launches_does_not_load_dynamo() -> None:
+    statements = "from qflash.kernels.launch_recorder import LaunchRecorder as R; r = R(); r.__enter__(); torch.empty(3)"
+    loaded = print_loaded(f"{statements}; assert r.is_pure; torch.ones(3); assert not r.is_pure; r.__exit__(None, None, None)")
+    assert "qflash.kernels.launch_recorder" in loaded
+    assert "torch._dynamo" not in loaded
+
+
 @pytest.mark.parametrize("first", ["qflash", "torch.utils.flop_counter"])
 @pytest.mark.slow
 def test_operations_are_counted_whatever_was_imported_first(first: str) -> None:

@@ -7,7 +7,8 @@ from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_internals import LightDispatchMode
 
 _aten = torch.ops.aten
 # what a call may do between launches, besides views, and still be no more than these launches
@@ -80,7 +81,7 @@ def _has_tensor(x: Any) -> bool:
 _recorder: ContextVar[LaunchRecorder | None] = ContextVar("recorder", default=None)
 
 
-class LaunchRecorder(TorchDispatchMode):
+class LaunchRecorder(LightDispatchMode):
     """Notes the launches made meanwhile, and whether PyTorch computed anything besides.
 
     Attributes:
@@ -118,8 +119,9 @@ class LaunchRecorder(TorchDispatchMode):
             finally:
                 self._in_launch = False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call; see what it was."""
+        result = function(*args, **kwargs)
         if self._in_launch:
             return result
         if function in _ALLOCATIONS:

@@ -165,7 +165,8 @@ def scales() -> list[str]:
 def division() -> list[str]:
     """Figure 6."""
     record = next(r for r in found()["ablate"] if on_gpu(r) and any(row["part"] == "throughput" for row in r["rows"]))
-    lines = ["| int32, H200 | 10⁹ a second |", "|---|---|"]
+    card = record["environment"]["device"].split()[1]
+    lines = [f"| int32, {card} | 10⁹ a second |", "|---|---|"]
     lines += [f"| {row['label']} | {row['gops']:.0f} |" for row in record["rows"] if row["part"] == "throughput"]
     return lines
 

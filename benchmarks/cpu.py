@@ -13,7 +13,6 @@ import datetime
 import json
 import pathlib
 import platform
-import re
 import statistics
 import subprocess
 import time
@@ -23,6 +22,7 @@ import torch
 
 import qflash
 from qflash import backends
+from qflash.bench import records
 from qflash.bench.metrics import sqnr
 from qflash.bench.workloads import get_workload
 from qflash.kernels.cpu.launch import _compiler
@@ -83,13 +83,10 @@ def main() -> None:
     output = parser.parse_args().output
     if reason := backends.cpu_missing():
         raise SystemExit(f"the compiled CPU kernels are not available: {reason}")
-    info = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
     version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    flags = re.search(r"^flags\s*: (.*)$", info, re.MULTILINE)
     conditions = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "cpu": re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)[1],  # type: ignore[index]
-        "vectors": [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flags and name in flags[1].split()],
+        **records.cpu(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -22,7 +22,7 @@ import pathlib
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rich.progress import track
 from torch import nn
 
 import qflash
+from qflash.bench import onnx_models
 from qflash.bench.metrics import sqnr
 from qflash.evaluation import digits, probe, real_data
 from qflash.evaluation.statistics import wilson_interval
@@ -41,6 +42,7 @@ import pages  # noqa: E402
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h100.json")
 PEERS = RESULTS.with_name("models_integer_peers_h100.json")
+PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -92,38 +94,14 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
 
 
 def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
-    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph."""
-    import onnxruntime
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.parts: Iterator[torch.Tensor] = iter(as_float(calibration, mean, std).split(1))
-
-        def get_next(self) -> dict[str, Any] | None:
-            part = next(self.parts, None)
-            return None if part is None else {"x": part.numpy()}
-
-    folder = tempfile.mkdtemp()
-    plain, ready, made = (str(pathlib.Path(folder, name)) for name in ("float.onnx", "ready.onnx", "int8.onnx"))
-    sample = as_float(calibration[:1], mean, std)
-    axes = {"x": {0: "batch"}, "y": {0: "batch"}}
-    torch.onnx.export(
-        model, (sample,), plain, input_names=["x"], output_names=["y"], dynamic_axes=axes, opset_version=17, dynamo=False
-    )
-    quant_pre_process(plain, ready, skip_symbolic_shape=True)
-    quantize_static(
-        ready, made, Reader(), quant_format=QuantFormat.QDQ, per_channel=True, activation_type=QuantType.QInt8,
-        weight_type=QuantType.QInt8,
-    )  # fmt: skip
-    session = onnxruntime.InferenceSession(made, providers=["CPUExecutionProvider"])
-
-    def run(images: torch.Tensor) -> torch.Tensor:
-        parts = as_float(images, mean, std).split(1)
-        return torch.cat([torch.from_numpy(session.run(None, {"x": part.numpy()})[0]) for part in parts])
-
-    return run
+    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph, image by image."""
+    floats = as_float(calibration, mean, std)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        path = onnx_models.export_float(model, floats[:1], folder / "float.onnx")
+        made = onnx_models.quantise_static(path, floats, folder / "int8.onnx", unsigned=False)
+        session = onnx_models.load(made, torch.get_num_threads())
+    return lambda images: torch.cat([session(part) for part in as_float(images, mean, std).split(1)])
 
 
 METHODS: dict[str, Callable[..., Run]] = {
@@ -245,6 +223,26 @@ def peer_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def cpu_table(result: dict[str, Any]) -> list[str]:
+    """Lay models in integers on a CPU out beside the fastest of PyTorch and of onnxruntime."""
+    methods = ("timm", "compile", "onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic", "integer")
+    times: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        times.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
+    lines = [
+        "| ms a batch | Batch | eager | compiled | onnxruntime float32 | onnxruntime int8, static | dynamic | **integer** "
+        "| times as fast as compiled | as onnxruntime's faster int8 |",
+        f"|{'---|' * 10}",
+    ]
+    for (model, batch), by in times.items():
+        ours = by["integer"]["median_us"]
+        int8 = min(row["median_us"] for name, row in by.items() if "int8" in name)
+        cells = [f"{by[name]['median_us'] / 1000:.1f}" for name in methods]
+        ratios = [f"{by['compile']['median_us'] / ours:.2f}", f"{int8 / ours:.2f}"]
+        lines.append(f"| {' | '.join([model, str(batch), *cells, *ratios])} |")
+    return lines
+
+
 def summary(result: dict[str, Any]) -> list[str]:
     """Say in a sentence what ``qflash models --integer`` measured."""
     ours = [row for row in result["rows"] if row["method"] == "integer"]
@@ -262,18 +260,21 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    networks, speed, peers = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PEERS))
+    networks, speed, peers, processor = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PEERS, PROCESSOR)
+    )
     return {
         "integer:networks": table(networks),
         "integer:speed": speed_table(speed),
         "integer:peers": peer_table(peers),
+        "integer:cpu": cpu_table(processor),
         "integer:summary": summary(speed),
     }
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [RESULTS.name, SPEED.name, PEERS.name]
+    return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
 
 
 def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:

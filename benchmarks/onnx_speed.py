@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import pathlib
-import re
 import statistics
 import tempfile
 import time
@@ -27,6 +25,7 @@ import timm
 import torch
 
 import qflash
+from qflash.bench import records
 
 MODELS = ("deit_tiny_patch16_224",)
 BATCHES = (1, 8)
@@ -85,15 +84,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=pathlib.Path, metavar="OUT.json", help="where the results go")
     output = parser.parse_args().output
-    info = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    flags = re.search(r"^flags\s*: (.*)$", info, re.MULTILINE)
     conditions = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "cpu": re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)[1],  # type: ignore[index]
-        "vectors": [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flags and name in flags[1].split()],
+        **records.cpu(),
         "threads": THREADS,
-        "load_average": round(os.getloadavg()[0], 1),
-        "cores": os.cpu_count(),
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,
         "torch": torch.__version__,

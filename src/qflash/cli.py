@@ -278,7 +278,7 @@ def models(
                 raise ValueError("--integer compares whole networks; leave --base, --peer and --recipe out")
             _check_output(output)
             integer_models.run_integer_models(
-                model or integer_models.MODELS, batches, integer_models.pick_methods(method or ()),
+                model or integer_models.MODELS, batches, integer_models.pick_methods(method or (), where.type),
                 dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, energy_seconds=energy_seconds,
                 pretrained=pretrained, output=output,
             )  # fmt: skip

@@ -70,7 +70,23 @@ def test_a_method_that_fails_is_named_and_the_rest_is_measured(tiny: None, monke
     assert timm_row["images_per_s"] > 0
 
 
+def test_onnxruntime_has_rows_on_a_cpu(tiny: None) -> None:
+    pytest.importorskip("onnxruntime")
+    chosen = integer_models.pick_methods((), "cpu")
+    names = ["onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
+    assert not any(name in integer_models.pick_methods((), "cuda") for name in names)
+    record = integer_models.run_integer_models(
+        ["tiny"], [1, 2], {name: chosen[name] for name in names}, dtype=torch.float32, device=torch.device("cpu"), rounds=1
+    )
+    assert set(record["packages"]) == {"onnx", "onnxruntime"}
+    assert {row["error"] for row in record["rows"]} == {None}
+    exact, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][3:])
+    assert exact > 100 and 60 > dynamic > 15 and static < 60
+
+
 def test_bad_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="'onnxruntime float32' runs on the CPU"):
+        integer_models.pick_methods(("onnxruntime float32",))
     with pytest.raises(ValueError, match="unknown method 'int8'"):
         integer_models.pick_methods(("int8",))
     if importlib.util.find_spec("torchao") is None:

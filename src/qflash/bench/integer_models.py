@@ -1,4 +1,4 @@
-"""Whole vision transformers in integers beside floating point, eager and compiled, and beside torchao: images a second.
+"""Whole vision transformers in integers beside floating point, eager and compiled, beside torchao and onnxruntime.
 
 Every method takes the same uint8 images. The integer network takes them as they are; the others get them normalised, in the
 dtype they compute in, before the clock starts. Its own cut into patches is inside the clock.
@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from ..network.models import IntegerNetwork
 from ..network.quantize import quantize_model
 from ..optional_packages import require_packages
 from . import console as bench_console
-from . import energy, errors, nvml, records, timers
+from . import energy, errors, nvml, onnx_models, records, timers
 from .metrics import sqnr
 from .models import load
 
@@ -47,12 +49,14 @@ class Subject:
         quantise: returns the model in integers, on the CPU.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
+        calibration: uint8 images that it was quantised on, on the CPU.
     """
 
     model: nn.Module
     quantise: Callable[[], IntegerNetwork]
     pixels: torch.Tensor
     images: torch.Tensor
+    calibration: torch.Tensor
 
 
 def _float(subject: Subject) -> nn.Module:
@@ -81,34 +85,58 @@ def _torchao(subject: Subject, config: str) -> timers.TimedCall:
     return functools.partial(torch.compile(model), subject.images)
 
 
+def _onnxruntime(subject: Subject, kind: str) -> timers.TimedCall:
+    images = subject.images.float()
+    calibration = _normalised(subject.calibration, subject.model, torch.float32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        path = onnx_models.export_float(subject.model, calibration[:1], folder / "float.onnx")
+        if kind == "static":
+            path = onnx_models.quantise_static(path, calibration, folder / "static.onnx", unsigned=True)
+        elif kind == "dynamic":
+            path = onnx_models.quantise_dynamic(path, folder / "dynamic.onnx")
+        return functools.partial(onnx_models.load(path, torch.get_num_threads()), images)
+
+
 METHODS: dict[str, Callable[[Subject], timers.TimedCall]] = {
     "timm": _eager,
     BASELINE: _compiled,
     "compile max-autotune": functools.partial(_compiled, mode="max-autotune-no-cudagraphs"),
     "torchao int8 dynamic": functools.partial(_torchao, config="Int8DynamicActivationInt8WeightConfig"),
     "torchao float8 dynamic": functools.partial(_torchao, config="Float8DynamicActivationFloat8WeightConfig"),
+    "onnxruntime float32": functools.partial(_onnxruntime, kind="float32"),
+    "onnxruntime int8 static": functools.partial(_onnxruntime, kind="static"),
+    "onnxruntime int8 dynamic": functools.partial(_onnxruntime, kind="dynamic"),
     "integer": _integer,
 }
+_NEEDS = {"torchao": ("torchao",), "onnxruntime": ("onnx", "onnxruntime")}
+"""Packages that methods need, by the first word of their names; onnxruntime runs on the CPU."""
 
 
-def pick_methods(only: Sequence[str] = ()) -> dict[str, Callable[[Subject], timers.TimedCall]]:
-    """Return the methods to run, by name: those asked for, or all whose packages are installed.
+def pick_methods(only: Sequence[str] = (), device: str = "cuda") -> dict[str, Callable[[Subject], timers.TimedCall]]:
+    """Return the methods to run, by name: those asked for, or all that run on a device and whose packages are installed.
+
+    Args:
+        only: names; all if empty.
+        device: ``"cuda"`` or ``"cpu"``.
 
     Raises:
-        ValueError: a name is none of :data:`METHODS`.
-        ImportError: a method asked for needs torchao, which is not installed.
+        ValueError: a name is none of :data:`METHODS`, or a method does not run on the device.
+        ImportError: a method asked for needs a package that is not installed.
     """
+    found = {}
     for name in only:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
-        if name.startswith("torchao"):
-            require_packages(f"method {name!r}", "torchao")
-    possible = importlib.util.find_spec("torchao") is not None
-    return {
-        name: method
-        for name, method in METHODS.items()
-        if (name in only if only else possible or not name.startswith("torchao"))
-    }
+        require_packages(f"method {name!r}", *_NEEDS.get(name.split()[0], ()))
+        if device != "cpu" and name.startswith("onnxruntime"):
+            raise ValueError(f"method {name!r} runs on the CPU, and the device is {device!r}")
+    for name, method in METHODS.items():
+        first = name.split()[0]
+        there = all(importlib.util.find_spec(package) is not None for package in _NEEDS.get(first, ()))
+        if name in only if only else there and (device == "cpu" or first != "onnxruntime"):
+            found[name] = method
+    return found
 
 
 def _normalised(pixels: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
@@ -140,6 +168,7 @@ def measure(
     model: nn.Module,
     quantise: Callable[[], IntegerNetwork],
     pixels: torch.Tensor,
+    calibration: torch.Tensor,
     methods: dict[str, Callable[[Subject], timers.TimedCall]],
     *,
     dtype: torch.dtype,
@@ -154,18 +183,20 @@ def measure(
         model: float32, on the CPU, in evaluation mode; it is copied, not changed.
         quantise: returns it in integers.
         pixels: uint8 (batch, channels, height, width), on the device to run on.
+        calibration: uint8 images that ``quantise`` looks at, for what else is quantised.
         methods: see :func:`pick_methods`.
         dtype: of the float methods.
         rounds: samples a method.
         energy_seconds: how long to measure the energy of each, on a GPU, after all are timed; 0: not.
     """
     device = pixels.device
-    subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype))
+    subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype), calibration)
     wanted = copy.deepcopy(model).to(device)(_normalised(pixels, model, torch.float32))
     runners = []
     for method, prepare in methods.items():
         row: dict[str, Any] = dict.fromkeys(FIELDS)
-        kind = "int8" if method == "integer" else str(dtype).removeprefix("torch.")
+        takes = torch.float32 if method.startswith("onnxruntime") else dtype
+        kind = "int8" if method == "integer" else str(takes).removeprefix("torch.")
         row |= {"model": name, "batch": len(pixels), "dtype": kind, "method": method}
         runner = _Runner(row)
         runners.append(runner)
@@ -255,6 +286,7 @@ def run_integer_models(
     record: dict[str, Any] = {
         "what": "whole models in integers and in floating point",
         "environment": records.environment(device),
+        "packages": {name: metadata.version(name) for first, *_ in map(str.split, methods) for name in _NEEDS.get(first, ())},
         "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
         "energy": f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
@@ -267,13 +299,14 @@ def run_integer_models(
     console.print(f"{record['environment']['device']}. {record['timing']}.\n")
     with bench_console.progress_bar(len(loaded) * len(batches) * len(methods)) as tick:
         for name, (model, size) in loaded.items():
-            calibration = [draw_pixels(CALIBRATION_IMAGES, size, seed=1)]
-            quantise = functools.cache(functools.partial(quantize_model, model, calibration, progress=False))
+            calibration = draw_pixels(CALIBRATION_IMAGES, size, seed=1)
+            quantise = functools.cache(functools.partial(quantize_model, model, [calibration], progress=False))
             for batch in batches:
                 pixels = draw_pixels(batch, size, seed=0).to(device)
                 rows += measure(
-                    name, model, quantise, pixels, methods, dtype=dtype, rounds=rounds, energy_seconds=energy_seconds, tick=tick
-                )
+                    name, model, quantise, pixels, calibration, methods, dtype=dtype, rounds=rounds,
+                    energy_seconds=energy_seconds, tick=tick,
+                )  # fmt: skip
                 # what was compiled for one batch is not to be made general for the next
                 torch.compiler.reset()
                 if output is not None:

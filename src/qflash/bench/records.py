@@ -6,8 +6,10 @@ import csv
 import datetime
 import json
 import math
+import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +18,21 @@ import torch
 
 from ..backends import triton_version
 from . import nvml
+
+
+def cpu() -> dict[str, Any]:
+    """Return the processor's name, those of its vector instructions that matter here, its cores, and their load."""
+    try:
+        info = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        info = ""
+    name = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    flags = re.search(r"^flags\s*: (.*)$", info, re.MULTILINE)
+    vectors = [
+        word for word in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8") if flags and word in flags[1].split()
+    ]
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return {"cpu": name[1] if name else platform.processor(), "vectors": vectors, "cores": os.cpu_count(), "load_average": load}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -33,7 +50,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device_type": device.type,
     }
     if device.type != "cuda":
-        return found | {"device": f"{platform.machine()} CPU", "threads": torch.get_num_threads()}
+        return found | {"device": f"{platform.machine()} CPU", "threads": torch.get_num_threads()} | cpu()
     properties = torch.cuda.get_device_properties(device)
     return found | {
         "device": properties.name,

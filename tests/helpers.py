@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gzip
 import importlib.util
 import math
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -641,3 +643,21 @@ def draw_fused_case(seed: int, small: bool) -> FusedCase:
         special=rng.choice(("none",) * 6 + ("nan", "inf", "-inf", "zero", "zero head")),
         data=seed,
     )  # fmt: skip
+
+
+def idx(x: torch.Tensor) -> bytes:
+    """Return a uint8 tensor as an idx file."""
+    return bytes((0, 0, 8, x.dim())) + struct.pack(f">{x.dim()}I", *x.shape) + x.contiguous().numpy().tobytes()
+
+
+def write_fashion(folder: Path, train: int = 20, test: int = 10) -> Path:
+    """Write made-up images as Fashion-MNIST's four files, and return the folder."""
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    for part, count, suffix in (("train", train, ".gz"), ("t10k", test, "")):
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        images = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        for kind, x in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
+            content = idx(x)
+            (folder / f"{part}-{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    return folder

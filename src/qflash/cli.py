@@ -397,11 +397,17 @@ def evaluate(
         list[str],
         typer.Option(
             help="ViT-S, ViT-B, DeiT-T, DeiT-S, DeiT-B, Swin-T, Swin-S (all: these seven), any timm name, "
-            "digits-vit or digits-swin; repeatable."
+            "fashion-vit, fashion-swin, digits-vit or digits-swin, which come with weights and images; repeatable."
         ),
     ],
     method: Annotated[list[str] | None, typer.Option(help="Attention method; repeatable. All of them if left out.")] = None,
-    data: Annotated[str, typer.Option(help="Folder with one folder of images per class, or digits.")] = "digits",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Folder with one folder of images per class, or of Fashion-MNIST's idx files for its models; shipped: images "
+            "that come with the small models."
+        ),
+    ] = "shipped",
     pretrained: Annotated[bool, typer.Option("--pretrained", help="Download timm's weights.")] = False,
     weights: Annotated[pathlib.Path | None, typer.Option(help="safetensors file or torch checkpoint.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images per step; part of what is measured.")] = 64,
@@ -414,9 +420,7 @@ def evaluate(
         "qflash-evaluate"
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where other results lie.")] = False,
-    integer: Annotated[
-        bool, typer.Option("--integer", help="Rows for whole integer networks as well (digits models).")
-    ] = False,
+    integer: Annotated[bool, typer.Option("--integer", help="Rows for whole integer networks as well (small models).")] = False,
 ) -> None:
     """Measure Top-1 and Top-5 of image classifiers with any method in their attention (the paper's Table 5).
 

@@ -55,7 +55,7 @@ def test_reference_is_exact_softmax() -> None:
 
 
 def test_captured_inputs_are_the_models_own() -> None:
-    from qflash.evaluation.digits import load_digits_split, load_model
+    from qflash.evaluation.small_models import load_images, load_model
 
     cases = accuracy.make_cases(("captured",), batch=2)
     layers = [("vit", 0), ("vit", 1), ("swin", 0), ("swin", 1), ("swin", 2)]
@@ -67,7 +67,7 @@ def test_captured_inputs_are_the_models_own() -> None:
     assert masks[0] is None
     assert masks[3] is not None and float(masks[3].min()) < -50.0  # the shifted-window block
     # the first layer's query, by hand
-    model, images = load_model("vit"), load_digits_split()[2][2:4]
+    model, images = load_model("digits-vit"), load_images("digits").images[2:4]
     seen = []
     block = model.backbone.blocks[0].attn  # type: ignore[union-attr, index]
     block.qkv.register_forward_hook(lambda module, inputs, out: seen.append(out.detach()))

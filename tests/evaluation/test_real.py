@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import math
-import struct
 import subprocess
 import types
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from helpers import idx, write_fashion
 from qflash.baselines import METHODS, get_method
 from qflash.bench import real, real_tables
 from qflash.bench.layer_calls import LayerCall
@@ -39,22 +39,6 @@ def broken_method() -> Any:
         name="broken", title="Broken", integer_only=True,
         attention=lambda query, key, value, **_: torch.full_like(value, math.nan),
     )  # fmt: skip
-
-
-def idx(x: torch.Tensor) -> bytes:
-    return bytes((0, 0, 8, x.dim())) + struct.pack(f">{x.dim()}I", *x.shape) + x.contiguous().numpy().tobytes()
-
-
-def write_fashion(folder: Path, train: int = 20, test: int = 10) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    folder.mkdir(exist_ok=True)
-    for part, count, suffix in (("train", train, ".gz"), ("t10k", test, "")):
-        labels = torch.arange(count, dtype=torch.uint8) % 10
-        images = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
-        for kind, x in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
-            content = idx(x)
-            (folder / f"{part}-{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
-    return folder
 
 
 def tiny_vit(side: int = 28) -> Any:

@@ -27,7 +27,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402
 
-from qflash.evaluation import classifiers, digits, integer_rows, summaries, top1  # noqa: E402
+from qflash.evaluation import classifiers, small_models, summaries, top1  # noqa: E402
 from qflash.evaluation.classifiers import draw_subset, load_classifier  # noqa: E402
 from qflash.evaluation.outcome_store import load_outcomes  # noqa: E402
 
@@ -231,6 +231,17 @@ def test_digits(tmp_path: Path) -> None:
     assert all(len(outcome.predictions) == 5 for outcome in outcomes)
 
 
+def test_shipped_fashion_images(tmp_path: Path) -> None:
+    report, printed = run(["fashion-vit"], ["fp32"], subset=10, output=tmp_path)
+    assert report["models"][0]["run"]["data"] | {"sha256": ""} == {
+        "name": classifiers.FASHION_PART,
+        "images": 500,
+        "sha256": "",
+    }
+    assert "10 images of the shipped part of Fashion-MNIST" in printed
+    assert "All 10,000 test images: --data FOLDER" in printed
+
+
 def test_logits_that_are_not_finite_are_wrong(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +323,8 @@ def test_refusals(folder: Path, weights: Path, tmp_path: Path) -> None:
         (FileNotFoundError, "data", MODEL, {"data": tmp_path / "none", "weights": weights}),
         (ValueError, "image folder", MODEL, {"weights": weights}),
         (ValueError, "one folder of images per class", MODEL, {"data": tmp_path, "weights": weights}),
-        (ValueError, "built-in digits", "digits-vit", {"data": folder}),
+        (ValueError, "scikit-learn's digits", "digits-vit", {"data": folder}),
+        (OSError, "t10k|train-images", "fashion-vit", {"data": folder}),
         (ValueError, "comes with its weights", "digits-vit", {"pretrained": True}),
         (ValueError, "method", "digits-vit", {"methods": ["magic"]}),
         (ValueError, "batch must be at least 1", "digits-vit", {"batch": 0}),
@@ -364,7 +376,7 @@ def test_the_digest_is_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_rows, "CALIBRATION", 8)
+    monkeypatch.setattr(small_models, "CALIBRATION", 8)
     report, printed = run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)
     result = report["models"][0]
     rows = {summary["method"]: summary for summary in result["methods"]}
@@ -383,8 +395,8 @@ def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result["integer_only"]["best"] == ["qflash-default"]
 
     # what the rows say is what quantize_model gives, on digits that are not judged
-    model, images = load_classifier("digits-vit", "digits")
-    train = digits.load_digits_split()[0][: integer_rows.CALIBRATION]
+    model, images = load_classifier("digits-vit", classifiers.SHIPPED)
+    train = small_models.calibration_images("digits")
     network = qflash.quantize_model(model.backbone, [model.pixels(train)], mean=(0.5,), std=(0.5,), progress=False)
     outcomes = load_outcomes(tmp_path / "digits-vit" / "integer-default.csv")
     judged = torch.stack([images.dataset[outcome.index][0] for outcome in outcomes])
@@ -394,5 +406,5 @@ def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = per_image(tmp_path)
     assert run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)[0]["models"] == report["models"]
     assert per_image(tmp_path) == before
-    with pytest.raises(ValueError, match=r"integer networks are for digits-vit and digits-swin.*got DeiT-T"):
+    with pytest.raises(ValueError, match=r"integer networks are for digits-vit, .*fashion-swin, .*got DeiT-T"):
         run(["digits-vit", "DeiT-T"], integer=True)

@@ -39,8 +39,8 @@ def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -
     assert report["images"] == IMAGES
     assert report["held_out"] == 540
     assert report["device"]["type"] == "cpu"
-    assert set(report["models"]) == {"vit", "swin"}
-    layers = {"vit": 2, "swin": 3}
+    assert tuple(report["models"]) == demo.NETWORKS
+    layers = {"digits-vit": 2, "digits-swin": 3}
     for name, model in report["models"].items():
         assert model["float"]["top1_percent"] > 90.0
         assert set(model["recipes"]) == set(demo.RECIPES)

@@ -24,7 +24,7 @@ from ..optional_packages import require_packages
 from . import console as bench_console
 from . import figures, records
 from . import problems as bench_problems
-from .capture import capture_digits, capture_vision
+from .capture import capture_small, capture_vision
 from .layer_calls import SUFFIX, LayerCall, read_calls
 from .metrics import exact_attention, mse, sqnr
 from .paper_results import TABLE4
@@ -127,11 +127,11 @@ def _network_cases(
 
 
 def _captured_cases(batch: int) -> Iterator[Case]:
-    from ..evaluation.digits import MODELS, load_digits_split
+    from ..evaluation.small_models import load_images
 
-    images = load_digits_split()[2]
-    for name in MODELS:
-        yield from _network_cases("captured", f"digits-{name}", images, batch, functools.partial(capture_digits, name))
+    images = load_images("digits").images
+    for name in ("digits-vit", "digits-swin"):
+        yield from _network_cases("captured", name, images, batch, functools.partial(capture_small, name))
 
 
 def _real_cases(batch: int, data: pathlib.Path | None) -> Iterator[Case]:

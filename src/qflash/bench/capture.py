@@ -84,17 +84,17 @@ def capture_vision(network: nn.Module, images: torch.Tensor, batch: int) -> tupl
 
 
 @torch.no_grad()
-def capture_digits(model_name: str, images: torch.Tensor) -> list[LayerCall]:
-    """Run a digits model in float32 and return every attention call, in the order of its layers.
+def capture_small(model_name: str, images: torch.Tensor) -> list[LayerCall]:
+    """Run a small model in float32 and return every attention call, in the order of its layers.
 
     Args:
-        model_name: ``"vit"`` or ``"swin"``.
-        images: (batch, 1, 8, 8) in [0, 1].
+        model_name: of :data:`qflash.evaluation.small_models.MODELS`.
+        images: (batch, 1, height, width) in [0, 1].
 
     Raises:
         ImportError: timm is not installed.
     """
-    from ..evaluation.digits import load_model
+    from ..evaluation.small_models import load_model
 
     model, recorder = load_model(model_name), Recorder(get_method("fp32").attention)
     with attending(model, recorder):

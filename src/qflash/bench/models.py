@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
-from ..evaluation import digits
-from ..evaluation.classifiers import DIGITS_MODELS, require_timm, resolve_model_name
+from ..evaluation import small_models
+from ..evaluation.classifiers import require_timm, resolve_model_name
 from ..integrations.patching import AttentionFunction, patch, unpatch
 from ..kernels import lengths
 from . import console as bench_console
@@ -210,8 +210,8 @@ def load(name: str, pretrained: bool = False) -> tuple[nn.Module, tuple[int, int
     """
     lengths.expect_all()
     full = resolve_model_name(name)
-    if full in DIGITS_MODELS:
-        return digits.load_model(DIGITS_MODELS[full]).eval(), (1, 8, 8)
+    if full in small_models.MODELS:
+        return small_models.load_model(full), small_models.MODELS[full].image_shape
     timm = require_timm()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -228,9 +228,9 @@ def draw_images(batch: int, size: tuple[int, int, int], device: torch.device) ->
 def without_qflash(model: nn.Module, images: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
     """Return a model of timm's classes alone, which another revision of QFlash can unpickle, and its images.
 
-    A digits model enlarges its images before that; here it is done beforehand.
+    A small model prepares its images itself; here it is done beforehand.
     """
-    return (model.backbone, model.enlarge(images)) if isinstance(model, digits.DigitsClassifier) else (model, images)
+    return (model.backbone, model.prepare(images)) if isinstance(model, small_models.SmallClassifier) else (model, images)
 
 
 def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
@@ -333,7 +333,7 @@ def run_models(
         "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
         "ratio: time with the fastest SDPA back end ÷ row's time",
         "sqnr": "20 log10(|ref| / |out - ref|) of the logits against the same weights in float32 with float32 attention",
-        "weights": "pretrained" if pretrained else "as timm initialises them (digits models: trained)",
+        "weights": "pretrained" if pretrained else "as timm initialises them (small models: trained)",
         "rows": [],
     }
     rows: list[dict[str, Any]] = record["rows"]

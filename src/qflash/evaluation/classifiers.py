@@ -1,4 +1,4 @@
-"""The models and images ``qflash evaluate`` works on: timm models with an image folder, or the digits."""
+"""The models and images ``qflash evaluate`` works on: timm models with an image folder, or the package's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..optional_packages import install_hint
-from . import digits
+from . import small_models
+from .small_models import MODELS
 
 PAPER_MODELS = {
     "ViT-S": "vit_small_patch16_224.augreg_in21k_ft_in1k",
@@ -29,11 +30,11 @@ PAPER_MODELS = {
 """Table 5's models by the paper's short name, in its order. The paper names no checkpoints; these are the weights of
 these architectures whose Top-1 in timm's own list is nearest to Table 5's FP32 accuracy (within 0.15 points)."""
 
-DIGITS_MODELS = {f"digits-{name}": name for name in digits.MODELS}
-"""The models that come with this package, see :mod:`qflash.evaluation.digits`."""
+SHIPPED = "shipped"
+"""What stands for the images that come with a small model where a folder could stand."""
 
-DIGITS = "digits"
-"""What stands for the held-out digits where an image folder could stand."""
+FASHION_PART = "the shipped part of Fashion-MNIST"
+"""What tables call the test images that come with the package."""
 
 _IMAGENET_CLASSES = 1000
 
@@ -72,13 +73,13 @@ class _Labelled:
 
 
 def resolve_model_name(name: str) -> str:
-    """Return timm's name (or the digits model's) for a short name of the paper, a timm name or a digits model.
+    """Return timm's name (or the small model's) for a short name of the paper, a timm name or a small model.
 
     Raises:
         ValueError: no such model.
         ImportError: timm is not installed.
     """
-    if name in DIGITS_MODELS:
+    if name in MODELS:
         return name
     short = {key.lower(): value for key, value in PAPER_MODELS.items()}
     if name.lower() in short:
@@ -88,8 +89,7 @@ def resolve_model_name(name: str) -> str:
         close = timm.list_models(f"*{name}*")[:8] if name.strip("*") else []
         hint = f"; timm has for instance {', '.join(close)}" if close else ""
         raise ValueError(
-            f"model must be one of {', '.join(PAPER_MODELS)}, {', '.join(DIGITS_MODELS)} or a name timm knows, "
-            f"got {name!r}{hint}"
+            f"model must be one of {', '.join(PAPER_MODELS)}, {', '.join(MODELS)} or a name timm knows, got {name!r}{hint}"
         )
     return name
 
@@ -117,7 +117,8 @@ def load_classifier(
 
     Args:
         name: see :func:`resolve_model_name`.
-        data: :data:`DIGITS`, or a folder with one folder of images per class.
+        data: a folder with one folder of images per class; for Fashion-MNIST's models one with its idx files; or
+            :data:`SHIPPED`, the images that come with a small model.
         pretrained: download timm's weights for the model, or take them from its cache.
         weights: a safetensors file or torch checkpoint (loaded with ``weights_only``) instead.
 
@@ -136,21 +137,19 @@ def load_classifier(
             raise ValueError("weights and pretrained exclude each other; give one of them")
         if not Path(weights).is_file():
             raise FileNotFoundError(f"weights must be a file, got {weights}")
-    if full in DIGITS_MODELS:
-        if str(data) != DIGITS:
-            raise ValueError(f"{name} classifies the built-in digits: data must be {DIGITS!r}, got {str(data)!r}")
+    if full in MODELS:
         if pretrained:
             raise ValueError(f"{name} comes with its weights; pretrained is for timm's models")
+        images = _small_images(full, data)
         if weights is None:
-            model = digits.load_model(DIGITS_MODELS[full])
-        else:
-            model = digits.build_model(DIGITS_MODELS[full])
-            _fill(model, weights, None)
-        return model.eval(), _digits_images()
-    if str(data) == DIGITS:
+            return small_models.load_model(full), images
+        small = small_models.build_model(full)
+        _fill(small, weights, None)
+        return small.eval(), images
+    if str(data) == SHIPPED:
         raise ValueError(
-            f"data must be an image folder for {name}; the built-in digits are for {', '.join(DIGITS_MODELS)} "
-            f"(a folder that is itself called {DIGITS!r} can be given as ./{DIGITS})"
+            f"data must be an image folder for {name}; only {', '.join(MODELS)} come with images "
+            f"(a folder that is itself called {SHIPPED!r} can be given as ./{SHIPPED})"
         )
     if weights is None and not pretrained:
         raise ValueError(f"{name} has no weights of its own: give pretrained (--pretrained) or a weights file (--weights)")
@@ -175,15 +174,21 @@ def _fill(model: nn.Module, weights: Path | str, rename: Any) -> None:
         raise ValueError(f"weights must hold this model's parameters, got {weights}: {said}") from error
 
 
-def _digits_images() -> Images:
-    _, _, images, labels = digits.load_digits_split()
+def _small_images(name: str, data: str | Path) -> Images:
+    dataset = MODELS[name].dataset
+    shipped = str(data) == SHIPPED
+    if dataset == "digits" and not shipped:
+        raise ValueError(f"{name} classifies scikit-learn's digits: data must be {SHIPPED!r}, got {str(data)!r}")
+    split = small_models.load_images(dataset, None if shipped else Path(data))
+    images, labels = split.images, split.labels
     digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+    called = "digits" if dataset == "digits" else FASHION_PART if shipped else "Fashion-MNIST"
     return Images(
         dataset=torch.utils.data.TensorDataset(images, labels),
         ids=[f"held-out/{index}" for index in range(len(labels))],
         labels=labels.tolist(),
         classes=10,
-        identity={"name": DIGITS, "images": len(labels), "sha256": digest},
+        identity={"name": called, "images": len(labels), "sha256": digest},
     )
 
 
@@ -191,7 +196,7 @@ def _open_folder(data: str | Path) -> Any:
     from torchvision.datasets import ImageFolder
 
     if not Path(data).is_dir():
-        raise FileNotFoundError(f"data must be {DIGITS!r} or a folder with one folder of images per class, got {data}")
+        raise FileNotFoundError(f"data must be a folder with one folder of images per class, got {data}")
     try:
         return ImageFolder(str(data))
     except FileNotFoundError as error:

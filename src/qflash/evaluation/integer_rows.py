@@ -10,27 +10,25 @@ from torch import nn
 from ..network.models import IntegerNetwork
 from ..network.quantize import quantize_model
 from ..recipe import PRESETS
-from . import digits
+from .small_models import SmallClassifier, calibration_images
 
-CALIBRATION = 64
-"""Digits of the training part that scales are found on; held-out ones alone are judged."""
 _BATCH = 16
 
 
 class IntegerClassifier(nn.Module):
-    """A digits model whose every operation between uint8 pixels and int32 logits is one of integers.
+    """A small model whose every operation between uint8 pixels and int32 logits is one of integers.
 
     Attributes:
-        classifier: the float model, which enlarges the digits.
+        classifier: the float model, which knows how images are brought to its size.
         network: quantised.
     """
 
-    def __init__(self, classifier: digits.DigitsClassifier, network: IntegerNetwork) -> None:
+    def __init__(self, classifier: SmallClassifier, network: IntegerNetwork) -> None:
         super().__init__()
         self.classifier, self.network = classifier, network
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits (batch, 10) of digits as :class:`.digits.DigitsClassifier` takes them."""
+        """Return float32 logits (batch, 10) of images as :class:`.SmallClassifier` takes them."""
         return self.network.dequantize(self.network(self.classifier.pixels(images)))
 
 
@@ -55,14 +53,14 @@ class WholeNetwork:
         """Widths of the operands of Q Kᵀ and of P V."""
         return (8, 8), (16 if PRESETS[self.recipe].probability_bits > 8 else 8, 8)
 
-    def build(self, classifier: digits.DigitsClassifier) -> IntegerClassifier:
-        """Quantise a digits model, on digits of the training part.
+    def build(self, classifier: SmallClassifier) -> IntegerClassifier:
+        """Quantise a small model, on training images that come with the package; others are judged.
 
         Args:
             classifier: float, in eval mode; it is not changed.
         """
         like = next(classifier.parameters())
-        images = digits.load_digits_split()[0][:CALIBRATION].to(like.device, like.dtype)
+        images = calibration_images(classifier.spec.dataset).to(like.device, like.dtype)
         network = quantize_model(
             classifier.backbone, classifier.pixels(images).split(_BATCH), self.recipe, mean=(0.5,), std=(0.5,), progress=False
         )

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..paths import write_whole
+from .classifiers import FASHION_PART
 from .outcome_store import to_csv
 from .statistics import CONFIDENCE
 from .summaries import SIGNIFICANCE
@@ -61,7 +62,7 @@ def publish(report: dict[str, Any], folder: Path, console: Console) -> None:
 
 
 def _table(result: dict[str, Any], conditions: dict[str, Any]) -> Table:
-    title = f"{result['model']}: {result['images']} images of {conditions['data']}"
+    title = f"{result['model']}: {result['images']} images of {result['run']['data']['name']}"
     caption = (
         f"{conditions['device']}, {conditions['dtype']}, batches of {conditions['batch']}. GBOPs: of attention. "
         f"Brackets: {CONFIDENCE:.0%} intervals (Wilson; paired bootstrap). "
@@ -105,6 +106,8 @@ def _sentences(result: dict[str, Any]) -> list[str]:
         if verdict["by_loss_change"]:
             line += f" Closest to FP32 by loss change: {', '.join(verdict['by_loss_change'][:3])}."
         lines.append(line)
+    if result["run"]["data"]["name"] == FASHION_PART:
+        lines.append("These images come with qflash. All 10,000 test images: --data FOLDER, with Fashion-MNIST's idx files.")
     whole = [summary for summary in result["methods"] if "network_gbops" in summary]
     if whole:
         figures = ", ".join(f"{summary['method']} {summary['network_gbops']:.3g}" for summary in whole)

@@ -510,7 +510,7 @@ def load_fashion(folder: Path | None) -> tuple[Labelled, Labelled]:
     if place is None:
         raise DataUnavailableError(
             f"Fashion-MNIST is not in {' or '.join(map(str, folders))}: install Debian's package dataset-fashion-mnist, "
-            "or give a folder with its four idx files by --fashion"
+            "or give a folder with its four idx files (qflash real --fashion, qflash evaluate --data)"
         )
     try:
         train, test = (_labelled(place, part) for part in ("train", "t10k"))

@@ -34,11 +34,11 @@ from ..integrations.patching import patch, unpatch
 from ..network.bit_operations import BitOperations, bit_operations
 from ..optional_packages import require_packages
 from ..validation import resolve_device
-from .classifiers import DIGITS, DIGITS_MODELS, PAPER_MODELS, Images, digest_weights, draw_subset, load_classifier
-from .digits import DigitsClassifier
+from .classifiers import PAPER_MODELS, SHIPPED, Images, digest_weights, draw_subset, load_classifier
 from .integer_rows import WHOLE_NETWORKS, WholeNetwork
 from .outcome_store import LOSS_DIGITS, MOST_GUESSES, Outcome, Store
 from .output import publish
+from .small_models import MODELS, SmallClassifier
 from .statistics import CONFIDENCE, RESAMPLES
 from .summaries import REFERENCE, attention_products, compare_outcomes, integer_verdict, summarise
 
@@ -167,10 +167,10 @@ def _resolve_methods(names: Sequence[str]) -> list[Any]:
 
 def _check_integer(models: Sequence[str]) -> None:
     """Require models that integer networks can be made of here."""
-    others = [name for name in models if name not in DIGITS_MODELS]
+    others = [name for name in models if name not in MODELS]
     if others:
         raise ValueError(
-            f"integer networks are for {' and '.join(DIGITS_MODELS)}, which come with images to calibrate on; got "
+            f"integer networks are for {', '.join(MODELS)}, which come with images to calibrate on; got "
             f"{', '.join(others)}. qflash.quantize_model takes your own model and images"
         )
 
@@ -183,7 +183,7 @@ def _resolve_models(names: Sequence[str]) -> list[str]:
 
 
 def _require(models: Sequence[str]) -> None:
-    digits = ["sklearn"] if any(name in DIGITS_MODELS for name in models) else []
+    digits = ["sklearn"] if any(name in MODELS and MODELS[name].dataset == "digits" for name in models) else []
     require_packages("evaluation", "timm", "matplotlib", *digits)
 
 
@@ -239,13 +239,15 @@ def _evaluate_model(
     known = (*METHODS, *(row.name for row in WHOLE_NETWORKS))
     store = Store(settings.output / _folder_name(name), min(MOST_GUESSES, images.classes), known)
     processes.from_first(lambda: store.open(fingerprint, settings.overwrite))
+    # images of small models are in memory already
+    workers = 0 if name in MODELS else settings.workers
     products = attention_products(model, images.dataset[0][0].shape)
     model.to(device=settings.device, dtype=dtype)
     batches = _batches(places, settings.batch)
     networks = {
         method.name: method.build(model)
         for method in methods
-        if isinstance(method, WholeNetwork) and isinstance(model, DigitsClassifier)
+        if isinstance(method, WholeNetwork) and isinstance(model, SmallClassifier)
     }
 
     def finished_batches(method: str) -> list[Outcome]:
@@ -267,7 +269,7 @@ def _evaluate_model(
             task = progress.add_task(f"{name}: {method.name}", total=sum(map(len, mine)))
             new: list[Outcome] = []
             with store.appender(method.name, processes.rank) as file, _attending(model, method, networks) as changed:
-                for done in _classify(changed, images, mine, settings.device, dtype, settings.workers):
+                for done in _classify(changed, images, mine, settings.device, dtype, workers):
                     file.add(done)
                     new += done
                     progress.advance(task, len(done))
@@ -304,7 +306,7 @@ def run_evaluate(
     models: Sequence[str],
     methods: Sequence[str] = ("all",),
     *,
-    data: str | Path = DIGITS,
+    data: str | Path = SHIPPED,
     output: Path | str = Path("qflash-evaluate"),
     pretrained: bool = False,
     weights: Path | str | None = None,
@@ -324,22 +326,23 @@ def run_evaluate(
     prints and writes. A run that was interrupted is taken up where it stopped when it is called again.
 
     Args:
-        models: short names of Table 5, names of timm, digits models (``digits-vit``, ``digits-swin``); ``all`` is
-            Table 5's seven.
+        models: short names of Table 5, names of timm, or the small models that come with the package
+            (:data:`qflash.evaluation.small_models.MODELS`); ``all`` is Table 5's seven.
         methods: names of :data:`qflash.baselines.METHODS`, or ``all``; the float32 reference is always among them.
-        data: a folder with one folder of images per class, or ``digits``, the held-out digits.
+        data: a folder with one folder of images per class; for Fashion-MNIST's models one with its idx files;
+            ``shipped``, the images that come with the small models.
         output: folder for the results; per-image results lie in one folder per model, one file per method.
         pretrained: download timm's weights.
         weights: take them from this safetensors file or torch checkpoint instead; for one model.
         batch: images per step; it shapes the scales of methods that share one over the batch.
-        workers: processes that read images, for each process that computes; none for the digits.
+        workers: processes that read images, for each process that computes; none for small models.
         subset: only that many images, drawn evenly from the classes.
         seed: seed of the subset and of the bootstrap.
         device: cpu, cuda or cuda:N; if None a CUDA device if there is one. Under torchrun cuda is each process's own.
         dtype: float32, float16 or bfloat16, of everything but the method's own arithmetic.
         overwrite: remove the results of an earlier run with other settings.
-        integer: add rows for whole integer networks (:func:`qflash.quantize_model`), for digits models only: they are
-            calibrated on digits of the training part, which are not judged.
+        integer: add rows for whole integer networks (:func:`qflash.quantize_model`), for small models only: they are
+            calibrated on training images that come with the package.
         console: where to print; standard output if None.
 
     Returns:
@@ -376,8 +379,7 @@ def run_evaluate(
             pretrained=pretrained,
             weights=None if weights is None else Path(weights),
             batch=batch,
-            # the digits are in memory already
-            workers=0 if str(data) == DIGITS else workers,
+            workers=workers,
             subset=subset,
             seed=seed,
             device=target,
@@ -408,7 +410,7 @@ def _conditions(settings: _Settings, processes: _Processes, seconds: float) -> d
         "device": _device_name(settings.device),
         "processes": processes.count,
         "threads": torch.get_num_threads(),
-        "data": settings.data if settings.data == DIGITS else Path(settings.data).resolve().name,
+        "data": settings.data if settings.data == SHIPPED else Path(settings.data).resolve().name,
         "weights": "pretrained" if settings.pretrained else settings.weights.name if settings.weights else "built in",
         "subset": settings.subset,
         "seed": settings.seed,

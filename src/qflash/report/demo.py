@@ -24,16 +24,18 @@ from torch import nn
 
 from ..api import attention, int8_attention, quantize
 from ..backends import resolve_backend
-from ..bench.capture import capture_digits
+from ..bench.capture import capture_small
 from ..bench.figures import colour_of
 from ..bench.metrics import mse, sqnr
 from ..bench.workloads import WORKLOADS, Workload, paper_inputs
-from ..evaluation.digits import MODELS, load_digits_split, load_model, predict_logits
+from ..evaluation.small_models import load_images, load_model, predict_logits
 from ..integrations import patching
 from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import html as page
 
+NETWORKS = ("digits-vit", "digits-swin")
+"""The models that run."""
 RECIPES = ("paper", "default", "accurate")
 CPU_IMAGES = 128
 """Held-out images used on a CPU unless a limit says otherwise."""
@@ -200,12 +202,12 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
         device: where the integer attention runs.
     """
     few = images[:SHOWN_IMAGES].cpu()
-    model = load_model("vit")
+    model = load_model(NETWORKS[0])
     exact = predict_logits(model, few, _BATCH).argmax(1)
     model = model.to(device)
     patch(model)
     integer = predict_logits(model, few.to(device), _BATCH).argmax(1).cpu()
-    last = capture_digits("vit", few)[-1]
+    last = capture_small(NETWORKS[0], few)[-1]
     query, key = last.query[:, :, :1], last.key
     factor = query.shape[-1] ** -0.5 if last.scale is None else last.scale
     wanted = torch.softmax(query.double() @ key.double().mT * factor, dim=-1)
@@ -473,11 +475,11 @@ def run_demo(
     start = time.monotonic()
     console = console or Console()
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    _, _, images, labels = load_digits_split()
-    held_out = len(labels)
+    split = load_images("digits")
+    held_out = len(split.labels)
     if limit is None:
         limit = held_out if target.type == "cuda" else CPU_IMAGES
-    images, labels = images[:limit].to(target), labels[:limit].to(target)
+    images, labels = split.images[:limit].to(target), split.labels[:limit].to(target)
     described = _describe(target)
     console.print(_where(described), highlight=False)
     report: dict[str, Any] = {
@@ -491,12 +493,12 @@ def run_demo(
     }
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("models", total=len(MODELS) * (1 + len(RECIPES)) + len(WORKLOADS))
+        task = progress.add_task("models", total=len(NETWORKS) * (1 + len(RECIPES)) + len(WORKLOADS))
 
         def tick(done: str) -> None:
             progress.update(task, advance=1, description=done)
 
-        for name in MODELS:
+        for name in NETWORKS:
             report["models"][name] = _measure_model(name, images, labels, tick)
         report["shown"] = _show_images(images, labels, target)
         for workload in WORKLOADS:

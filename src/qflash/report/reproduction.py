@@ -355,9 +355,10 @@ def _top1_section(found: Found) -> Iterator[str]:
             if result["model"] in paper_results.MODELS or result["model"] in seen:
                 continue
             seen.add(result["model"])
+            data = result["run"]["data"]["name"]
             yield heading(
                 f"Instead: Top-1 of {result['model']}",
-                f"{result['images']} held-out digits: no statement about ImageNet. {where_of(record)}.",
+                f"{result['images']} images of {data}: no statement about ImageNet. {where_of(record)}.",
                 3,
             )
             body = []

@@ -1,6 +1,6 @@
 # Everything runs in .venv, which is made on first use. Needed beforehand: Python 3.10+ with venv, make. No GPU.
 #
-#   make demo     classify held-out digits with float and with integer attention; writes qflash-report/
+#   make demo     classify images of clothes with float and with integer attention; writes qflash-report/
 #   make test     run the test suite
 #   make help     list the other targets
 

@@ -18,7 +18,6 @@ from qflash.bench.workloads import WORKLOADS, get_workload, paper_inputs
 from qflash.optional_packages import require_packages
 
 pytest.importorskip("timm")
-pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 from qflash.report import demo
 from qflash.report.html import INK, plot
@@ -37,12 +36,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -> None:
     report, _, _ = outcome
     assert report["images"] == IMAGES
-    assert report["held_out"] == 540
+    assert report["shipped"] == 500
     assert report["device"]["type"] == "cpu"
     assert tuple(report["models"]) == demo.NETWORKS
-    layers = {"digits-vit": 2, "digits-swin": 3}
+    layers = {"fashion-vit": 4, "fashion-swin": 5}
     for name, model in report["models"].items():
-        assert model["float"]["top1_percent"] > 90.0
+        assert model["float"]["top1_percent"] > 85.0
         assert set(model["recipes"]) == set(demo.RECIPES)
         for got in model["recipes"].values():
             assert got["agreement_percent"] > 90.0
@@ -109,7 +108,7 @@ def test_files_and_print(outcome: tuple[dict[str, Any], str, Path]) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'timm, sklearn, matplotlib: pip install "timm>=[\d.]+" scikit-learn matplotlib$'):
+    with pytest.raises(ImportError, match=r'timm, matplotlib: pip install "timm>=[\d.]+" matplotlib$'):
         demo.run_demo(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The demonstration behind ``qflash demo``: accuracy of real models, SQNR on the paper's workloads, a report.
+"""The demonstration behind ``qflash demo``: accuracy of trained models, SQNR on the paper's workloads, a report.
 
 Everything is measured in the call; nothing is downloaded. All back ends compute the same integers, so the accuracy holds for
 each of them; times are those of the device and back end that ran.
@@ -28,23 +28,23 @@ from ..bench.capture import capture_small
 from ..bench.figures import colour_of
 from ..bench.metrics import mse, sqnr
 from ..bench.workloads import WORKLOADS, Workload, paper_inputs
-from ..evaluation.small_models import load_images, load_model, predict_logits
+from ..evaluation.small_models import CLASSES, MODELS, load_images, load_model, predict_logits
 from ..integrations import patching
 from ..integrations.patching import patch, unpatch
 from ..optional_packages import require_packages
 from . import html as page
 
-NETWORKS = ("digits-vit", "digits-swin")
+NETWORKS = ("fashion-vit", "fashion-swin")
 """The models that run."""
 RECIPES = ("paper", "default", "accurate")
-CPU_IMAGES = 128
-"""Held-out images used on a CPU unless a limit says otherwise."""
+CPU_IMAGES = 256
+"""Test images used on a CPU unless a limit says otherwise."""
 
 PAPER_SQNR_DB = {"A2": 32.50, "A7": 31.02}
 """What the paper reports for its int8 attention on uniform inputs."""
 
 SHOWN_IMAGES = 12
-"""Held-out images that the page shows."""
+"""Test images that the page shows."""
 
 NOISES_DB = (5, 15, 25, 35, 45)
 """What the page shows as pictures."""
@@ -100,7 +100,7 @@ def _capture(model: nn.Module, images: torch.Tensor) -> dict[str, tuple[tuple[An
 
 
 def _measure_model(name: str, images: torch.Tensor, labels: torch.Tensor, tick: Callable[[str], None]) -> dict[str, Any]:
-    """Compare float and integer attention in one digits model; images (count, 1, 8, 8), labels (count,)."""
+    """Compare float and integer attention in one model; images (count, 1, 28, 28), labels (count,)."""
     model = load_model(name).to(images.device)
     exact = predict_logits(model, images, _BATCH)
     captured = _capture(model, images[:_LAYER_IMAGES])
@@ -197,7 +197,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
     :func:`qflash.attention` gives for a value of unit vectors, on the float model's own query and key.
 
     Args:
-        images: (count, 1, 8, 8).
+        images: (count, 1, 28, 28).
         labels: (count,).
         device: where the integer attention runs.
     """
@@ -300,11 +300,11 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     images = report["images"]
     sections = [
         (
-            "Handwritten digits: held-out images",
-            f"Top-1 is how often a model names the right digit, the next column how often integer attention gives the same "
+            "Fashion-MNIST: test images",
+            f"Top-1 is how often a model names the right class, the next column how often integer attention gives the same "
             f"answer as float attention. The logits' SQNR is how far its outputs move: 20 dB is a tenth of their size, 40 dB a "
-            f"hundredth. The first {images} of {report['held_out']} held-out images, in batches of {_BATCH}; one image is "
-            f"{100 / images:.2f} points.",
+            f"hundredth. The first {images} of the {report['shipped']} test images that come with qflash, in batches of "
+            f"{_BATCH}; one image is {100 / images:.2f} points.",
             ["model", "attention", "top-1 %", "same as float %", "logits SQNR dB"],
             models,
         ),
@@ -392,25 +392,25 @@ def _cards(shown: Sequence[dict[str, Any]]) -> str:
     """Return the images with labels, predictions and maps."""
     cards = []
     for item in shown:
-        pictures = _picture(item["image"], f"a handwritten {item['label']}")
+        label, in_float, in_integers = (CLASSES["fashion"][item[key]] for key in ("label", "float", "integer"))
+        pictures = _picture(item["image"], label)
         pictures += _picture(item["float_map"], "attention in floating point") + _picture(item["integer_map"], "in integers")
-        said = f"<b>{item['label']}</b>: float says {item['float']}, integer {item['integer']}; maps "
+        said = f"<b>{label}</b>: float says {in_float}, integer {in_integers}; maps "
         said += f"{_number(item['map_sqnr_db'], 1)} dB"
         cards.append(f'<figure><div class="maps">{pictures}</div><figcaption>{said}</figcaption></figure>')
     return f'<div class="cards" style="--card: 14rem">{"".join(cards)}</div>'
 
 
 def _noise_cards(image: Sequence[Sequence[float]]) -> str:
-    """Return one digit with noise of several SQNRs, so that a reader sees what a number of decibels is."""
-    pixels = torch.tensor(image, dtype=torch.float32, device="cpu")[None, None]
-    clean = nn.functional.interpolate(pixels, size=(28, 28), mode="bilinear", align_corners=False)[0, 0]
+    """Return one image with noise of several SQNRs, so that a reader sees what a number of decibels is."""
+    clean = torch.tensor(image, dtype=torch.float32, device="cpu")
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     cards = []
     for decibels in NOISES_DB:
         level = float(clean.norm() / noise.norm()) * 10.0 ** (-decibels / 20)
         noisy = (clean + level * noise).clamp(min=0)
         error = 100 * 10 ** (-decibels / 20)
-        picture = _picture(noisy.tolist(), f"a digit with noise, {decibels} dB")
+        picture = _picture(noisy.tolist(), f"the first image with noise, {decibels} dB")
         cards.append(f"<figure>{picture}<figcaption><b>{decibels} dB</b>: error {error:.2g} %</figcaption></figure>")
     return f'<div class="cards">{"".join(cards)}</div>'
 
@@ -419,19 +419,19 @@ def _html(report: dict[str, Any]) -> str:
     """Render the report as one HTML page that loads nothing."""
     versions = f"qflash {report['qflash']}, PyTorch {report['torch']}, {report['seconds']:.0f} s."
     parts = [
-        "<p>Two small classifiers of handwritten digits, run with attention in floating point and with QFlash, whose matrix "
-        "products and softmax are integers.</p>",
+        "<p>Two small classifiers of clothes (Fashion-MNIST, Copyright 2017 Zalando SE, MIT licence), run with attention in "
+        "floating point and with QFlash, whose matrix products and softmax are integers.</p>",
         f"<p>{html.escape(_where(report['device']))}</p>",
         f'<p class="note">{html.escape(versions)}</p>',
         page.heading(
-            "A dozen digits",
+            "A dozen images",
             "Each image with the class token's attention in the ViT's last block (stronger: looked at more; mean of heads), "
             "in floating point, then in integers with the default recipe; what the two models say; and the maps' SQNR.",
         ),
         _cards(report["shown"]),
         page.heading(
             "What a number of decibels looks like",
-            "SQNR compares the size of a result with the size of its error. The first digit with noise of that size: at 5 dB a "
+            "SQNR compares the size of a result with the size of its error. The first image with noise of that size: at 5 dB a "
             "guess, at 25 dB a grainy picture, at 35 dB, where integer attention is, hardly to be told from 45 dB.",
         ),
         _noise_cards(report["shown"][0]["image"]),
@@ -456,7 +456,8 @@ def run_demo(
 
     Args:
         output_dir: created if it is not there.
-        limit: held-out images per model; if None all 540 on a CUDA device and :data:`CPU_IMAGES` elsewhere.
+        limit: test images per model; if None all 500 that come with the package on a CUDA device and :data:`CPU_IMAGES`
+            elsewhere.
         device: where to run; a CUDA device if there is one, else the CPU.
         console: where to print; standard output if None.
 
@@ -464,10 +465,10 @@ def run_demo(
         what ``demo.json`` holds: versions, device, models, workloads. Numbers that are not finite are None.
 
     Raises:
-        ImportError: timm, scikit-learn or matplotlib is not installed.
+        ImportError: timm or matplotlib is not installed.
         ValueError: ``limit`` is not positive.
     """
-    require_packages("the demo", "timm", "sklearn", "matplotlib")
+    require_packages("the demo", "timm", "matplotlib")
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 image, got {limit}")
     from .. import __version__
@@ -475,10 +476,9 @@ def run_demo(
     start = time.monotonic()
     console = console or Console()
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    split = load_images("digits")
-    held_out = len(split.labels)
+    split = load_images(MODELS[NETWORKS[0]].dataset)
     if limit is None:
-        limit = held_out if target.type == "cuda" else CPU_IMAGES
+        limit = len(split.labels) if target.type == "cuda" else CPU_IMAGES
     images, labels = split.images[:limit].to(target), split.labels[:limit].to(target)
     described = _describe(target)
     console.print(_where(described), highlight=False)
@@ -487,7 +487,7 @@ def run_demo(
         "torch": torch.__version__,
         "device": described,
         "images": len(labels),
-        "held_out": held_out,
+        "shipped": len(split.labels),
         "models": {},
         "workloads": [],
     }

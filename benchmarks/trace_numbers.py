@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 import accuracy  # noqa: E402
-import evaluate_digits  # noqa: E402
+import evaluate_models  # noqa: E402
 import integer_networks  # noqa: E402
 import ladder  # noqa: E402
 import pages  # noqa: E402
@@ -40,7 +40,7 @@ import survey_models  # noqa: E402
 ROOT = HERE.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 MAKERS = (
-    accuracy, evaluate_digits, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
+    accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
     survey_models,
 )  # fmt: skip
 NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"

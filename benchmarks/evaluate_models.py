@@ -1,7 +1,8 @@
-"""Top-1 of both digits models on all 540 held-out digits, with every method and as integer networks: docs/evaluation.md.
+"""Top-1 of the small models on all of their test images, with every method and as integer networks: docs/evaluation.md.
 
-python benchmarks/evaluate_digits.py [FOLDER] [--only digits|integer] evaluates (and continues where a run in FOLDER
-stopped), writes results/evaluate_NAME.json and .csv beside this script and the tables into the page.
+python benchmarks/evaluate_models.py [FOLDER] [--only NAME] [--fashion IDX] evaluates (and continues where a run in FOLDER
+stopped), writes results/evaluate_*.json and .csv beside this script and the tables into the page. --tables writes only
+those.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qflash.evaluation.real_data import FASHION_FOLDERS
 from qflash.evaluation.top1 import run_evaluate
 
 HERE = Path(__file__).resolve().parent
@@ -20,11 +22,15 @@ sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "evaluation.md"
+DIGITS, FASHION = ["digits-vit", "digits-swin"], ["fashion-vit", "fashion-swin"]
 RUNS: dict[str, dict[str, Any]] = {
-    "digits": {"methods": ["all"]},
-    "integer": {"methods": ["qflash-default", "qflash-accurate"], "integer": True},
+    "digits": {"models": DIGITS},
+    "integer": {"models": DIGITS, "methods": ["qflash-default", "qflash-accurate"], "integer": True},
+    "fashion": {"models": FASHION, "integer": True},
 }
 """What is evaluated, by the name of its table."""
+FILES = {"digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fashion": "evaluate_fashion"}
+"""Names of the committed results."""
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -44,35 +50,34 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def result_file(name: str, kind: str) -> str:
-    """Return the name of a run's committed results."""
-    return f"evaluate_{'digits' if name == 'digits' else f'digits_{name}'}.{kind}"
-
-
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
     return {
-        f"evaluate:{name}": table(json.loads((HERE / "results" / result_file(name, "json")).read_text(encoding="utf-8")))
-        for name in RUNS
+        f"evaluate:{name}": table(json.loads((HERE / "results" / f"{file}.json").read_text(encoding="utf-8")))
+        for name, file in FILES.items()
     }
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [result_file(name, "json") for name in RUNS]
+    return [f"{file}.json" for file in FILES.values()]
 
 
 def main() -> None:
     """Evaluate, and write results and tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-digits"), help="where evaluations go")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-models"), help="where evaluations go")
     parser.add_argument("--only", choices=RUNS, action="append", help="these runs; all if none is named")
+    parser.add_argument("--fashion", default=FASHION_FOLDERS[0], help="folder of Fashion-MNIST's idx files")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
+    parser.add_argument("--tables", action="store_true", help="only write the tables, from the results that are there")
     given = parser.parse_args()
-    for name in given.only or RUNS:
+    for name in () if given.tables else given.only or RUNS:
         folder = given.folder / name
-        run_evaluate(["digits-vit", "digits-swin"], output=folder, **RUNS[name])
+        data = {"data": given.fashion} if RUNS[name]["models"] == FASHION else {}
+        run_evaluate(output=folder, device=given.device, **RUNS[name], **data)
         for kind in ("json", "csv"):
-            shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / result_file(name, kind))
+            shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / f"{FILES[name]}.{kind}")
     PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 

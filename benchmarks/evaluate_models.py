@@ -29,6 +29,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fashion": {"models": FASHION, "integer": True},
 }
 """What is evaluated, by the name of its table."""
+PROBE = "real_fashion_h100"
+"""Of the classifiers on DINOv2-S's features, by ``qflash real --part fashion``."""
 FILES = {"digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fashion": "evaluate_fashion"}
 """Names of the committed results."""
 
@@ -50,17 +52,40 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def probe_table(report: dict[str, Any]) -> list[str]:
+    """Lay Top-1 on a pretrained network's features out in Markdown."""
+    lines = [
+        "| Top-1, % | integer-only | linear probe | same answer, % | nearest neighbours | same answer, % | features, dB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by = {(row["classifier"], row["method"]): row for row in report["top1"]}
+    for row in report["top1"][: len(by) // 2]:
+        cells = [row["title"], "yes" if row["integer_only"] else "no"]
+        for name in ("linear probe", "nearest neighbours"):
+            own = by[name, row["method"]]
+            low, high = own["top1_interval_percent"]
+            compared = f"; -{own['lost']} +{own['gained']}, p = {own['mcnemar_p']:.2g}" if row["method"] != "fp32" else ""
+            cells += [f"{own['top1_percent']:.2f} [{low:.2f}, {high:.2f}]{compared}", f"{own['agreement_percent']:.2f}"]
+        cells.append("" if row["method"] == "fp32" else f"{row['feature_sqnr_db']:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    return {
-        f"evaluate:{name}": table(json.loads((HERE / "results" / f"{file}.json").read_text(encoding="utf-8")))
-        for name, file in FILES.items()
+
+    def read(file: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((HERE / "results" / f"{file}.json").read_text(encoding="utf-8"))
+        return found
+
+    return {f"evaluate:{name}": table(read(file)) for name, file in FILES.items()} | {
+        "evaluate:probe": probe_table(read(PROBE))
     }
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [f"{file}.json" for file in FILES.values()]
+    return [f"{file}.json" for file in (*FILES.values(), PROBE)]
 
 
 def main() -> None:

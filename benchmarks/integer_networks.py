@@ -92,7 +92,7 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
     for name, scale in scales.items():
         layer = quantised.get_submodule(name)
         config = Int8StaticActivationInt8WeightConfig(
-            act_quant_scale=torch.full((1,) * dims[name], scale), granularity=PerTensor()
+            act_quant_scale=torch.full((1,) * dims[name], scale, device=layer.weight.device), granularity=PerTensor()
         )
         quantize_(layer, config)
     return lambda images: quantised(as_float(images, mean, std))

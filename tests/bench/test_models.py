@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
+import qflash
 from qflash.bench import console, models
 from qflash.bench.methods import TimedMethod
 from qflash.bench.timers import TimedCall
@@ -28,7 +29,8 @@ def twice_too_large(query, key, value, attn_mask=None, is_causal=False, scale=No
 def test_names_of_methods() -> None:
     on_gpu = [method.name for method in models.make_methods(torch.device("cuda"), ("default", "accurate"))]
     assert on_gpu[:5] == ["timm", "sdpa", "sdpa flash", "sdpa cudnn", "sdpa efficient"]
-    assert on_gpu[-3:] == ["qflash", "qflash accurate", "qflash kept bias"]
+    compiled = ["compile", "compile sdpa", "compile qflash"]
+    assert on_gpu[-6:] == ["qflash", "qflash accurate", "qflash kept bias", *compiled]
     assert {"qattn", "int-flash-full", "int-flash-half"} < set(on_gpu)
     assert [method.name for method in models.make_methods(CPU)] == ["timm", "sdpa", "qflash", "qflash kept bias"]
     assert [method.name for method in models.make_methods(CPU, ("paper",))] == ["timm", "sdpa", "qflash paper"]
@@ -40,6 +42,25 @@ def test_names_of_methods() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             models.make_methods(CPU, **arguments)
+
+
+def test_compiled_methods_compile_what_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = []
+
+    def compile_nothing(model: torch.nn.Module) -> torch.nn.Module:
+        layers.append(len(qflash.coverage(model).integer))
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    model, size = models.load("digits-vit")
+    images = models.draw_images(2, size, CPU)
+    names = ("qflash", "compile", "compile sdpa", "compile qflash")
+    rows = models.measure(
+        "digits", model, images, models.make_methods(torch.device("cuda"), only=names), dtype=torch.float32, rounds=1
+    )
+    assert layers == [0, 0, 2]
+    by = {row["method"]: row["sqnr_db"] for row in rows}
+    assert by["compile qflash"] == by["qflash"] < 60 < min(by["compile"], by["compile sdpa"])
 
 
 @pytest.mark.parametrize("name", ["digits-vit", "digits-swin"])

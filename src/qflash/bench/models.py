@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -71,12 +72,13 @@ def _method(
     *,
     is_sdpa: bool = False,
     is_ours: bool = False,
+    compiled: bool = False,
 ) -> TimedMethod[ModelInputs]:
-    """Return the method that runs a model after ``change`` has made it compute its attention so."""
+    """Return the method that runs a model after ``change`` has made it compute its attention so, compiled or not."""
 
     def prepare(inputs: ModelInputs) -> timers.TimedCall:
         change(inputs.model)
-        return functools.partial(inputs.model, inputs.images)
+        return functools.partial(torch.compile(inputs.model) if compiled else inputs.model, inputs.images)
 
     return TimedMethod(name, "end-to-end", prepare, context, is_sdpa=is_sdpa, is_ours=is_ours)
 
@@ -101,6 +103,8 @@ def make_methods(
 ) -> list[TimedMethod[ModelInputs]]:
     """Return the methods that can run in a model on ``device``: timm's choice, SDPA's back ends, baselines, ours, peers.
 
+    On a GPU also ``torch.compile`` (default mode) of the model as it is, as it calls SDPA, and patched with the default recipe.
+
     Args:
         device: a CUDA device or the CPU.
         recipes: QFlash's recipes, keys of :data:`qflash.bench.methods.RECIPES`.
@@ -121,6 +125,10 @@ def make_methods(
     for name, (recipe, keep_bias) in own_variants(recipes).items():
         change = functools.partial(patch, recipe=bench_methods.RECIPES[recipe], keep_bias=keep_bias)
         found.append(_method(name, change, is_ours=True))
+    if device.type == "cuda":
+        found += [_method("compile", compiled=True), _method("compile sdpa", _use_sdpa, compiled=True)]
+        if "default" in recipes:
+            found.append(_method("compile qflash", patch, is_ours=True, compiled=True))
     for text in peers:
         name, function = bench_methods.import_peer(text)
         found.append(_method(name, _with(functools.partial(function, is_causal=False))))
@@ -191,6 +199,9 @@ def measure(
     latency.add_ratios([(runner.method.is_sdpa, runner.row) for runner in runners])
     rows = [runner.row for runner in runners]
     del runners
+    if "torch._dynamo" in sys.modules:
+        # what was compiled for one batch is not to be made general for the next
+        torch.compiler.reset()
     timers.tidy(device)
     return rows
 

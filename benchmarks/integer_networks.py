@@ -1,10 +1,10 @@
 """Measure integer networks beside torchao's and onnxruntime's int8, on pretrained and trained models.
 
 Every method is given the same calibration images and judged on others: logits or features against the float model, and Top-1
-where there are labels: of the digits models, and of DINOv2-S on Fashion-MNIST by a linear probe on the float model's features.
+where there are labels: of the small models, and of DINOv2-S on Fashion-MNIST by a linear probe on the float model's features.
 DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
 
-    python benchmarks/integer_networks.py --wheels FOLDER [--only vit] [--device cuda] [--table]
+    python benchmarks/integer_networks.py --wheels FOLDER [--only digits-vit] [--device cuda] [--table]
 
 writes results/integer_networks.json beside this script, keeping the networks that were not run, and docs/integer_network.md's
 table; with --table only that. Results are written after every method. onnxruntime runs on the CPU, whatever the device.
@@ -361,12 +361,7 @@ def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> 
     """Put a network's rows into the results, in place of those that it had; each says where it was measured, and with what."""
     if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
         raise ValueError("a result is not finite")
-    found: list[dict[str, Any]] = []
-    if RESULTS.is_file():
-        result = json.loads(RESULTS.read_text(encoding="utf-8"))
-        # once the file said it for all rows
-        common = {key: result[key] for key in ("device", "versions") if key in result}
-        found = [common | row for row in result["rows"]]
+    found: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     own = {"date": datetime.date.today().isoformat(), "versions": versions}
     rows = [row | own | {"device": "CPU" if row["method"].startswith("onnxruntime") else device} for row in rows]
     kept = [row for row in found if row["network"] != rows[0]["network"]]

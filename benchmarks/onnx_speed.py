@@ -18,26 +18,18 @@ import time
 import warnings
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime
 import timm
 import torch
 
 import qflash
-from qflash.bench import records
+from qflash.bench import onnx_models, records
 
 MODELS = ("deit_tiny_patch16_224",)
 BATCHES = (1, 8)
 ROUNDS = 9
 THREADS = 1
-
-
-def load(path: pathlib.Path) -> Any:
-    """Return a session on the CPU."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def measure(name: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -58,18 +50,17 @@ def measure(name: str, folder: pathlib.Path) -> dict[str, Any]:
             model, (torch.zeros(1, 3, 224, 224, dtype=torch.float32, device="cpu"),), str(paths["float32"]),
             input_names=["images"], dynamic_axes={"images": {0: "batch"}}, dynamo=False,
         )  # fmt: skip
-    sessions = {kind: load(path) for kind, path in paths.items()}
-    (logits,) = sessions["integer"].run(None, {"images": images[:2].numpy()})
-    if not np.array_equal(logits, network(images[:2]).numpy()):
+    sessions = {kind: onnx_models.load(path, THREADS) for kind, path in paths.items()}
+    if not torch.equal(sessions["integer"](images[:2]), network(images[:2])):
         raise SystemExit(f"{name}: onnxruntime's logits are not the reference's")
     row: dict[str, Any] = {"bytes_per_parameter": round(paths["integer"].stat().st_size / parameters, 3)}
     for batch in BATCHES:
-        inputs = {"integer": images[:batch].numpy(), "float32": (images[:batch].float() / 255).numpy()}
+        inputs = {"integer": images[:batch], "float32": images[:batch].float() / 255}
         times: dict[str, list[float]] = {kind: [] for kind in sessions}
         for _ in range(ROUNDS + 1):
             for kind, session in sessions.items():
                 start = time.perf_counter()
-                session.run(None, {"images": inputs[kind]})
+                session(inputs[kind])
                 times[kind].append((time.perf_counter() - start) * 1e3)
         # the first round allocates
         row[f"batch {batch}"] = {

@@ -250,6 +250,9 @@ def models(
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Download timm's weights; speed does not need them.")
     ] = False,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Build the models for images of this height and width; timm's own by default.")
+    ] = None,
     integer: Annotated[
         bool, typer.Option("--integer", help="Time whole networks in integers, beside eager, compiled and torchao's models.")
     ] = False,
@@ -280,7 +283,7 @@ def models(
             integer_models.run_integer_models(
                 model or integer_models.MODELS, batches, integer_models.pick_methods(method or (), where.type),
                 dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, energy_seconds=energy_seconds,
-                pretrained=pretrained, output=output,
+                pretrained=pretrained, image_size=image_size, output=output,
             )  # fmt: skip
             return
         if energy_seconds:
@@ -291,7 +294,7 @@ def models(
             _check_output(output)
             revisions.run_model_revisions(
                 model or own.MODELS, batches, base, recipes=recipe or ("default",), dtype=console.pick_dtype(dtype, where),
-                device=where, rounds=rounds, pretrained=pretrained, output=output,
+                device=where, rounds=rounds, pretrained=pretrained, image_size=image_size, output=output,
             )  # fmt: skip
             return
         methods = own.make_methods(where, recipe or ("default",), peer or (), method or ())
@@ -304,6 +307,7 @@ def models(
             device=where,
             rounds=rounds,
             pretrained=pretrained,
+            image_size=image_size,
             output=output,
         )
 

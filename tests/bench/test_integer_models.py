@@ -23,7 +23,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = timm.models.VisionTransformer(**TINY).eval()
     model.pretrained_cfg = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.2)}
-    monkeypatch.setattr(integer_models, "load", lambda name, pretrained: (model, (3, 32, 32)))
+    monkeypatch.setattr(integer_models, "load", lambda name, pretrained, image_size: (model, (3, 32, 32)))
 
 
 def test_rows_say_what_was_timed(tiny: None, tmp_path: Path) -> None:

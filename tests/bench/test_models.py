@@ -125,6 +125,14 @@ def test_weights_are_always_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+def test_a_model_is_built_for_another_image_size() -> None:
+    with torch.inference_mode():
+        model, size = models.load("vit_tiny_patch16_224", image_size=64)
+        assert size == (3, 64, 64)
+        assert model(models.draw_images(1, size, torch.device("cpu"))).shape == (1, 1000)
+    assert list(models.load_patchable(["vit_tiny_patch16_224"], image_size=64)) == ["vit_tiny_patch16_224 64 px"]
+
+
 def test_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["models", "--model", "digits-vit", "--batch", "1", "--batch", "3", "--rounds", "1", "--device", "cpu"]
@@ -149,6 +157,8 @@ def test_command(tmp_path: Path) -> None:
         (["--model", "no_such_model"], "model must be one of"),
         (["--method", "none"], "method must be one of"),
         (["--dtype", "int8"], "dtype must be one of"),
+        (["--model", "resnet18", "--image-size", "64"], "cannot be built for an image_size of 64"),
+        (["--model", "digits-vit", "--image-size", "64"], "image_size is for timm's models"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str) -> None:

@@ -26,7 +26,7 @@ from ..optional_packages import require_packages
 from . import console as bench_console
 from . import energy, errors, nvml, onnx_models, records, timers
 from .metrics import sqnr
-from .models import load
+from .models import label, load
 
 MODELS = ("DeiT-S", "DeiT-B", "Swin-T")
 CALIBRATION_IMAGES = 16
@@ -263,6 +263,7 @@ def run_integer_models(
     rounds: int = 15,
     energy_seconds: float = 0.0,
     pretrained: bool = False,
+    image_size: int | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Measure, print the table and write ``models_integer.json`` and ``.csv`` into ``output``.
@@ -281,7 +282,7 @@ def run_integer_models(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if energy_seconds and device.type != "cuda":
         raise ValueError(f"energy is read from an NVIDIA GPU's counter, the device is {device}")
-    loaded = {name: load(name, pretrained) for name in names}
+    loaded = {label(name, image_size): load(name, pretrained, image_size) for name in names}
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "forward passes on the CPU"
     record: dict[str, Any] = {
         "what": "whole models in integers and in floating point",

@@ -206,28 +206,47 @@ def measure(
     return rows
 
 
-def load(name: str, pretrained: bool = False) -> tuple[nn.Module, tuple[int, int, int]]:
+def load(name: str, pretrained: bool = False, image_size: int | None = None) -> tuple[nn.Module, tuple[int, int, int]]:
     """Return a model in float32 and evaluation mode, and the size of an image it takes (channels, height, width).
 
     Args:
         name: see :func:`qflash.evaluation.classifiers.resolve_model_name`.
         pretrained: download timm's weights, or take them from its cache; otherwise they are drawn, always the same.
+        image_size: height and width of the images it is built for; timm's own if ``None``.
 
     Every length gets a kernel of its own from now on: a process with this model alone would compile it.
 
     Raises:
-        ValueError: no such model.
+        ValueError: no such model, or it cannot be built for images of this size.
         ImportError: timm is not installed.
     """
     lengths.expect_all()
     full = resolve_model_name(name)
     if full in small_models.MODELS:
+        if image_size is not None:
+            raise ValueError(
+                f"image_size is for timm's models; {name} takes {small_models.MODELS[full].image_shape[-1]} pixels"
+            )
         return small_models.load_model(full), small_models.MODELS[full].image_shape
     timm = require_timm()
+    options = {} if image_size is None else {"img_size": image_size}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = timm.create_model(full, pretrained=pretrained)
-    return model.eval(), tuple(model.pretrained_cfg["input_size"])
+        try:
+            model = timm.create_model(full, pretrained=pretrained, **options)
+        except (TypeError, ValueError, AssertionError) as error:
+            if image_size is None:
+                raise
+            raise ValueError(
+                f"model {name!r} cannot be built for an image_size of {image_size}: {errors.describe(error)}"
+            ) from error
+    channels, *own = model.pretrained_cfg["input_size"]
+    return model.eval(), (channels, *(own if image_size is None else (image_size, image_size)))
+
+
+def label(name: str, image_size: int | None) -> str:
+    """Return what rows call a model, which names an image size that is not its own."""
+    return name if image_size is None else f"{name} {image_size} px"
 
 
 def draw_images(batch: int, size: tuple[int, int, int], device: torch.device) -> torch.Tensor:
@@ -293,8 +312,10 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
     return figure
 
 
-def load_patchable(names: Sequence[str], pretrained: bool = False) -> dict[str, tuple[nn.Module, tuple[int, int, int]]]:
-    """Load models, and require that :func:`qflash.patch` takes their attention: before anything is timed.
+def load_patchable(
+    names: Sequence[str], pretrained: bool = False, image_size: int | None = None
+) -> dict[str, tuple[nn.Module, tuple[int, int, int]]]:
+    """Load models by :func:`label`, and require that :func:`qflash.patch` takes their attention, before anything is timed.
 
     Raises:
         ValueError: there is no such model, or nothing in it can be patched; the message names it.
@@ -302,12 +323,12 @@ def load_patchable(names: Sequence[str], pretrained: bool = False) -> dict[str, 
     """
     loaded = {}
     for name in names:
-        model, size = load(name, pretrained)
+        model, size = load(name, pretrained, image_size)
         try:
             unpatch(patch(model))
         except ValueError as error:
             raise ValueError(f"model {name!r} cannot be compared: {error}") from error
-        loaded[name] = model, size
+        loaded[label(name, image_size)] = model, size
     return loaded
 
 
@@ -321,6 +342,7 @@ def run_models(
     device: torch.device,
     rounds: int = 15,
     pretrained: bool = False,
+    image_size: int | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Measure, print the table and write ``models.json``, ``.csv``, ``.png`` and ``.svg`` into ``output``.
@@ -336,7 +358,7 @@ def run_models(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    loaded = load_patchable(names, pretrained)
+    loaded = load_patchable(names, pretrained, image_size)
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "eager forward passes on the CPU"
     record: dict[str, Any] = {
         "what": "whole models with different attention",

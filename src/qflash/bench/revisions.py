@@ -469,6 +469,7 @@ def run_model_revisions(
     device: torch.device,
     rounds: int,
     pretrained: bool = False,
+    image_size: int | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Compare whole models with this package and another revision; write ``models_revisions.json`` and ``.csv``.
@@ -482,6 +483,7 @@ def run_model_revisions(
         device: a CUDA device or the CPU.
         rounds: samples a revision.
         pretrained: download timm's weights; otherwise they are drawn, always the same.
+        image_size: see :func:`qflash.bench.models.load`.
         output: made if it is not there.
 
     Returns:
@@ -493,7 +495,7 @@ def run_model_revisions(
         RevisionError: a process for a revision did not start.
     """
     _check(recipes, rounds)
-    loaded = timed_models.load_patchable(names, pretrained)
+    loaded = timed_models.load_patchable(names, pretrained, image_size)
     variants = timed_models.own_variants(recipes)
     cases = {
         name: [method for method in variants if timed_models.applies(method, model)] for name, (model, _) in loaded.items()

@@ -52,13 +52,13 @@ def test_compiled_methods_compile_what_they_changed(monkeypatch: pytest.MonkeyPa
         return model
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    model, size = models.load("digits-vit")
+    model, size = models.load("digits-swin")
     images = models.draw_images(2, size, CPU)
     names = ("qflash", "compile", "compile sdpa", "compile qflash")
     rows = models.measure(
         "digits", model, images, models.make_methods(torch.device("cuda"), only=names), dtype=torch.float32, rounds=1
     )
-    assert layers == [0, 0, 2]
+    assert layers == [0, 0, 3]
     by = {row["method"]: row["sqnr_db"] for row in rows}
     assert by["compile qflash"] == by["qflash"] < 60 < min(by["compile"], by["compile sdpa"])
 
@@ -123,6 +123,14 @@ def test_weights_are_always_the_same() -> None:
     second, _ = models.load("vit_tiny_patch16_224")
     assert size == (3, 224, 224)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_models_that_call_sdpa_anyway_are_compiled_once() -> None:
+    vit, _ = models.load("digits-vit")
+    swin, _ = models.load("digits-swin")
+    assert not models.applies("compile sdpa", vit)
+    assert models.applies("compile sdpa", swin)
+    assert models.applies("compile", vit)
 
 
 def test_a_model_is_built_for_another_image_size() -> None:

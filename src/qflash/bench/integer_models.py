@@ -46,7 +46,7 @@ class Subject:
 
     Attributes:
         model: float32, on the CPU, in evaluation mode; methods copy it.
-        quantise: returns the model in integers, on the CPU.
+        quantise: returns the model in integers, on any device.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
         calibration: uint8 images that it was quantised on, on the CPU.
@@ -301,7 +301,8 @@ def run_integer_models(
     with bench_console.progress_bar(len(loaded) * len(batches) * len(methods)) as tick:
         for name, (model, size) in loaded.items():
             calibration = draw_pixels(CALIBRATION_IMAGES, size, seed=1)
-            quantise = functools.cache(functools.partial(quantize_model, model, [calibration], progress=False))
+            placed = copy.deepcopy(model).to(device)
+            quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], progress=False))
             for batch in batches:
                 pixels = draw_pixels(batch, size, seed=0).to(device)
                 rows += measure(

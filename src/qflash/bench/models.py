@@ -44,6 +44,7 @@ FIELDS = (
 
 
 _KEPT_BIAS = "qflash kept bias"
+_COMPILED_SDPA = "compile sdpa"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,12 @@ def own_variants(recipes: Sequence[str]) -> dict[str, tuple[str, bool]]:
 
 
 def applies(name: str, model: nn.Module) -> bool:
-    """Tell whether a method differs from the others in ``model``: without a bias none can be kept."""
+    """Tell whether a method differs from the others in ``model``.
+
+    Without a bias none can be kept, and a model that calls SDPA anyway is compiled with it once.
+    """
+    if name == _COMPILED_SDPA:
+        return any(getattr(module, "fused_attn", True) is False for module in model.modules())
     return name != _KEPT_BIAS or _has_bias(model)
 
 
@@ -126,7 +132,7 @@ def make_methods(
         change = functools.partial(patch, recipe=bench_methods.RECIPES[recipe], keep_bias=keep_bias)
         found.append(_method(name, change, is_ours=True))
     if device.type == "cuda":
-        found += [_method("compile", compiled=True), _method("compile sdpa", _use_sdpa, compiled=True)]
+        found += [_method("compile", compiled=True), _method(_COMPILED_SDPA, _use_sdpa, compiled=True)]
         if "default" in recipes:
             found.append(_method("compile qflash", patch, is_ours=True, compiled=True))
     for text in peers:

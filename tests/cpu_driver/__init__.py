@@ -194,10 +194,12 @@ def _attention_spans(x: Sequence[int]) -> dict[str, int]:
 
 
 def _conversion_spans(x: Sequence[int]) -> dict[str, int]:
-    sizes, strides, granularity = x[:4], x[4:8], x[8]
+    sizes, strides, granularity, center = x[:4], x[4:8], x[8], x[9]
     batch, heads, tokens, channels = sizes
     scales = (1, batch * heads, batch * heads * tokens, batch * heads * channels)[granularity]
     offsets = batch * heads * channels * 4
+    if center == launch._GIVEN:
+        scales, offsets = heads * channels, heads * channels * 4
     return {"x": _span(sizes, strides, 4), "values": math.prod(sizes), "scale": 4 * scales, "offset": offsets}
 
 
@@ -213,10 +215,6 @@ def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
 
 
-_OUTPUTS = ("out", "values", "scale", "offset")
-"""Pointers that may be written through; an offset only by a conversion."""
-
-
 class DriverLibrary:
     """What :func:`qflash.kernels.cpu.launch.load` returns, with the functions in another process.
 
@@ -226,7 +224,7 @@ class DriverLibrary:
         answers: where what the driver returns is written, too.
     """
 
-    _ORDER = ("attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm")
+    _ORDER = ("attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention")
     """Functions by their numbers in ``driver.c``."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -348,7 +346,8 @@ class DriverLibrary:
         return self._simple("attention", argument, _attention_spans, ("out",))
 
     def _quantize(self, argument: Any) -> int:
-        return self._simple("quantize", argument, _conversion_spans, ("values", "scale", "offset"))
+        given = argument._obj.integers[9] == launch._GIVEN
+        return self._simple("quantize", argument, _conversion_spans, ("values",) if given else ("values", "scale", "offset"))
 
     def _linear(self, argument: Any) -> int:
         return self._simple("linear", argument, _linear_spans, ("out",))
@@ -382,6 +381,21 @@ class DriverLibrary:
             self._add(buffers, at, size, number == 4) for number, (at, size) in enumerate(zip(addresses, sizes, strict=True))
         ]
         return self._call("float_attention", buffers, [0, 1, *given])
+
+    def _varlen_attention(self, three: Any, like: Any, packing: Any, out: int) -> int:
+        buffers = [
+            _Buffer(b"".join(self._without_pointers(one) for one in three._obj)),
+            _Buffer(self._without_pointers(like._obj)),
+        ]
+        for index, one in enumerate(three._obj):
+            number = self._add(buffers, one.x or 0, _conversion_spans(list(one.integers))["x"], False)
+            if number >= 0:
+                buffers[0].pointers.append((index * ctypes.sizeof(one), number))
+        lengths = dict.fromkeys(("cu_q", "cu_k"), 8 * (packing._obj.integers[0] + 1))
+        where = self._add_struct(buffers, packing._obj, lambda _: lengths, ())
+        queries, heads, value_dim = three._obj[0].integers[2], like._obj.integers[1], like._obj.integers[6]
+        buffers.append(_Buffer(bytes([_FILL]) * (4 * queries * heads * value_dim), out, True))
+        return self._call("varlen_attention", buffers, [0, 1, where, len(buffers) - 1])
 
 
 @contextlib.contextmanager

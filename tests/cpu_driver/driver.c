@@ -44,6 +44,7 @@ void qflash_bias(const void *, void *, const void *);
 int qflash_float_attention(const void *, const void *, const void *, const void *, const void *, const void *, void *);
 int qflash_linear(const void *);
 int qflash_layer_norm(const void *);
+int qflash_varlen_attention(const void *, const void *, const void *, void *);
 
 typedef struct {
     char *memory, *data, *before; /* the allocation, the buffer in it, and a copy of what it held */
@@ -92,6 +93,7 @@ static int64_t call(int64_t function, void **a) {
     case 4: return qflash_float_attention(a[0], a[1], a[2], a[3], a[4], a[5], a[6]);
     case 5: return qflash_linear(a[0]);
     case 6: return qflash_layer_norm(a[0]);
+    case 7: return qflash_varlen_attention(a[0], a[1], a[2], a[3]);
     }
     fail("no such function");
     return 0;

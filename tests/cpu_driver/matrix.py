@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -14,15 +15,26 @@ from collections.abc import Callable, Iterator
 import torch
 
 import qflash
-from helpers import GPU, INTERPRETER, LAYOUTS, Limits, draw_case, draw_fused_case, lay_out, move_far, same_bits
+from helpers import (
+    GPU,
+    INTERPRETER,
+    LAYOUTS,
+    Limits,
+    draw_case,
+    draw_fused_case,
+    draw_recipe,
+    lay_out,
+    move_far,
+    same_bits,
+)
 from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import quantization, reference
 from qflash.attention_call import float_call, int8_call
-from qflash.execution import attend
+from qflash.execution import attend, quantize_with_scale
 from qflash.fixed_point import MAX_HEAD_DIM, MAX_KEYS, SECTION_KEYS
 from qflash.kernels.cpu import launch
 from qflash.network import operators
-from qflash.recipe import PRESETS
+from qflash.recipe import PRESETS, Recipe
 from qflash.unseen_tokens import may_hide
 
 CPU = torch.device("cpu")
@@ -90,6 +102,104 @@ def _check_quantisation(number: int) -> None:
     if granularity != "token":
         got, expected = launch.launch_quantize_centered(x, granularity), quantization.quantize_centered(x, granularity)
         assert all(same_bits(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def _check_given(number: int) -> None:
+    """Quantisation with given steps, of heads or channels, less given middles or none."""
+    chance = random.Random(number)
+    generator = torch.Generator().manual_seed(number)
+    channels = chance.choice((1, 3, 15, 16, 17, 20, 31, 32, 33, 64, 65, 128))
+    batch, heads, tokens = chance.randint(1, 3), chance.randint(1, 3), chance.randint(1, 40)
+
+    def each() -> tuple[int, ...]:
+        return 1, chance.choice((1, heads)), 1, chance.choice((1, channels))
+
+    size = 10.0 ** chance.choice((-30, -3, 0, 4, 30))
+    scale = (torch.rand(each(), generator=generator) + 0.5) * size
+    for odd in (math.nan, 2.0**-126, 1e-42, 3e38):
+        if chance.random() < 0.1:
+            scale[tuple(chance.randrange(most) for most in scale.shape)] = odd
+    center = None if chance.random() < 0.3 else torch.randn(each(), generator=generator) * size * chance.choice((0, 1, 100))
+    # ends, ties, and what lies just inside and outside of the ends
+    steps = torch.randn((batch, heads, tokens, channels), generator=generator) * chance.choice((1, 60, 1000))
+    if chance.random() < 0.5:
+        steps = (steps * 2).round() / 2
+    x = steps * scale + (0 if center is None else center)
+    for odd in (math.nan, math.inf, -math.inf, 3e38, 0.0, -0.0):
+        if chance.random() < 0.2:
+            x[tuple(chance.randrange(most) for most in x.shape)] = odd
+    x = lay_out(x.to(chance.choice((torch.float16, torch.bfloat16, torch.float32))), chance.choice(LAYOUTS))
+    got = launch.launch_quantize_values(x, scale, center)
+    assert same_bits(got, quantize_with_scale(x, scale, "reference", center))
+
+
+def _draw_lengths(chance: random.Random, layout: str, limit: int) -> list[int]:
+    """Draw the lengths of packed sequences, none of which is longer than ``limit``."""
+    if layout == "one":
+        return [chance.choice((1, 2, 17, 64, 65, 130))]
+    if layout == "many":
+        return [chance.randint(0, 4) for _ in range(chance.randint(20, 50))]
+    if layout == "long":
+        return [chance.choice((3, limit)), 0, chance.choice((1, limit - 1))]
+    lengths = [chance.choice(TAILS.tokens) for _ in range(chance.randint(2, 6))]
+    if layout == "ones":
+        lengths = [1] * len(lengths)
+    for place in range(len(lengths)):
+        if layout == "empty" and chance.random() < 0.5:
+            lengths[place] = 0
+    return lengths
+
+
+PACKED_LAYOUTS = ("one", "many", "long", "ones", "tails", "tails", "empty", "empty")
+"""Of packed sequences: a single one; many short and empty ones; rows around attention.c's CHUNK; a token each; the ends of
+vectors; some empty."""
+
+
+def _draw_packed_recipe(number: int, chance: random.Random) -> Recipe:
+    if number % 6 == 0:
+        return list(PRESETS.values())[number // 6 % len(PRESETS)]
+    return draw_recipe(chance).replace(
+        query_granularity=chance.choice(("tensor", "head", "token")),
+        key_granularity=chance.choice(("tensor", "head", "token")),
+        value_granularity=chance.choice(("tensor", "head", "channel")),
+        row_sum=chance.choice(("exact", "rounded")),
+        smooth_key=chance.random() < 0.5,
+        smooth_value=chance.random() < 0.5,
+        # both are PyTorch's, before the call of C, and give it other strides
+        balance=chance.random() < 0.1,
+        rotate=chance.random() < 0.1,
+    )
+
+
+def _check_packed(number: int) -> None:
+    """Packed sequences, of lengths that are the same for queries and keys or not."""
+    chance = random.Random(number)
+    generator = torch.Generator().manual_seed(number)
+    layout = PACKED_LAYOUTS[number % len(PACKED_LAYOUTS)]
+    queries = _draw_lengths(chance, layout, 100)
+    keys = list(queries)
+    if chance.random() < 0.7:
+        drawn = itertools.cycle(_draw_lengths(chance, layout, chance.choice((513, 1030))))
+        keys = [next(drawn) for _ in queries]
+    key_heads, group = chance.choice((1, 2, 3)), chance.choice((1, 1, 2, 3))
+    head_dim, value_dim = (chance.choice(TAILS.head_dims) for _ in range(2))
+    dtype, size = chance.choice((torch.float16, torch.bfloat16, torch.float32)), chance.choice((1, 1, 8))
+    tensors = []
+    sizes = (queries, key_heads * group, head_dim), (keys, key_heads, head_dim), (keys, key_heads, value_dim)
+    for lengths, heads, channels in sizes:
+        x = torch.randn((1, heads, sum(lengths), channels), generator=generator) * size + chance.choice((0, 3))
+        if x.numel() and chance.random() < 0.15:
+            x[tuple(chance.randrange(most) for most in x.shape)] = chance.choice((math.nan, math.inf, -math.inf, 0.0))
+        tensors.append(lay_out(x.to(dtype), chance.choice(LAYOUTS))[0].transpose(0, 1))
+    kind = chance.choice((torch.int32, torch.int64))
+    cumulative = [torch.tensor([0, *itertools.accumulate(lengths)], dtype=kind) for lengths in (queries, keys)]
+    # of the longest only a bound need be known
+    most = [max(lengths) + chance.choice((0, 0, 7)) for lengths in (queries, keys)]
+    options = {"is_causal": chance.random() < 0.5, "enable_gqa": True, "recipe": _draw_packed_recipe(number, chance)}
+    got, expected = (
+        qflash.varlen_attention(*tensors, *cumulative, *most, **options, backend=backend) for backend in ("cpu", "reference")
+    )
+    assert same_bits(got, expected)
 
 
 def _check_bias(number: int) -> None:
@@ -196,7 +306,9 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "ends of the ranges": (_check_ends, 150),
     "repeated calls": (lambda number: _check_repeated_int8(9000 + number), 100),
     "float calls": (_check_floats, 200),
+    "packed sequences": (_check_packed, 320),
     "quantisation": (_check_quantisation, 300),
+    "quantisation with given middles": (_check_given, 150),
     "bias": (_check_bias, 100),
     "linear layers": (_check_linear, 200),
     "large linear layers": (_check_deep_linear, 15),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import cpu_driver
+import qflash
 from cpu_driver import DriverError, DriverLibrary, matrix
 from network_cases import draw_layer_norm, draw_linear
 from qflash.kernels.cpu import launch, network
@@ -79,6 +80,21 @@ def test_a_read_behind_an_input_is_noticed(sanitized: DriverLibrary, monkeypatch
     shorten(monkeypatch, "_conversion_spans", "x")
     with pytest.raises(DriverError, match="heap-buffer-overflow"), cpu_driver.kernels_in(sanitized):
         launch.launch_quantize(torch.ones(1, 1, 5, 7), "token")
+
+
+def test_a_read_behind_packed_tokens_is_noticed(sanitized: DriverLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, "_conversion_spans", "x")
+    x, cumulative = torch.ones(9, 1, 7), torch.tensor([0, 4, 4, 9])
+    with pytest.raises(DriverError, match="heap-buffer-overflow"), cpu_driver.kernels_in(sanitized):
+        qflash.varlen_attention(x, x, x, cumulative, cumulative, 5, 5, backend="cpu")
+
+
+@pytest.mark.parametrize("given", ["scale", "offset"])
+def test_a_read_behind_what_is_given_is_noticed(sanitized: DriverLibrary, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    shorten(monkeypatch, "_conversion_spans", given)
+    one = torch.ones(1, 2, 1, 7)
+    with pytest.raises(DriverError, match="heap-buffer-overflow"), cpu_driver.kernels_in(sanitized):
+        launch.launch_quantize_values(one.expand(3, 2, 5, 7), one, one)
 
 
 TWO_ARRAYS = """

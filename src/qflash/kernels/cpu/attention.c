@@ -973,39 +973,41 @@ static conversion sequence_of(const conversion *all, const int64_t *begin, int64
     return a;
 }
 
+/* Divides memory into what query, key and value become, and for each the largest magnitudes of all sequences, and returns its
+ * bytes; without `memory` it only does the latter. */
+static int64_t divide_packed(conversion *three, int64_t sequences, int32_t **most, char *memory) {
+    int64_t taken = 0;
+    for (int t = 0; t < 3; t++) {
+        conversion *a = &three[t];
+        const int64_t per = a->granularity == PER_TENSOR ? 1 : a->heads * (a->granularity == PER_CHANNEL ? a->channels : 1);
+        a->values = next_array(memory, &taken, numbers_of(a));
+        a->scale = next_array(memory, &taken, sizeof(float) * (a->granularity == PER_TOKEN ? a->tokens : sequences) * per);
+        most[t] = next_array(memory, &taken, sizeof(int32_t) * sequences);
+    }
+    float *offset = next_array(memory, &taken, sizeof(float) * sequences * three[2].heads * three[2].channels);
+    three[2].offset = three[2].center == ZERO_POINT ? offset : NULL;
+    return taken;
+}
+
 /* Attention of packed float sequences: threads share sequences and heads, quantise, then attend. `like` is the problem of one
  * sequence of the most queries and keys. */
 int qflash_varlen_attention(const conversion *three, const problem *like, const packing *where, void *out) {
     const int64_t sequences = where->sequences;
     conversion all[3] = {three[0], three[1], three[2]};
-    int64_t bytes = LINE;
-    for (int t = 0; t < 3; t++) {
-        const conversion *a = &all[t];
-        const int64_t per = a->granularity == PER_TENSOR ? 1 : a->heads * (a->granularity == PER_CHANNEL ? a->channels : 1);
-        bytes += whole_lines(numbers_of(a)) + whole_lines(4 * (a->granularity == PER_TOKEN ? a->tokens : sequences) * per);
-        bytes += whole_lines(4 * sequences);
-    }
-    bytes += whole_lines(4 * sequences * all[2].heads * all[2].channels);
-    char *memory = calloc(bytes, 1), *place = (char *)whole_lines((intptr_t)memory);
-    if (!memory) return 1;
     int32_t *most[3];
-    for (int t = 0; t < 3; t++) {
-        conversion *a = &all[t];
-        const int64_t per = a->granularity == PER_TENSOR ? 1 : a->heads * (a->granularity == PER_CHANNEL ? a->channels : 1);
-        a->values = (int8_t *)place, place += whole_lines(numbers_of(a));
-        a->scale = (float *)place, place += whole_lines(4 * (a->granularity == PER_TOKEN ? a->tokens : sequences) * per);
-        most[t] = (int32_t *)place, place += whole_lines(4 * sequences);
-    }
-    if (all[2].center == ZERO_POINT) all[2].offset = (float *)place;
+    char *memory = calloc(LINE + divide_packed(all, sequences, most, NULL), 1);
+    if (!memory) return 1;
+    divide_packed(all, sequences, most, (char *)whole_lines((intptr_t)memory));
     int failed = 0;
 #pragma omp parallel num_threads(threads_of(like->threads)) reduction(| : failed)
     {
         const int64_t longest = like->queries > like->keys ? like->queries : like->keys;
         const int64_t widest = like->head_dim > like->value_dim ? like->head_dim : like->value_dim;
-        float *x = malloc(sizeof(float) * (longest * widest + 5 * widest)), *range = x ? x + longest * widest : NULL;
-        failed |= !x;
+        float *x = malloc(sizeof(float) * longest * widest), *range = malloc(sizeof(float) * 5 * widest);
+        const int enough = x && range;
+        failed |= !enough;
         for (int find = 1; find >= 0; find--) {
-            for (int t = 0; x && t < 3; t++) {
+            for (int t = 0; enough && t < 3; t++) {
                 const int64_t *begin = t ? where->cu_k : where->cu_q;
                 const share mine = share_of(sequences * all[t].heads);
                 if (find && all[t].granularity != PER_TENSOR) continue;
@@ -1022,6 +1024,7 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
             }
 #pragma omp barrier
         }
+        free(range);
         free(x);
         workspace w = {0};
         char *room = NULL;

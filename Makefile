@@ -22,7 +22,7 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
 FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
 
-.PHONY: help setup demo test test-all test-floor fuzz sanitize lint format verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor fuzz sanitize sanitize-gpu lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"
+	@echo "make sanitize-gpu     the GPU kernels under compute-sanitizer; needs a GPU and NVIDIA's CUDA toolkit"
 	@echo "make lint             ruff check, ruff format --check, mypy"
 	@echo "make format           ruff format"
 	@echo "make verify           compile the kernels for every target and look for float instructions; hours, a sample"
@@ -80,6 +81,9 @@ fuzz: $(READY)
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize_cpu.py $(ARGS)
+
+sanitize-gpu: $(READY)
+	$(BIN)/python scripts/sanitize_gpu.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

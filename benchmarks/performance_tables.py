@@ -28,6 +28,8 @@ FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel
 """This library's kernels of methods with int8 products and a float softmax."""
 CARD = "h100"
 """Whose results are shown."""
+MODELS_CARD = "h200"
+"""The card of whole models."""
 OLDER = "trials/{}_h200"
 """An earlier run on another card, where the paper authors' kernel was measured."""
 
@@ -341,27 +343,57 @@ def newer() -> list[str]:
     return lines
 
 
-def models(card: str = CARD) -> list[str]:
-    """Whole models: images a second, and the ratio to the fastest SDPA back end."""
+MODEL_NAMES = {
+    "vit_large_patch14_clip_224": "CLIP ViT-L/14",
+    "vit_base_patch14_dinov2": "DINOv2-B, 518 px",
+    "vit_base_patch14_dinov2 224 px": "DINOv2-B, 224 px",
+    "eva02_small_patch14_224": "EVA-02-S",
+    "swin_base_patch4_window7_224": "Swin-B",
+    "swinv2_tiny_window8_256": "Swin V2-T",
+}
+"""What tables call timm's models."""
+
+
+def whole_models(card: str = MODELS_CARD) -> dict[tuple[str, int], dict[str, float]]:
+    """Return images a second and SQNR of whole models, patched and not, by model and batch.
+
+    ``eager`` and ``compiled`` are the fastest of PyTorch's ways to run a model's own attention, ``patched`` the faster of ours
+    with a bias kept or not; a model that has no bias, or calls SDPA anyway, has one way less.
+    """
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in rows_of("models", card):
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    others = {"timm": "timm", "SDPA flash": "sdpa flash", "SDPA cuDNN": "sdpa cudnn", "SDPA efficient": "sdpa efficient"}
-    kept = "qflash kept bias"
-    has_kept = any(kept in methods for methods in found.values())
-    columns = ["model", *others, "**qflash**", "ratio", "÷ timm", *(["**bias kept**", "ratio"] if has_kept else [])]
+    result = {}
+    for key, methods in found.items():
+        speed = {name: row["images_s"] for name, row in methods.items() if row["images_s"] is not None}
+        result[key] = {
+            "timm": speed["timm"],
+            "eager": max(speed[name] for name in ("timm", *FP16) if name in speed),
+            "patched": max(speed[name] for name in ("qflash", "qflash kept bias") if name in speed),
+            "compiled": max(speed[name] for name in ("compile", "compile sdpa") if name in speed),
+            "compiled patched": speed["compile qflash"],
+            "sqnr": methods["qflash"]["sqnr_db"],
+        }
+    return result
+
+
+def models(card: str = MODELS_CARD) -> list[str]:
+    """Whole models: images a second, patched and not, in graphs of eager calls and compiled."""
+    columns = ["model", "timm", "fastest SDPA", "**qflash**", "ratio", "compiled", "**compiled qflash**", "ratio"]
     columns.append("SQNR dB of logits")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for (model, batch), methods in found.items():
-        speed = {name: row["images_s"] for name, row in methods.items()}
-        cells = [number(speed[name], 0) for name in (*others.values(), "qflash")]
-        cells += [number(methods["qflash"]["ratio"], 3), number(speed["qflash"] / speed["timm"])]
-        if has_kept:
-            cells += [
-                number(methods[kept][key], digits) if kept in methods else "" for key, digits in (("images_s", 0), ("ratio", 3))
-            ]
-        lines.append(f"| {model} b{batch} | {' | '.join(cells)} | {number(methods['qflash']['sqnr_db'], 1)} |")
+    for (model, batch), of in whole_models(card).items():
+        cells = [number(of[name], 0) for name in ("timm", "eager", "patched")] + [number(of["patched"] / of["eager"], 3)]
+        cells += [number(of[name], 0) for name in ("compiled", "compiled patched")]
+        cells += [number(of["compiled patched"] / of["compiled"], 3), number(of["sqnr"], 1)]
+        lines.append(f"| {MODEL_NAMES.get(model, model)} b{batch} | {' | '.join(cells)} |")
     return lines
+
+
+def patched_ratios(chosen: Callable[[str], bool], *, compiled: bool) -> str:
+    """Return least and most of patched models' images a second over the fastest unpatched ones'."""
+    ours, theirs = ("compiled patched", "compiled") if compiled else ("patched", "eager")
+    return span(of[ours] / of[theirs] for (model, _), of in whole_models().items() if chosen(model))
 
 
 def aims(card: str = CARD) -> list[str]:
@@ -444,10 +476,9 @@ def readme(card: str = CARD) -> list[str]:
     add("eager call without a graph, A2 batch 8, until the device is done", [eager_of])
     uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
     add("energy, A2 batch 8", [uj])
-    for name in ("Swin-T", "DeiT"):
-        rows = [row for row in rows_of("models", card) if row["model"].startswith(name) and row["method"] == "qflash"]
-        which = "Swin-T" if name == "Swin-T" else "DeiT-T, -S, -B"
-        lines.append(f"| {which} as a whole, batch 1, 8, 64 | {span(row['ratio'] for row in rows)} | |")
+    for name, which in (("Swin-T", "Swin-T"), ("DeiT", "DeiT-T, -S, -B")):
+        eager, compiled = (patched_ratios(lambda model, name=name: model.startswith(name), compiled=of) for of in (False, True))
+        lines.append(f"| {which} as a whole ({MODELS_CARD.upper()}), batch 1, 8, 64 | {eager}; compiled {compiled} | |")
     return lines
 
 
@@ -470,9 +501,13 @@ def summary(card: str = CARD) -> list[str]:
     runs = biased(card).values()
     rows = [medians(methods) for methods in runs]
     uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
-    whole = [row for row in rows_of("models", card) if row["method"] == "qflash"]
-    speed = {(row["model"], row["batch"], row["method"]): row["images_s"] for row in rows_of("models", card)}
-    kept = [speed["Swin-T", batch, "qflash kept bias"] / speed["Swin-T", batch, "timm"] for batch in (1, 8, 64)]
+    slower = [
+        f"{MODEL_NAMES.get(model, model)} b{batch} ({of['patched'] / of['eager']:.3f}, "
+        f"{of['compiled patched'] / of['compiled']:.3f})"
+        for (model, batch), of in whole_models().items()
+        if of["patched"] < of["eager"] or of["compiled patched"] < of["compiled"]
+    ]
+    swins, others_of = (lambda model: model.lower().startswith("swin")), (lambda model: not model.lower().startswith("swin"))
     lines = [
         f"* **From fp16, quantisation included**: A1 to A3 {against(vit, 'qflash')} times as fast as the fastest of FA2, cuDNN "
         f"and the memory-efficient kernel, A4 to A7 {against(swin, 'qflash')}; with Swin's bias and mask "
@@ -491,8 +526,10 @@ def summary(card: str = CARD) -> list[str]:
         f"{against(keys('1024'), 'qflash int8')}: quantising takes a quarter of the time there.",
         f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
         f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
-        f"* **Whole models**: a patched fp16 model is {span((row['ratio'] for row in whole), 3)} times as fast as with the "
-        f"fastest SDPA back end; Swin-T with `keep_bias=True` {span(kept)} times as fast as timm runs it.",
+        f"* **Whole models** ({MODELS_CARD.upper()}), patched against the fastest of timm's choice and SDPA's back ends: Swin "
+        f"{patched_ratios(swins, compiled=False)}, other transformers {patched_ratios(others_of, compiled=False)}; compiled "
+        f"{patched_ratios(swins, compiled=True)} and {patched_ratios(others_of, compiled=True)}. "
+        f"Slower: {', '.join(slower) or 'none'}.",
         f"* **{eager_line(card).split(',')[0]}**,{eager_line(card).split(',', 1)[1]}",
         f"* **Energy**, A2 batch 8: an int8 call takes {uj['qflash int8'] / uj['sdpa flash']:.2f} of FA2's and "
         f"{uj['qflash int8'] / fastest(uj, FP16):.2f} of cuDNN's, the least of 16 bits; from fp16 "
@@ -648,13 +685,16 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """timm's models in fp16, one forward pass in a graph (`qflash models`). **ratio** is against the fastest SDPA back end
-with every attention module made to call SDPA, which timm does not do in Swin (`÷ timm`). **bias kept** is
-`qflash.patch(model, keep_bias=True)`, which differs only where a model has a bias. Weights are random: they change no
-kernel's speed. The SQNR is of these logits against float32. The other methods of this library quantise in launches of
-their own and were not in this run.""",
+        """One H200 for each model and batch, not an H100: images a second of timm's models in fp16, one forward pass in a graph
+(`qflash models`, median of 11 rounds by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back
+ends, with every attention module made to call SDPA, which timm does not do in Swin. **qflash** is `qflash.patch`, with
+`keep_bias=True` where that is faster. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and
+without SDPA; each ratio is the patched model's images over those in the column before it. Swin V2 computes its
+attention without SDPA. DeiT-S, and Swin-T at batch 1, gave the same ratios within 0.02 on an H100 that day
+([data](../../benchmarks/results/trials/models_h100.json)). Weights are random: they change no kernel's speed. The SQNR
+is of the logits, or features of DINOv2, against float32.""",
         models,
-        (f"models_{CARD}",),
+        (f"models_{MODELS_CARD}",),
     ),
     Section(
         "Eager calls",

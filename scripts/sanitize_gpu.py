@@ -35,7 +35,7 @@ TOOL_OPTIONS = {
 }
 COMMON_OPTIONS = (
     "--target-processes", "application-only", "--launch-timeout", "300", "--max-connections", "100", "--show-backtrace", "no",
-    "--error-exitcode", "9",
+    "--error-exitcode", "9", "--print-limit", "100000",
 )  # fmt: skip
 MOST_FAULTS = 5
 """Calls with other bits after which a worker gives up."""
@@ -195,6 +195,7 @@ class Runner:
         if tool:
             found = read_findings(output)
             done |= {"errors": found.errors, "warnings": found.warnings, "reports": found.reports}
+            done["by_call"] = found.by_call
             if not found.ended:
                 done["faults"].append(f"worker {index} of {count}: {tool} did not say how many errors there were")
         done["seconds"] = time.monotonic() - start
@@ -233,6 +234,7 @@ def add_up(shares: list[dict[str, Any]]) -> dict[str, Any]:
     if "errors" in shares[0]:
         total |= {name: sum(share[name] for share in shares) for name in ("errors", "warnings")}
         total["reports"] = [report for share in shares for report in share["reports"]][:20]
+        total["by_call"] = {call: count for share in shares for call, count in share["by_call"].items()}
     else:
         total["allocations_with_zones"] = sum(share.get("allocations_with_zones", 0) for share in shares)
     return total
@@ -302,6 +304,8 @@ def drive(arguments: argparse.Namespace, sanitizer: str) -> int:
         )
         for fault in done["faults"]:
             print(f"  {fault}", flush=True)
+        if done.get("by_call"):
+            print(f"  reports while {len(done['by_call'])} calls were made", flush=True)
         for report in done.get("reports", [])[:3]:
             print("  " + "\n    ".join(report), flush=True)
 

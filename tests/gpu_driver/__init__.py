@@ -85,13 +85,15 @@ class Findings:
         errors: that it counted; of racecheck hazards of that kind.
         warnings: of racecheck, hazards that it is not sure of.
         ended: whether it said how many there were, which it does at the end.
-        reports: the first lines of each thing reported, of the first few.
+        reports: the first lines of each thing reported, of the first few; one a call.
+        by_call: how many things were reported while each call was made, by call.
     """
 
     errors: int = 0
     warnings: int = 0
     ended: bool = False
     reports: list[list[str]] = dataclasses.field(default_factory=list)
+    by_call: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def faults(self) -> int:
@@ -135,7 +137,8 @@ def read_findings(text: str, most: int = 8, lines: int = 6) -> Findings:
             report = None
             if "Internal Sanitizer Error" in said:
                 found.errors += 1
-            if len(found.reports) < most:
+            found.by_call[call] = found.by_call.get(call, 0) + 1
+            if len(found.reports) < most and (not call or found.by_call[call] == 1):
                 report = [*([call] if call else []), said.strip()]
                 found.reports.append(report)
         elif report is not None and len(report) < lines + 1 and "Host Frame" not in said:

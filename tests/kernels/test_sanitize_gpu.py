@@ -64,18 +64,21 @@ def script():
 def test_errors_are_read():
     found = read_findings(MEMCHECK)
     assert (found.errors, found.warnings, found.ended, found.faults) == (2, 0, True, 2)
-    first, second = found.reports
+    (first,) = found.reports  # one a call
+    assert found.by_call == {"call: 4 short rows: two": 2}
     assert first[:3] == [
         "call: 4 short rows: two", "Invalid __global__ write of size 4 bytes", "at write_behind_kernel+0xd0 in planted.py:15",
     ]  # fmt: skip
-    assert second[1].startswith("Program hit cudaErrorLaunchFailure") and not any("Host Frame" in line for line in second)
+    (report,) = read_findings("\n".join(MEMCHECK.splitlines()[9:])).reports
+    assert report[0].startswith("Program hit cudaErrorLaunchFailure") and not any("Host Frame" in line for line in report)
     assert read_findings(INITCHECK).errors == 128
 
 
 def test_races_are_read():
     found = read_findings(RACECHECK)
     assert (found.errors, found.warnings, found.ended, found.faults) == (1, 1, True, 2)
-    assert [report[1].split(":")[0] for report in found.reports] == ["Error", "Warning"]
+    assert [report[1].split(":")[0] for report in found.reports] == ["Error"]
+    assert sum(found.by_call.values()) == 2
     clean = read_findings("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n")
     assert clean.ended and clean.faults == 0
 
@@ -84,7 +87,8 @@ def test_a_tool_that_comes_to_no_end_is_a_fault():
     assert read_findings(CLEAN).faults == 0
     assert read_findings(CLEAN.splitlines()[0]).faults == 1
     assert read_findings("========= Internal Sanitizer Error: no room\n" + CLEAN).errors == 1
-    assert len(read_findings(MEMCHECK * 20).reports) == 8
+    many = "".join(MEMCHECK.replace("two", str(number)) for number in range(20))
+    assert len(read_findings(many).reports) == 8 and len(read_findings(many).by_call) == 20
 
 
 def test_calls_reach_every_kernel():

@@ -194,8 +194,7 @@ class Runner:
             done["faults"].append(f"worker {index} of {count}: {failure}")
         if tool:
             found = read_findings(output)
-            done |= {"errors": found.errors, "warnings": found.warnings, "reports": found.reports}
-            done["by_call"] = found.by_call
+            done |= {name: getattr(found, name) for name in ("errors", "warnings", "reports", "by_call")}
             if not found.ended:
                 done["faults"].append(f"worker {index} of {count}: {tool} did not say how many errors there were")
         done["seconds"] = time.monotonic() - start

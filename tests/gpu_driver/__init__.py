@@ -51,18 +51,20 @@ def zones_on(device: torch.device) -> Iterator[Zones]:
     zones = Zones()
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
+    def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
+        # PyTorch takes a shape as one argument or as several
+        return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
     def guarded_empty(*size: Any, **options: Any) -> torch.Tensor:
-        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         place = options.get("device")
         if place is None or torch.device(place).type != device.type or options.keys() != {"dtype", "device"}:
             return empty(*size, **options)
-        return zones.allocate(empty, shape, options["dtype"], torch.device(place))
+        return zones.allocate(empty, shape_of(size), options["dtype"], torch.device(place))
 
     def guarded_new_empty(x: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
         if x.device.type != device.type or options.keys() - {"dtype"}:
             return new_empty(x, *size, **options)
-        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-        return zones.allocate(empty, shape, options.get("dtype", x.dtype), x.device)
+        return zones.allocate(empty, shape_of(size), options.get("dtype", x.dtype), x.device)
 
     def guarded_empty_like(x: torch.Tensor, **options: Any) -> torch.Tensor:
         if options or x.device.type != device.type or not x.is_contiguous():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,26 @@ def test_bad_choices_are_named() -> None:
         integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), rounds=0)
     with pytest.raises(ValueError, match="energy is read from an NVIDIA GPU's counter, the device is cpu"):
         integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), energy_seconds=1.0)
+
+
+def test_torchao_s_options_hold_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config as inductor
+
+    def quantize(model: torch.nn.Module, config: object) -> None:
+        # as torchao does, for the whole process
+        inductor.coordinate_descent_tuning = True
+        inductor.force_fuse_int_mm_with_mul = True
+
+    package = types.ModuleType("torchao")
+    package.quantization = types.SimpleNamespace(quantize_=quantize, Config=object)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda model, **given: options.append(given["options"]) or model)
+    before = inductor.get_config_copy()
+    images = torch.rand(2, 4)
+    subject = integer_models.Subject(torch.nn.Linear(4, 3), lambda: pytest.fail("not asked for"), images, images, images)
+    assert integer_models._torchao(subject, "Config")().shape == (2, 3)
+    assert options[0]["coordinate_descent_tuning"] and inductor.get_config_copy() == before
 
 
 def test_pixels_are_the_same_everywhere_and_use_their_range() -> None:

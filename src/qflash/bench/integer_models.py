@@ -77,12 +77,23 @@ def _compiled(subject: Subject, **options: Any) -> timers.TimedCall:
     return functools.partial(torch.compile(_float(subject), **options), subject.images)
 
 
+_TORCHAO_OPTIONS: dict[str, Any] = {
+    "coordinate_descent_tuning": True,
+    "coordinate_descent_check_all_directions": True,
+    "force_fuse_int_mm_with_mul": True,
+}
+"""How torchao wants its layers compiled."""
+
+
 def _torchao(subject: Subject, config: str) -> timers.TimedCall:
+    from torch._inductor import config as inductor
     from torchao import quantization
 
     model = _float(subject)
-    quantization.quantize_(model, getattr(quantization, config)())
-    return functools.partial(torch.compile(model), subject.images)
+    # torchao sets its options for the whole process; other methods are not to be compiled with them
+    with inductor.patch(_TORCHAO_OPTIONS):
+        quantization.quantize_(model, getattr(quantization, config)())
+    return functools.partial(torch.compile(model, options=_TORCHAO_OPTIONS), subject.images)
 
 
 def _onnxruntime(subject: Subject, kind: str) -> timers.TimedCall:

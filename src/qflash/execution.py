@@ -229,9 +229,9 @@ def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
 def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
     query, key, value, mask, recipe, scale = call.query, call.key, call.value, call.mask, call.recipe, call.softmax_scale
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.dispatch import fusable, launch_fused, launch_long, quantizes_streaming
+        from .kernels.dispatch import fusable, launch_fused, launch_long, prefers_streaming, quantizes_streaming
 
-        if fusable(call):
+        if not prefers_streaming(call) and fusable(call):
             return launch_fused(call)
         if quantizes_streaming(call):
             fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from qflash import execution
 from qflash.attention_call import float_call, int8_call
 from qflash.bench.tune import candidates
 from qflash.cli import app
 from qflash.kernels import device as kernels_device
-from qflash.kernels import heuristics, tiles, tuning_table
+from qflash.kernels import heuristics, lengths, tiles, tuning_table
 from qflash.kernels.gluon.windows import launch
+from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
 
@@ -363,6 +365,21 @@ def test_programs_that_go_from_head_to_head_share_blocks_evenly(
     assert (given["BLOCK_M"], given["share"], given["BLOCKS"], given["HEADS"]) == (block, share, blocks, 1)
     assert given["total"] == heads * blocks and given["total"] - share <= (programs - 1) * share < given["total"]
     assert given["WALK"] and given["SUMS"] == ("begin" if heads > 132 else "end")
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "dim", "apart"),
+    [(1, 1370, 64, True), (1, 1025, 64, False), (2, 1370, 64, False), (8, 1370, 64, False), (1, 1300, 72, False)],
+)
+def test_few_heads_of_long_rows_are_quantised_by_launches_of_their_own(
+    batch: int, keys: int, dim: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lengths, "_all", True)
+    x = torch.empty(batch, 12, keys, dim, dtype=torch.float16, device="meta")
+    with LaunchRecorder(launching=False) as recording:
+        execution.attend(float_call(x, x, x, None, False, dim**-0.5, DEFAULT), "triton")
+    names = [launch.kernel.__name__ for launch in recording.launches]
+    assert names == (["long_range_kernel", "long_quantize_kernel", "long_hopper_kernel"] if apart else ["hopper_kernel"])
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])

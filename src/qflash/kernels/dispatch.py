@@ -10,9 +10,10 @@ import triton
 
 from ..attention_call import AttentionCall, int8_call
 from ..varlen import VarlenCall
+from .device import processors_of
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
-from .heuristics import choose_tiles
+from .heuristics import APART_KEYS, choose_tiles, quantises_apart
 from .launch_arguments import KernelRequest, needs_wide_offsets, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
 from .lengths import worth_compiling
@@ -124,6 +125,14 @@ def fusable(call: AttentionCall) -> bool:
     if call.is_masked or call.query.device.type == "cpu" or not fits_sm90_resident(shape):
         return False
     return sm90.takes_resident(call, _tiles_for(call, True))
+
+
+def prefers_streaming(call: AttentionCall) -> bool:
+    """Tell whether :func:`launch_long` should take float tensors, even if :func:`fusable` accepts them."""
+    if call.keys <= APART_KEYS:  # first: this is asked in every call
+        return False
+    shape, processors = shape_of(call, True), processors_of(call.query.device)
+    return quantizes_streaming(call) and quantises_apart(shape, processors)
 
 
 def quantizes_streaming(call: AttentionCall) -> bool:

@@ -8,6 +8,7 @@ shape by turns. The data lie in ``benchmarks/results/trials``:
 * programs that pass from head to head: ``heads_trial_h200.json``;
 * windows, registers, and what was not kept: ``tried_h200.json``;
 * linear layers of integer networks: ``linear_h100.json``, on one H100;
+* long rows of few heads from floats: ``quantise_apart_h100.json``, on one H100;
 * sums of V in programs of eight warps, windows on int8 without a bias: ``division_h100.json``, on one H100.
 """
 
@@ -66,6 +67,9 @@ NEXT_INT8, NEXT_FLOATS, NEXT_WIDE_FLOATS = 0.3, 0.8, 1.5
 """What a further head takes a program that passes from head to head, in blocks: others compute meanwhile."""
 PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 """Factors of a block's time in programs that pass from head to head: they take more registers, which four warps lack."""
+
+APART_KEYS = 1200
+"""Keys from which few heads are quantised by launches of their own: between 1025, where that is slower, and 1370."""
 
 LONE_WARP_HEADS = 1024
 """Heads (windows times heads) from which :mod:`.triton.attention_resident` takes windows by programs of one warp."""
@@ -202,6 +206,17 @@ def split_resident(tiles: Tiles, work: Work, narrow: bool) -> Tiles:
         elif not fused and 2 * processors < programs <= 3 * processors:
             registers = REGISTERS_OF_THREE_INT8
     return tiles._replace(splits=splits, registers=registers)
+
+
+def quantises_apart(shape: AttentionShape, processors: int) -> bool:
+    """Tell whether launches of their own should quantise, although :mod:`.sm90.attention_resident` could do it, too.
+
+    Where each processor has a block of 128 queries at most, the one launch is sooner done if it is repeated: 25.7 against 26.8
+    us for 12 heads of 1370 keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels
+    of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches.
+    """
+    few = triton.cdiv(shape.queries, 128) * shape.heads <= processors
+    return few and shape.keys > APART_KEYS and max(shape.head_dim, shape.value_dim) <= 64
 
 
 def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:

@@ -349,6 +349,22 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_used(
     assert info.collect_info()["triton_missing"] == reason
 
 
+def test_a_gpu_without_the_instructions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash import backends
+
+    monkeypatch.setattr(backends, "triton_missing", lambda: None)
+    monkeypatch.setattr(backends, "_capability", lambda index: (7, 5))
+    backends._warn_of_reference.cache_clear()
+    gpu, reason = torch.device("cuda", 0), "sm_75 has no supported int8 tensor-core path"
+    with pytest.warns(RuntimeWarning, match=reason) as warned:
+        assert [backends.resolve_backend("auto", gpu) for _ in range(2)] == ["reference"] * 2
+    assert len(warned) == 1
+    with pytest.raises(ValueError, match=reason):
+        backends.resolve_backend("triton", gpu)
+    monkeypatch.setattr(backends, "_capability", lambda index: (8, 0))
+    assert backends.resolve_backend("auto", gpu) == "triton"
+
+
 def test_the_oldest_triton_is_the_declared_one() -> None:
     from qflash.backends import MINIMUM_TRITON
 

@@ -12,6 +12,7 @@ import platform
 import select
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from unittest import mock
@@ -495,6 +496,16 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dic
 
 
 @pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(platform.system() != "Linux", reason="limits of a process's memory are Linux's")
+def test_a_call_that_memory_runs_out_in_says_so() -> None:
+    program = pathlib.Path(__file__).with_name("out_of_memory.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in said] == ["int8_attention"] * 2 + ["attention"] * 2 + ["int8_linear"] * 2
+    assert all(words.startswith("not enough memory ") for _, words in said)
+
+
 def test_without_a_compiler_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

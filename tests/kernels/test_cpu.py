@@ -204,7 +204,8 @@ def test_given_scales_and_middles_have_the_reference_bits(layout: str) -> None:
     x = torch.randn(3, 4, 19, 24, generator=generator) * 3
     x[0, 0, 0, :6] = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0])
     steps = torch.rand(4, 1, 24, generator=generator) * 0.05 + 0.01
-    steps[2, 0, :3] = torch.tensor([math.nan, 2.0**-126, 1e30])
+    # those that are not positive and finite are refused where they are looked at, which is not everywhere
+    steps[2, 0, :6] = torch.tensor([math.nan, 2.0**-126, 1e30, 0.0, -0.01, math.inf])
     middle = torch.randn(4, 1, 24, generator=generator)
     # ties, and what lies just inside and outside of the ends
     x[1, 1, :12, 0] = steps[1, 0, 0] * torch.tensor([0.5, 1.5, 2.5, -0.5, 126.5, 127.5, 127.4, -127.5, -128.5, -129, 130, 1e6])

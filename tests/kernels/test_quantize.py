@@ -65,6 +65,15 @@ def test_given_scales_and_middles(shape: tuple[int, ...]) -> None:
         assert not same_bits(expected, execution.quantize_with_scale(x, scale, "reference"))
 
 
+def test_given_scales_that_nobody_looked_at() -> None:
+    """On a GPU scales are not looked at; those that are refused elsewhere give the specification's numbers."""
+    x = torch.tensor([1.5, -2.5, 0.0, torch.nan, torch.inf, -torch.inf, 1e30, -1e-30], device=DEVICE).view(1, 1, 1, 8)
+    for number in (0.0, -0.0, -0.5, 1e-38, 3e38, torch.inf, torch.nan):
+        scale = torch.full((1, 1, 1, 1), number, device=DEVICE)
+        got, expected = (execution.quantize_with_scale(x, scale, backend) for backend in ("triton", "reference"))
+        assert same_bits(got, expected), number
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
 def test_kernels_take_any_rank(rank: int) -> None:
     shape = (2, 2, 3, 9, 5)[-rank:]

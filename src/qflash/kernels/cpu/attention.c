@@ -759,7 +759,7 @@ INLINE void quantize_given_head(const conversion *a, const int64_t d, rows_of x,
     for (int64_t c = 0; c < d; c++) {
         inverse[c] = 1.0f / step[c];
         middle[c] = a->offset ? a->offset[head % a->heads * d + c] : 0.0f;
-        keep[c] = usable(step[c]) ? -1 : 0;
+        keep[c] = step[c] == step[c] ? -1 : 0; /* a NaN alone makes values 0: quantization.quantize_values */
     }
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) {

@@ -180,7 +180,7 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
 
 
 def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
-    module = Mean(inputs["h"].shape[-1], DTYPES[parameters["output"]])
+    module = Mean(*inputs["h"].shape[1:], DTYPES[parameters["output"]])
     module.load_state_dict({"multiplier": inputs["multiplier"], "offset": inputs["offset"]})
     module.left = parameters["left"]
     return {"output": module(inputs["h"])}

@@ -194,13 +194,13 @@ def test_a_layer_normalisation(channels: int, shift: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
 def test_a_mean_over_tokens(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    module = Mean(8, dtype)
+    module = Mean(49, 8, dtype)
     module.left = 5
     module.multiplier.copy_(torch.randint(0, 1 << 22, (8,)))
     module.offset.copy_(torch.randint(-(1 << 20), 1 << 20, (8,)))
     x = torch.randint(-32768, 32768, (3, 49, 8), dtype=torch.int16)
     x[0] = -32768
-    got = run(lambda graph, value: onnx_operators.mean(graph, module, value, 49), x.to(torch.int32))
+    got = run(lambda graph, value: onnx_operators.mean(graph, module, value), x.to(torch.int32))
     want = module(x)
     assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
 

@@ -222,8 +222,9 @@ def finish_norm(
     module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
 
 
-def finish_mean(module: Mean, tokens: int, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
+def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
     """Fill a mean over tokens in: inputs ``unit * q``, outputs ``step * q + middle``."""
+    tokens = module.tokens
     ratio = unit / tokens / step
     # as little as leaves R below 2**31
     left = max(0, math.frexp(float(ratio.max()))[1] + 1)
@@ -489,16 +490,16 @@ def convert_norm_head(network: Any, norm: Any, made: Range, inputs: Range, unit:
     _convert_head(network, layer, grid, inputs.mean)
 
 
-def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, tokens: int, layer: Any) -> None:
+def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, layer: Any) -> None:
     """Fill in the last normalisation, a mean over tokens behind it, and the head; arguments as in :func:`convert_norm_head`."""
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
     finish_norm(network.norm, norm, unit, fine)
     if network.head is None:
         network.output_scale = _feature_unit(made)
-        finish_mean(network.mean, tokens, fine, torch.full_like(fine, network.output_scale))
+        finish_mean(network.mean, fine, torch.full_like(fine, network.output_scale))
         return
     weight, _ = parameters_of(layer)
     grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
-    finish_mean(network.mean, tokens, fine, grid.step, grid.middle)
+    finish_mean(network.mean, fine, grid.step, grid.middle)
     _convert_head(network, layer, grid, inputs.mean)

@@ -35,7 +35,6 @@ _LIBRARY.define(
     "Tensor? position, Tensor? prefix, str backend) -> Tensor"
 )
 
-MAX_EPSILON = 1 << 53
 """Largest epsilon of a normalisation, with which its variance stays below 2**55."""
 
 
@@ -147,7 +146,7 @@ def _check_layer_norm(
         joined = "" if gather is None else f" of {gather.shape[1]} tokens"
         raise ValueError(f"h must have 1 to {op.MAX_CHANNELS} channels{joined}, got shape {tuple(h.shape)}")
     _check_constants(h, channels, gain=gain, offset=offset)
-    _check_number("epsilon", epsilon, 0, MAX_EPSILON)
+    _check_number("epsilon", epsilon, 0, op.MAX_EPSILON)
     _check_number("shift", shift, 1, 29)
 
 

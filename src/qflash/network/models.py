@@ -14,6 +14,26 @@ from .cuda_graph import NetworkGraph
 from .execution import check_images  # which also registers the operators
 from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
 
+MOST_PIXELS = 1 << 26
+"""Of an image; tables of tokens grow with them."""
+
+
+def _check_sizes(**sizes: Any) -> None:
+    """Require positive whole numbers, or pairs of them."""
+    for name, size in sizes.items():
+        numbers = size if isinstance(size, tuple) and len(size) == 2 else (size,)
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError(f"{name} must be positive and whole, got {size!r}")
+
+
+def _check_image(image_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+    """Require an image of whole patches, and not too many."""
+    _check_sizes(height=image_size[0], width=image_size[1], patch_height=patch_size[0], patch_width=patch_size[1])
+    if image_size[0] % patch_size[0] or image_size[1] % patch_size[1] or image_size[0] * image_size[1] > MOST_PIXELS:
+        raise ValueError(
+            f"image_size must be a multiple of patch_size {patch_size}, of {MOST_PIXELS} pixels at most, got {image_size}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionTransformerShape:
@@ -35,6 +55,9 @@ class VisionTransformerShape:
         softmax_scale: factor of the scores.
         recipe: of attention (:attr:`qflash.Recipe.key`).
         qk_norm: whether query and key of a head are normalised.
+
+    Raises:
+        ValueError: a size is none, or the others do not go with it.
     """
 
     image_size: tuple[int, int]
@@ -52,6 +75,20 @@ class VisionTransformerShape:
     softmax_scale: float
     recipe: str
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        _check_image(self.image_size, self.patch_size)
+        _check_sizes(
+            image_channels=self.image_channels, channels=self.channels, depth=self.depth, heads=self.heads,
+            head_dim=self.head_dim, hidden=self.hidden,
+        )  # fmt: skip
+        for name, count in (("prefix_tokens", self.prefix_tokens), ("outputs", self.outputs)):
+            if count != 0:
+                _check_sizes(**{name: count})
+        if self.pool not in ("token", "mean", "mean_then_norm"):
+            raise ValueError(f"pool must be 'token', 'mean' or 'mean_then_norm', got {self.pool!r}")
+        if self.pool == "token" and not self.prefix_tokens:
+            raise ValueError("pool 'token' takes the first of the prefix_tokens, and there are none")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -86,6 +123,19 @@ class IntegerNetwork(IntegerModule):
             for kind in kinds
             if getattr(module, f"float_{kind}") is not None
         ]
+
+    def check_values(self) -> None:
+        """Look whether all integers keep their bounds, :meth:`.modules.IntegerModule.check_values` of every module.
+
+        Raises:
+            ValueError: one does not; the message names it.
+        """
+        for name, module in self.named_modules():
+            if module is not self and isinstance(module, IntegerModule):
+                try:
+                    module.check_values()
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
 
     def graph(self, batch: int) -> NetworkGraph:
         """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
@@ -170,7 +220,7 @@ class VisionTransformer(IntegerNetwork):
         last = torch.int8 if shape.outputs else torch.int32
         self.norm = LayerNorm(shape.channels, torch.int16 if shape.pool == "mean" else last)
         pooled = {"token": None, "mean_then_norm": torch.int16, "mean": last}[shape.pool]
-        self.mean = None if pooled is None else Mean(shape.channels, pooled)
+        self.mean = None if pooled is None else Mean(rows * columns, shape.channels, pooled)
         self.head = Linear(shape.channels, shape.outputs, torch.int32) if shape.outputs else None
 
     def embed_patches(self, images: torch.Tensor) -> torch.Tensor:
@@ -230,10 +280,25 @@ class SwinStage:
     head_dim: int
     hidden: int
 
+    def __post_init__(self) -> None:
+        _check_sizes(
+            grid=self.grid, window=self.window, channels=self.channels, heads=self.heads, head_dim=self.head_dim,
+            hidden=self.hidden,
+        )  # fmt: skip
+        if self.grid[0] % self.window[0] or self.grid[1] % self.window[1]:
+            raise ValueError(f"window must divide the grid {self.grid}, got {self.window}")
+        for shift in self.shifts:
+            if not all(type(x) is int and 0 <= x < most for x, most in zip(shift, self.window, strict=True)):
+                raise ValueError(f"a shift must be from 0 to less than the window {self.window}, got {shift}")
+
 
 @dataclasses.dataclass(frozen=True)
 class SwinTransformerShape:
-    """What an integer Swin is made of; ``outputs``, ``recipe`` and sizes as in :class:`VisionTransformerShape`."""
+    """What an integer Swin is made of; ``outputs``, ``recipe`` and sizes as in :class:`VisionTransformerShape`.
+
+    Raises:
+        ValueError: a size is none, or the others do not go with it.
+    """
 
     image_size: tuple[int, int]
     patch_size: tuple[int, int]
@@ -241,6 +306,22 @@ class SwinTransformerShape:
     stages: tuple[SwinStage, ...]
     outputs: int
     recipe: str
+
+    def __post_init__(self) -> None:
+        _check_image(self.image_size, self.patch_size)
+        _check_sizes(image_channels=self.image_channels)
+        if self.outputs != 0:
+            _check_sizes(outputs=self.outputs)
+        if not self.stages:
+            raise ValueError("a Swin has at least one stage")
+        grid = self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+        for number, stage in enumerate(self.stages):
+            if number:
+                if grid[0] % 2 or grid[1] % 2:
+                    raise ValueError(f"a grid of {grid} tokens cannot be merged two by two")
+                grid = grid[0] // 2, grid[1] // 2
+            if stage.grid != grid:
+                raise ValueError(f"the grid of stage {number} must be {grid}, got {stage.grid}")
 
 
 class SwinTransformer(IntegerNetwork):
@@ -274,7 +355,7 @@ class SwinTransformer(IntegerNetwork):
             for stage in shape.stages
         )  # fmt: skip
         self.norm = LayerNorm(last.channels, torch.int16)
-        self.mean = Mean(last.channels, torch.int8 if shape.outputs else torch.int32)
+        self.mean = Mean(last.grid[0] * last.grid[1], last.channels, torch.int8 if shape.outputs else torch.int32)
         self.head = Linear(last.channels, shape.outputs, torch.int32) if shape.outputs else None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

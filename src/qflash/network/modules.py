@@ -6,17 +6,35 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
+from .. import fixed_point as fp
 from ..recipe import Recipe
 from . import operators as op
+
+
+def require_within(name: str, x: torch.Tensor | int, least: int, most: int) -> None:
+    """Raise a ValueError that names ``x`` if it, or an element of it, is not from ``least`` to ``most``."""
+    found = [x] if isinstance(x, int) else [int(end) for end in torch.aminmax(x)] if x.numel() else []
+    for number in found:
+        if not least <= number <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {number}")
 
 
 class IntegerModule(nn.Module):
     """A module whose state is integer buffers and the Python integers named in ``constants``."""
 
     constants: tuple[str, ...] = ()
+
+    def check_values(self) -> None:
+        """Look whether this module's own integers keep the bounds of :mod:`.operators`, as those of a conversion do.
+
+        Raises:
+            ValueError: one does not; the message names it. With it sums would not fit their types.
+        """
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.zeros(shape, dtype=dtype, device="cpu"))
@@ -46,6 +64,12 @@ class Linear(IntegerModule):
         self._buffer("weight", (outputs, inputs), torch.int8)
         self._buffer("bias", (outputs,), torch.int32)
         self._buffer("multiplier", (outputs,), torch.int32)
+
+    def check_values(self) -> None:
+        require_within("left", self.left, 0, 30)
+        require_within("multiplier", self.multiplier, 0, op.INT32[1])
+        sums = self.weight.to(torch.int64).abs().sum(dim=1) * 128
+        require_within("the largest sum of an output", (sums << self.left) + self.bias.to(torch.int64).abs(), 0, op.INT32[1])
 
     def forward(
         self,
@@ -114,6 +138,12 @@ class LinearGelu(Linear):
         self._buffer("gelu_multiplier", (outputs,), torch.int32)
         self._buffer("gelu_offset", (outputs,), torch.int32)
 
+    def check_values(self) -> None:
+        super().check_values()
+        require_within("gelu_multiplier", self.gelu_multiplier, 0, op.MAX_GELU_MULTIPLIER)
+        require_within("gelu_offset", self.gelu_offset, 1 - (1 << 30), (1 << 30) - 1)
+        require_within("gelu_shift", self.gelu_shift, 0, 30)
+
     def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:  # type: ignore[override]
         """Return int8 (..., outputs) of int8 (..., inputs)."""
         out: torch.Tensor = torch.ops.qflash.int8_linear_gelu(
@@ -142,6 +172,12 @@ class LayerNorm(IntegerModule):
         self._buffer("gain", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
 
+    def check_values(self) -> None:
+        require_within("the number of channels", self.gain.numel(), 1, op.MAX_CHANNELS)
+        require_within("offset", self.offset, 1 - (1 << 30), (1 << 30) - 1)
+        require_within("epsilon", self.epsilon, 0, op.MAX_EPSILON)
+        require_within("shift", self.shift, 1, 29)
+
     def forward(self, h: torch.Tensor, backend: str = "auto", gather: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows of the module's dtype from int16 ones, (..., channels).
 
@@ -160,6 +196,7 @@ class Mean(IntegerModule):
     """The mean over tokens, in another unit.
 
     Attributes:
+        tokens: how many there are; the bounds depend on it.
         multiplier: int32 (channels,), R of :func:`.operators.rescale` for sums over all tokens.
         left: its shift.
         offset: int32 (channels,), b of it.
@@ -169,11 +206,17 @@ class Mean(IntegerModule):
     multiplier: torch.Tensor
     offset: torch.Tensor
 
-    def __init__(self, channels: int, dtype: torch.dtype) -> None:
+    def __init__(self, tokens: int, channels: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.left = dtype, 0
+        self.tokens, self.dtype, self.left = tokens, dtype, 0
         self._buffer("multiplier", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
+
+    def check_values(self) -> None:
+        require_within("left", self.left, 0, 30)
+        require_within("multiplier", self.multiplier, 0, op.INT32[1])
+        sums = (self.tokens << 15 << self.left) + self.offset.to(torch.int64).abs()
+        require_within(f"the largest sum of {self.tokens} tokens", sums, 0, op.INT32[1])
 
     def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return (batch, channels) of the module's dtype from int16 (batch, tokens, channels)."""
@@ -229,6 +272,16 @@ class Attention(IntegerModule):
             self.register_buffer("bias", None)
         else:
             self._buffer("bias", bias_shape, torch.int32)
+
+    def check_values(self) -> None:
+        if not 0 < self.softmax_scale < math.inf:
+            raise ValueError(f"softmax_scale must be positive and finite, got {self.softmax_scale}")
+        for name in ("query", "key", "value", "output"):
+            # the bits of normal float32 numbers
+            require_within(f"{name}_scale", getattr(self, f"{name}_scale"), 1 << 23, (0xFF << 23) - 1)
+        if self.bias is not None:
+            marks = torch.tensor([fp.BIAS_MASKED, fp.BIAS_EVEN, fp.BIAS_POISON], dtype=torch.int32, device=self.bias.device)
+            require_within("bias", self.bias.masked_fill(torch.isin(self.bias, marks), 0), -fp.BIAS_LIMIT, fp.BIAS_LIMIT)
 
     def project(self, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value, int8 (batch, heads, tokens, head_dim), of int8 (batch, tokens, channels)."""

@@ -150,10 +150,10 @@ def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
     return _saturated(graph, out, module.dtype)
 
 
-def mean(graph: Graph, module: Mean, x: Value, tokens: int) -> Value:
+def mean(graph: Graph, module: Mean, x: Value) -> Value:
     """Write a :class:`.modules.Mean` of int32 (batch, tokens, channels): (batch, channels)."""
     sums = graph.node("ReduceSum", x, graph.constant([1], np.int64), keepdims=0)
-    bound = np.full(module.offset.numel(), tokens * 32768)
+    bound = np.full(module.offset.numel(), module.tokens * 32768)
     out = _rescale(graph, sums, bound, module.left, module.offset, module.multiplier, _after(module.dtype))
     return _saturated(graph, out, module.dtype)
 
@@ -361,7 +361,7 @@ def _vision_transformer(graph: Graph, network: VisionTransformer, images: Value)
         h = graph.node("Slice", h, *(graph.constant([end], np.int64) for end in (shape.prefix_tokens, tokens, 1)))
     for name in ("mean", "norm") if shape.pool == "mean_then_norm" else ("norm", "mean"):
         with graph.scope(name):
-            h = mean(graph, network.mean, h, patches) if name == "mean" else layer_norm(graph, network.norm, h)
+            h = mean(graph, network.mean, h) if name == "mean" else layer_norm(graph, network.norm, h)
     return h
 
 
@@ -382,7 +382,7 @@ def _swin_transformer(graph: Graph, network: SwinTransformer, images: Value) -> 
     with graph.scope("norm"):
         h = layer_norm(graph, network.norm, h)
     with graph.scope("mean"):
-        return mean(graph, network.mean, h, tokens)
+        return mean(graph, network.mean, h)
 
 
 def whole_network(graph: Graph, network: IntegerNetwork, images: Value) -> tuple[Value, int]:

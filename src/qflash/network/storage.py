@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def _constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
         for name, module in network.named_modules()
         if isinstance(module, IntegerModule) and module.constants
     }
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a header: our own words, or Python's with their kind."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
@@ -96,8 +102,8 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     try:
         header = json.loads(metadata[KEY])
         version = header["version"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no whole integer network: {error}") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} holds no whole integer network: {_reason(error)}") from error
     if version != VERSION:
         raise ValueError(f"{path} is of version {version}, this QFlash reads {VERSION}; quantise the model again")
     # files from before the entry are of the first
@@ -109,8 +115,8 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         )
     try:
         network = network_from_header(header, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path} holds no whole integer network: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{path} holds no whole integer network: {_reason(error)}") from error
     return network.to(device).eval()
 
 
@@ -118,9 +124,12 @@ def network_from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]
     """Return the network that :func:`network_header` and its tensors describe.
 
     Raises:
-        ValueError: tensors are missing, not known, or do not fit the header. What else is wrong with a header raises KeyError,
-            TypeError, AttributeError or RuntimeError.
+        ValueError: tensors are missing, not known, or do not fit the header, or integers do not keep their bounds
+            (:meth:`.models.IntegerNetwork.check_values`). What else is wrong with a header raises what Python does.
     """
+    # a block has tensors of its own; so a header cannot ask for blocks without end
+    if header["shape"].get("depth", 0) > len(tensors):
+        raise ValueError(f"{header['shape']['depth']} blocks cannot come of {len(tensors)} tensors")
     kind, shape_type = _KINDS[header["kind"]]
     shape = {name: _tuples(value) for name, value in header["shape"].items()}
     if "stages" in shape:
@@ -144,6 +153,9 @@ def network_from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]
             setattr(modules[name], constant, value)
     network.output_scale = float(header["output_scale"])
     network.units = tuple(float(x) for x in header["units"])
+    if not all(0 < x < math.inf for x in (network.output_scale, *network.units)):
+        raise ValueError(f"output_scale {network.output_scale} and units {network.units} must be positive and finite")
+    network.check_values()
     return network
 
 

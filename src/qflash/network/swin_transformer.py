@@ -93,8 +93,5 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
                 attention.relative_position_bias_table.detach().float(), attention.relative_position_index, block.attn_mask
             )
             our.attn.bias.copy_(bias_to_fixed(bias))
-    tokens = stages[-1].grid[0] * stages[-1].grid[1]
-    cv.convert_norm_mean_head(
-        network, model.norm, ranges["norm:out"], ranges["head.fc:in"], network.units[-1], tokens, model.head.fc
-    )
+    cv.convert_norm_mean_head(network, model.norm, ranges["norm:out"], ranges["head.fc:in"], network.units[-1], model.head.fc)
     return network.eval()

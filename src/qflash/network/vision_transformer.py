@@ -94,16 +94,15 @@ def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequen
 
     norm = model.norm if cv.has_weights(model.norm) else model.fc_norm
     made = "norm:out" if cv.has_weights(model.norm) else "fc_norm:out"
-    tokens_pooled = shape.grid[0] * shape.grid[1]
     if shape.pool == "mean_then_norm":
         # a mean is smaller than what it is of
         assert network.mean is not None
         pooled = cv.unit_of(ranges["fc_norm:in"])
         units = torch.full((shape.channels,), unit, dtype=torch.float64, device="cpu")
-        cv.finish_mean(network.mean, tokens_pooled, units, units * (pooled / unit))
+        cv.finish_mean(network.mean, units, units * (pooled / unit))
         unit = pooled
     if shape.pool == "mean":
-        cv.convert_norm_mean_head(network, norm, ranges[made], ranges["head:in"], unit, tokens_pooled, model.head)
+        cv.convert_norm_mean_head(network, norm, ranges[made], ranges["head:in"], unit, model.head)
     else:
         cv.convert_norm_head(network, norm, ranges[made], ranges["head:in"], unit, model.head)
     return network.eval()

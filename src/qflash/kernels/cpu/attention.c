@@ -963,6 +963,7 @@ static conversion sequence_of(const conversion *all, const int64_t *begin, int64
     conversion a = *all;
     const int64_t first = begin[i], d = a.channels;
     a.tokens = at_most(begin[i + 1] - first, most);
+    if (a.tokens == 0) return a; /* of no tokens at all there are no addresses to count from */
     a.x += first * a.stride[2];
     a.values += first * a.heads * d;
     a.scale += a.granularity == PER_TENSOR  ? i

@@ -2,7 +2,8 @@
 
 The kernels run in a program of their own (``tests/cpu_driver``), also for another machine in an emulator: for aarch64 they are
 cross-compiled and run by qemu (Debian: gcc-aarch64-linux-gnu, qemu-user), where undefined behaviour traps and zones around all
-buffers are looked at. What cannot be built or run here is left out, and the reason is given.
+buffers are looked at. With ``--races`` they run under ThreadSanitizer instead, which needs clang, or what ``$CC`` names, and
+its OpenMP (Debian: clang, libomp-dev). What cannot be built or run here is left out, and the reason is given.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("--level", action="append", choices=list(cpu_driver.LEVELS), help="only this one; may be repeated")
     parser.add_argument("--share", type=float, default=1.0, help="of the calls of a full run (default: 1)")
     parser.add_argument("--optimise", default="", metavar="FLAG", help="for the compiler; default: as the kernels are shipped")
+    parser.add_argument("--races", action="store_true", help="look for races between threads, with clang's ThreadSanitizer")
     parser.add_argument("--plain", action="store_true", help="without sanitizers, as the kernels are shipped")
     parser.add_argument("--record", type=pathlib.Path, metavar="DIR", help="keep program, calls and results of one level")
     parser.add_argument("--output", type=pathlib.Path, metavar="OUT.json", help="where the record goes")
@@ -91,6 +93,10 @@ def main() -> int:
         parser.error(f"--share must be positive, got {arguments.share}")
     if arguments.record and len(levels) > 1:
         parser.error("--record is for one level; choose it with --level")
+    if arguments.races:
+        os.environ.setdefault("CC", "clang")
+        if reason := cpu_driver.races_missing():
+            parser.error(reason)
     done: dict[str, Any] = {}
     about = {
         "date": datetime.date.today().isoformat(),
@@ -101,11 +107,16 @@ def main() -> int:
     }
     for level in levels:
         one = cpu_driver.LEVELS[level]
-        if reason := one.missing():
+        reason = one.missing()
+        if arguments.races and one.compiler:
+            reason = "there is no ThreadSanitizer for another machine's programs"
+        if reason:
             print(f"{level}: left out, {reason}", flush=True)
             done[level] = {"left_out": reason}
         else:
             checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
+            if arguments.races:
+                checks = cpu_driver.RACES
             done[level] = found = run(level, arguments.share, arguments.optimise, checks, arguments.record)
             print(f"{level}: {found['calls']} calls, {found['failed']} faults, {found['seconds']} s", flush=True)
         if arguments.output:

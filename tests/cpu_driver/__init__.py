@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import math
+import os
 import pathlib
 import platform
 import shutil
@@ -36,6 +37,8 @@ SANITIZE = (
     "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fsanitize=float-cast-overflow,float-divide-by-zero",
     "-fno-sanitize-recover=all",
 )  # fmt: skip
+RACES = ("-g", "-fno-omit-frame-pointer", "-fsanitize=thread")
+"""ThreadSanitizer. What threads wait for in OpenMP it knows of Clang's runtime, through LLVM's Archer, and not of GCC's."""
 TRAP = ("-fsanitize=undefined", "-fsanitize=float-cast-overflow", "-fsanitize-undefined-trap-on-error")
 """Undefined behaviour ends the process without a word, but also without a library that may be missing for the target."""
 # Memory that was not written yet holds anything but zeros, so that bits depend on a read of it. Stacks are not moved to the
@@ -44,6 +47,7 @@ TRAP = ("-fsanitize=undefined", "-fsanitize=float-cast-overflow", "-fsanitize-un
 SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "malloc_fill_byte=190:max_malloc_fill_size=1073741824:detect_stack_use_after_return=0:detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
 _OWN_FLAGS = tuple(flag for flag in launch._FLAGS if flag not in ("-shared", "-fPIC"))
 _IN_C = ("-w", "-include", str(HERE / "vectors_in_c.h"))
@@ -100,21 +104,60 @@ LEVELS = {
 """All of them. Those "in C" run the code for an instruction set with its instructions written out in C."""
 
 
-def sanitizers_missing() -> str | None:
-    """Return why the compiler here makes no programs with sanitizers that run, or None."""
+NOTHING = "int main(void) { return 0; }\n"
+MEETING = """
+#include <omp.h>
+int main(int count, char **words) {
+    int seen[2] = {0};
+    (void)words;
+#pragma omp parallel num_threads(2)
+    {
+        seen[omp_get_thread_num()] = 1;
+        if (count == 1) {
+#pragma omp barrier
+        }
+        if (!seen[1 - omp_get_thread_num()]) count += 0;
+    }
+    return 0;
+}
+"""
+"""Threads that read what the other has written, behind a barrier; with an argument without one, which is a race."""
+
+
+def _cannot_run(text: str, checks: Sequence[str], *words: str) -> str | None:
+    """Return why a C program cannot be built with ``checks``, or does not end well, or None."""
     try:
         compiler = launch._compiler()
     except launch.BuildError as error:
         return str(error)
     with tempfile.TemporaryDirectory() as folder:
         source, program = pathlib.Path(folder, "one.c"), pathlib.Path(folder, "one")
-        source.write_text("int main(void) { return 0; }\n", encoding="utf-8")
-        for command in ([*compiler, *SANITIZE, str(source), "-o", str(program)], [str(program)]):
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        source.write_text(text, encoding="utf-8")
+        for command in ([*compiler, *checks, str(source), "-o", str(program)], [str(program), *words]):
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                env={**os.environ, **SANITIZER_OPTIONS},
+            )  # fmt: skip
             if done.returncode:
-                said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-                return f"{compiler[0]} has no sanitizers that run here: {said[0]}"
+                said = done.stderr.strip("=\n ").splitlines() or [f"exit status {done.returncode}"]
+                return f"{compiler[0]}: {said[0]}"
     return None
+
+
+def sanitizers_missing() -> str | None:
+    """Return why the compiler here makes no programs with sanitizers that run, or None."""
+    reason = _cannot_run(NOTHING, SANITIZE)
+    return f"no sanitizers that run here: {reason}" if reason else None
+
+
+def races_missing() -> str | None:
+    """Return why ThreadSanitizer does not tell races between OpenMP's threads from none here, or None."""
+    checks = (*RACES, "-fopenmp")
+    if reason := _cannot_run(NOTHING, checks):
+        return f"no ThreadSanitizer that runs here: {reason}"
+    if reason := _cannot_run(MEETING, checks):
+        return f"ThreadSanitizer does not know OpenMP's barriers here (it does with clang and libomp): {reason}"
+    return None if _cannot_run(MEETING, checks, "race") else "ThreadSanitizer does not find a race here"
 
 
 class DriverError(RuntimeError):
@@ -127,7 +170,7 @@ def build(level: Level, folder: pathlib.Path, checks: Sequence[str], optimise: s
     Args:
         level: for which instructions.
         folder: where it goes.
-        checks: :data:`SANITIZE`, :data:`TRAP` or nothing.
+        checks: :data:`SANITIZE`, :data:`RACES`, :data:`TRAP` or nothing.
         optimise: instead of the optimisation that the kernels are shipped with.
         threads: whether with OpenMP.
 

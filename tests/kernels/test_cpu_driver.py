@@ -9,7 +9,9 @@ import io
 import itertools
 import os
 import pathlib
+import shutil
 import subprocess
+import warnings
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from qflash.kernels.cpu import launch, network
 def make_library(level: str, folder: pathlib.Path, checks: tuple[str, ...]) -> DriverLibrary:
     """Build the kernels without optimisation, which takes the compiler the least time; skip where that is not possible."""
     one = cpu_driver.LEVELS[level]
-    reason = one.missing() or (cpu_driver.sanitizers_missing() if checks else None)
+    reason = one.missing() or (cpu_driver.sanitizers_missing() if checks == cpu_driver.SANITIZE else None)
     if reason:
         pytest.skip(reason)
     program = cpu_driver.build(one, folder, checks, "-O0")
@@ -56,6 +58,38 @@ def test_no_access_outside_and_no_undefined_behaviour(sanitized: DriverLibrary) 
 
 def test_the_aarch64_kernels_have_the_reference_bits(tmp_path: pathlib.Path) -> None:
     run_matrix(make_library("aarch64", tmp_path, ()))
+
+
+@pytest.fixture
+def clang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile with clang, whose ThreadSanitizer knows its OpenMP; skip where there is none."""
+    monkeypatch.setenv("CC", "clang")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no clang
+        if reason := cpu_driver.races_missing():
+            pytest.skip(reason)
+
+
+def test_no_race_between_threads(clang: None, tmp_path: pathlib.Path) -> None:
+    run_matrix(make_library("native", tmp_path, cpu_driver.RACES))
+
+
+def test_a_race_between_threads_is_noticed(clang: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = shutil.copytree(cpu_driver.KERNELS, tmp_path / "kernels")
+    source = kernels / "attention.c"
+    text = source.read_text(encoding="utf-8")
+    assert "#pragma omp barrier" in text
+    source.write_text(text.replace("#pragma omp barrier", ""), encoding="utf-8")
+    monkeypatch.setattr(cpu_driver, "KERNELS", kernels)
+    library = make_library("native", tmp_path, cpu_driver.RACES)
+
+    def many_calls() -> None:
+        # threads that happen to come one after the other have no race
+        for _ in range(100):
+            launch.launch_quantize(torch.ones(3, 4, 50, 64), "tensor")
+
+    with pytest.raises(DriverError, match="ThreadSanitizer: data race"), cpu_driver.kernels_in(library, lambda work: 3):
+        many_calls()
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, spans: str, name: str) -> None:

@@ -20,9 +20,10 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 # The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).
 # Triton 3.6's interpreter does not run with NumPy 2.4.
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
-FLOOR_PYTHON ?= $(shell PYENV_VERSION=3.10 python3.10 -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
+find_python = $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
+FLOOR_PYTHON ?= $(call find_python,3.10)
 
-.PHONY: help setup demo test test-all test-floor fuzz sanitize sanitize-gpu lint format verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +31,7 @@ help:
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
 	@echo "make test-all         with the slow cases of every day, an hour; make test runs an eighth of them, another every day"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
+	@echo "make test-python      half of the test suite, on the wheel, with PYTHON=python3.13 or another one (another 6 GB)"
 	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"
 	@echo "make sanitize-gpu     the GPU kernels under compute-sanitizer; needs a GPU and NVIDIA's CUDA toolkit"
@@ -75,6 +77,17 @@ build/floor: pyproject.toml Makefile
 test-floor: build/floor
 	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/core/test_api.py tests/core/test_compile.py \
 		tests/core/test_defaults.py tests/integrations/test_transformers.py tests/integrations/test_timm.py tests/core/test_cli.py)
+
+# The package from its wheel, with the newest versions that another Python gets
+build/python%: pyproject.toml Makefile
+	rm -rf $@
+	"$(call find_python,$*)" -m venv $@
+	$@/bin/python -m pip install --quiet --no-compile ".[demo,dev,onnx]" $(REQUIREMENTS)
+	@touch $@
+
+test-python: build/$(notdir $(PYTHON))
+	$</bin/python -m pip install --quiet --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 $</bin/python scripts/record_python_tests.py $(ARGS)
 
 fuzz: $(READY)
 	QFLASH_FUZZ=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz $(ARGS)

@@ -30,16 +30,22 @@ def outcome_of(case: ElementTree.Element) -> str:
     return next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
 
 
-def main(output: pathlib.Path, processes: int, tests: Sequence[str]) -> int:
-    """Run the tests, write ``output``, return pytest's exit status."""
-    start = time.monotonic()
+def run_tests(tests: Sequence[str], processes: int) -> tuple[int, list[ElementTree.Element]]:
+    """Run tests; return pytest's exit status and what its report says of each test."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *tests, "--all", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         status = subprocess.run([*command, *(["-n", str(processes)] if processes > 1 else [])], cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
     if not cases:
         sys.exit(f"no test ran, nothing is recorded: pytest ended with status {status}")
+    return status, cases
+
+
+def main(output: pathlib.Path, processes: int, tests: Sequence[str]) -> int:
+    """Run the tests, write ``output``, return pytest's exit status."""
+    start = time.monotonic()
+    status, cases = run_tests([*tests, "--all"], processes)
     outcomes: dict[str, Counter[str]] = {}
     failures = []
     for case in cases:

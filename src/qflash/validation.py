@@ -207,6 +207,9 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    # NumPy's float16 does not hold the limits below
+    if not isinstance(scale, (int, float, torch.SymFloat)) and not isinstance(scale, numbers.Rational):
+        scale = float(scale)
     # comparisons only, which a number that torch.compile keeps open has as well
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")

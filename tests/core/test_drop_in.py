@@ -108,6 +108,7 @@ def test_autocast_is_followed(dtype: torch.dtype) -> None:
         qflash.attention(query, key.half(), value)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("number", [numpy.float16(0.25), numpy.float32(0.25), numpy.float64(0.25), numpy.int64(1), 1])
 def test_numbers_of_numpy(number: Any) -> None:
     query, key, value = make_inputs(1, 2, 5, 7, 16)

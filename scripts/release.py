@@ -3,7 +3,7 @@
     python scripts/release.py                 # build into dist/, look at the files, install and run both in bare environments
     python scripts/release.py --tag           # the same from a clean tree, then the tag vVERSION; pushing is left to you
 
-Needs the package ``build``. The bare environments download the dependencies, PyTorch among them.
+Needs the package ``build``. The bare environments download the dependencies, PyTorch among them, and use a C compiler.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ import venv
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-NEEDED = ("qflash/__init__.py", "qflash/py.typed", "qflash/kernels/cpu/attention.c", "qflash/kernels/cpu/network.c")
+NEEDED = (
+    "qflash/__init__.py", "qflash/py.typed", "qflash/baselines/tuned.json", "qflash/kernels/cpu/attention.c",
+    "qflash/kernels/cpu/network.c", "qflash/kernels/cpu/products.h", "qflash/weights/fashion-images.safetensors",
+    *(f"qflash/weights/{data}-{kind}.safetensors" for data in ("digits", "fashion") for kind in ("vit", "swin")),
+)  # fmt: skip
 """What a wheel would be broken without and a packaging mistake could leave out."""
 
 SMOKE = """
 import torch, qflash
 query, key, value = (torch.randn(2, 3, 50, 32) for _ in range(3))
-assert torch.equal(*(qflash.attention(query, key, value, backend=name) for name in ("auto", "reference")))
+outs = [qflash.attention(query, key, value, backend=name) for name in ("auto", "cpu", "reference")]
+assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[2])
 print("qflash", qflash.__version__, "attends")
 """
 

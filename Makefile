@@ -20,8 +20,9 @@ REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transf
 # The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).
 # Triton 3.6's interpreter does not run with NumPy 2.4.
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
-find_python = $(shell PYENV_VERSION=$(1) python$(1) -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null || echo "$(PYTHON)")
-FLOOR_PYTHON ?= $(call find_python,3.10)
+WHERE := -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null
+find_python = $(shell $(1) $(WHERE) || PYENV_VERSION=$(2) $(1) $(WHERE) || echo "$(PYTHON)")
+FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 
 .PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
@@ -81,7 +82,7 @@ test-floor: build/floor
 # The package from its wheel, with the newest versions that another Python gets
 build/python%: pyproject.toml Makefile
 	rm -rf $@
-	"$(call find_python,$*)" -m venv $@
+	"$(call find_python,$(PYTHON),$*)" -m venv $@
 	$@/bin/python -m pip install --quiet --no-compile ".[demo,dev,onnx]" $(REQUIREMENTS)
 	@touch $@
 

@@ -648,7 +648,7 @@ def test_a_folder_that_cannot_be_written_to_is_not_used(
         monkeypatch.setattr(owner, name, stub)
 
     if fault == "read-only":
-        refuse(os, "mkdir")
+        refuse(pathlib.Path, "mkdir")
     else:
         refuse(pathlib.Path, "write_text" if fault == "full" else "write_bytes")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

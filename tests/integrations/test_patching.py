@@ -116,6 +116,26 @@ def test_attention_that_is_spelled_out(style: str) -> None:
     assert torch.equal(qflash.unpatch(module)(x()), exact)
 
 
+class InPlace(nn.Module):
+    """Has one product in a statement of its own."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = (q * 0.25 @ k.mT).softmax(-1)
+        out @= v
+        return out
+
+
+@torch.no_grad()
+def test_products_in_place_count() -> None:
+    inputs = x().view(3, 4, 2, 4, 16).unbind()
+    module = InPlace().eval()
+    exact = module(*inputs)
+    got = qflash.patch(module, "accurate", strict=True)(*inputs)
+    (layer,) = qflash.coverage(module)
+    assert layer.is_integer and layer.integer_calls == 1
+    assert sqnr(exact, got) > 30.0
+
+
 class Unusual(Spelled):
     """Uses scores or probabilities for something besides."""
 

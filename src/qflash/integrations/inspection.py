@@ -159,8 +159,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _count_products(code: types.CodeType) -> int:
     used = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
-    # before Python 3.11 the operator has an instruction of its own
-    return sum(name in _PRODUCTS or text == "@" or kind == "BINARY_MATRIX_MULTIPLY" for kind, name, text in used)
+    # before Python 3.11 the operators have instructions of their own
+    return sum(name in _PRODUCTS or text in ("@", "@=") or kind.endswith("_MATRIX_MULTIPLY") for kind, name, text in used)
 
 
 def _goes_on(method: Any) -> bool:

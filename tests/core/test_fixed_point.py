@@ -177,6 +177,12 @@ def test_row_inverse_and_floored_quotient(width: int) -> None:
     assert torch.equal(fp.floored_quotient(numerator, denominator), torch.div(numerator, denominator, rounding_mode="floor"))
 
 
+def test_the_inverse_of_an_empty_row_is_that_of_one() -> None:
+    bits, inverse = fp.row_inverse(torch.tensor([0, 1]))
+    assert bits.tolist() == [0, 1]
+    assert int(inverse[0]) == int(inverse[1])
+
+
 def test_quotient_of_an_empty_row_is_zero() -> None:
     assert fp.floored_quotient(torch.tensor([0, 5, -5]), torch.tensor([0, 0, 0])).tolist() == [0, 0, 0]
 

@@ -205,12 +205,20 @@ def test_a_row_without_a_key_is_zero_beside_an_offset() -> None:
         assert bool((out[:, :, 2] == 0).all()) and float(out[:, :, 1].mean()) > 8
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 4), (3, 1, 1), (3, 1, 4), (2, 1, 1, 4), (2, 3, 1, 4), (1, 1, 1, 1)])
+def test_an_offset_is_added_to_what_the_values_stand_for(shape: tuple[int, ...]) -> None:
+    values, scale, offset = torch.arange(-60, 60, dtype=torch.int8).view(2, 3, 5, 4), torch.tensor(0.5), draw(0, *shape)
+    shifted = qflash.QuantizedTensor(values, scale, offset)
+    assert torch.equal(shifted.dequantize(), values.float() * 0.5 + offset)
+
+
 def test_offsets_that_cannot_be() -> None:
     values, scale = torch.zeros(2, 5, 4, dtype=torch.int8), torch.ones(())
     with pytest.raises(TypeError, match=r"offset must be a float32 tensor or None, got torch\.float64 tensor"):
         qflash.QuantizedTensor(values, scale, torch.zeros(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"offset of shape \(3,\) does not broadcast"):
-        qflash.QuantizedTensor(values, scale, torch.zeros(3))
+    for shape in ((3,), (2,), (3, 1, 4), (1, 2, 5, 4)):
+        with pytest.raises(ValueError, match=rf"offset of shape \({', '.join(map(str, shape))},?\) does not broadcast"):
+            qflash.QuantizedTensor(values, scale, torch.zeros(shape))
     with pytest.raises(ValueError, match="offset must be the same for all tokens"):
         qflash.QuantizedTensor(values, scale, torch.zeros(5, 4))
     plain, shifted = (qflash.QuantizedTensor(values, scale, offset) for offset in (None, torch.ones(4)))

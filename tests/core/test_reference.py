@@ -126,6 +126,17 @@ def test_a_bias_of_zero_and_minus_infinity_is_a_bool_mask(recipe: str) -> None:
         assert sqnr(with_bool, with_bias) > (40 if recipe == "default" else 55)
 
 
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1, 1), (1, 2, 3, 1, 40), (1, 2, 1, 9, 1), (1, 2, 3, 9, 40)])
+def test_a_mask_that_repeats_over_the_batch_is_the_repeated_mask(shape: tuple[int, ...], kind: str) -> None:
+    query, key, value = (x.unflatten(0, (3, 2)) for x in make_inputs(6, 3, 9, 40))
+    tensors = quantize_all((query, key, value))
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mask = drawn if kind == "bias" else drawn > -0.5
+    whole = mask.expand(3, 2, 3, 9, 40).contiguous()
+    assert same_bits(attend(tensors, mask), attend(tensors, whole))
+
+
 def test_bias_is_added_to_the_scores() -> None:
     inputs = make_inputs(2, 3, 40, 50)
     bias = torch.randn((1, 3, 40, 50), generator=torch.Generator().manual_seed(0)) * 3

@@ -55,7 +55,7 @@ TESTS = {
         "tests/core/test_varlen.py -k bits", SANITIZED,
     ),
     "src/qflash/kernels/cpu/products.h": (
-        *IN_C, "tests/kernels/test_network_cpu.py", "tests/kernels/test_cpu.py -k 'reference_bits and not widths'",
+        *IN_C, "tests/kernels/test_network_cpu.py", "tests/kernels/test_cpu.py -k '(reference_bits or forked) and not widths'",
         SANITIZED,
     ),
     "src/qflash/kernels/cpu/network.c": (GOLDEN.format("cpu"), "tests/kernels/test_network_cpu.py", SANITIZED),
@@ -346,6 +346,26 @@ def changes_code(mutant: Mutant, copy: pathlib.Path, before: dict[str, dict[str,
     return after is not None and after != before[mutant.path]
 
 
+def record(options: argparse.Namespace, mutants: list[Mutant], tried: list[tuple[Mutant, str]]) -> dict[str, object]:
+    """Return what was tried, and with what result."""
+    results = collections.Counter(result for _, result in tried)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "scripts/mutation_check.py", *sys.argv[1:]]),
+        "sample": options.sample,
+        "seed": options.seed,
+        "mutants": len(mutants),
+        "tried": len(tried),
+        **{name: results[name] for name in ("caught", "explained", "survived")},
+        "files": {path: collections.Counter(result for x, result in tried if x.path == path) for path in TESTS},
+        "results": [
+            {"path": mutant.path, "line": mutant.text, "change": f"{mutant.old} -> {mutant.new}", "place": mutant.place}
+            | {"result": result}
+            for mutant, result in tried
+        ],
+    }
+
+
 def main() -> int:
     """Run; return 1 if there is a survivor that nothing explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -354,6 +374,7 @@ def main() -> int:
     parser.add_argument("--file", action="append", choices=[*TESTS], help="only this file; may be given several times")
     parser.add_argument("--match", metavar="TEXT", help="only lines that contain this")
     parser.add_argument("--list", action="store_true", help="print the mutants and test none")
+    parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="write a record of the run (JSON)")
     options = parser.parse_args()
     reasons = read_explanations()
     mutants = [x for path in options.file or TESTS for x in find_mutants(path) if (options.match or "") in x.text]
@@ -367,7 +388,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     counts: dict[str, collections.Counter[str]] = {path: collections.Counter() for path in TESTS}
-    survivors = []
+    tried: list[tuple[Mutant, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         copy, log = pathlib.Path(folder, "copy"), pathlib.Path(folder, "log")
         for name in COPIED:
@@ -388,12 +409,14 @@ def main() -> int:
                 result = "caught" if is_caught(mutant, copy, log, sound) else "survived"
             counts[mutant.path][result] += 1
             print(f"{result}: {mutant}", flush=True)
-            if result == "survived":
-                survivors.append(mutant)
+            tried.append((mutant, result))
+            if options.output:
+                options.output.write_text(json.dumps(record(options, mutants, tried), indent=1) + "\n", encoding="utf-8")
     print()
     for path, each in counts.items():
         if each:
             print(f"{path}: {sum(each.values())} mutants, " + ", ".join(f"{number} {name}" for name, number in each.items()))
+    survivors = [mutant for mutant, result in tried if result == "survived"]
     if survivors:
         print(f"\n{len(survivors)} survived and are not explained in {EXPLAINED.relative_to(ROOT)}:", *survivors, sep="\n")
     return bool(survivors)

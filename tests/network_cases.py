@@ -254,4 +254,8 @@ def extremes() -> list[Layer]:
     x, weight = (integers(-128, 128, (20, 48), torch.int8, chance) for _ in range(2))
     found += [linear(x, weight, "gelu", chance) for _ in range(7)]
     found += [draw_layer_norm(number, channels) for number, channels in enumerate((1, 1, 1, 2, 3, 4096, 4096, 4096))]
+    # where GELU's inputs pass the largest that counts, 2**17 - 1, in steps of one
+    x, one, unit = torch.arange(-5, 5, dtype=torch.int8)[:, None], torch.ones(1, dtype=torch.int32), torch.tensor([1 << 30])
+    constants = 4 * ((1 << 17) - 1) * one, unit.to(torch.int32), 2, one, -(1 << 17) * one, 0
+    found.append(Layer("int8_linear_gelu", (x, one[None].to(torch.int8), *constants)))
     return found

@@ -62,6 +62,19 @@ def test_combined_scale_keeps_its_declared_precision() -> None:
     assert 2.0**-26 < worst < 2.0**-21
 
 
+@pytest.mark.parametrize(
+    ("mantissas", "octaves"), [((1 << 23,) * 3, 2), ((13753330, 8624188, 9953450), 1), ((10692762, 13477351, 16384578), 0)]
+)
+def test_combined_scale_at_the_lower_end_of_an_octave(mantissas: tuple[int, int, int], octaves: int) -> None:
+    """Three mantissas whose product, floored twice, is a power of two."""
+    query, key, constant = mantissas
+    zero = torch.tensor([0])
+    mantissa, exponent = fp.combine_scales((torch.tensor([query]), zero), (torch.tensor([key]), zero), (constant, 0))
+    assert mantissa.tolist() == [1 << 30]
+    assert exponent.tolist() == [octaves - 41]
+    assert relative_error(Fraction(1 << 30) / Fraction(2) ** (octaves - 41), Fraction(query * key * constant)) < 2.0**-21
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_narrow_multiplier_is_the_rounded_scale_within_its_bounds(head_dim: int) -> None:
     mantissa, exponent, exact = combined(head_dim)

@@ -141,6 +141,9 @@ def test_centering_a_key_takes_out_the_midrange() -> None:
     _, key, _ = make_inputs(keys=50)
     centered = quantization.center_channels(key + 7)
     torch.testing.assert_close(centered.amax(dim=-2), -centered.amin(dim=-2), rtol=1e-5, atol=1e-6)
+    # a token alone is its own midrange
+    for alone in (key[:, :, :1], key[0, 0, :1, :1]):
+        assert not quantization.center_channels(alone).any()
 
 
 def test_balancing_and_rotating_leave_the_scores_alone() -> None:

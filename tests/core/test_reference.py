@@ -9,7 +9,7 @@ import torch
 
 import qflash
 from helpers import DEVICE, INTERPRETER, dequantize_all, draw_case, exact_attention, make_inputs, quantize_all, same_bits
-from qflash import backends, reference
+from qflash import backends, quantization, reference
 from qflash.attention_call import int8_call
 from qflash.bench.metrics import sqnr
 from qflash.recipe import Recipe
@@ -73,6 +73,26 @@ def test_tile_and_checked_mode_leave_the_bits_alone(number: int) -> None:
                 tile,
                 checked,
             )
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("keys", [2, 3])
+def test_few_keys_have_scales_of_their_own(keys: int, queries: int) -> None:
+    query, key, value = make_inputs(1, 2, queries, keys)
+    tensors = quantize_all((query, key * torch.tensor([1.0, 0.01, 0.3])[:keys, None], value), qflash.ACCURATE)
+    assert tensors[1].granularity == "token"
+    assert sqnr(exact_attention(*dequantize_all(tensors)), attend(tensors, recipe=qflash.ACCURATE)) > 50
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("keys", [1, 2, 3])
+def test_a_tile_may_be_a_single_key(keys: int, kind: str) -> None:
+    tensors = quantize_all(make_inputs(1, 2, 5, keys))
+    drawn = torch.randn((1, 1, 5, keys), generator=torch.Generator().manual_seed(0))
+    mask = quantization.bias_to_fixed(drawn) if kind == "bias" else drawn > -0.5
+    parts = [part for x in tensors for part in (x.values, x.scale.view(1, 1, 1, 1))]
+    call = int8_call(*parts, mask, False, 0.25, None, FLOAT32, qflash.DEFAULT)
+    assert same_bits(reference.int8_attention(call, tile=1), reference.int8_attention(call))
 
 
 def test_online_depends_on_its_key_block() -> None:

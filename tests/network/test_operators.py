@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from qflash.fixed_point import Checker
 from qflash.network import operators as op
@@ -71,6 +73,23 @@ def test_layer_norm_saturates_and_rounds_half_up(dtype: torch.dtype) -> None:
     want = (exact / 2**shift).clamp(*op.LIMITS[dtype])
     assert got.dtype == dtype
     assert float((got.double() - want).abs().max()) <= 0.5 + 2.0**-16
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.int32), ("meta", torch.float64)])
+def test_only_a_cpu_multiplies_integers(device: str, dtype: torch.dtype) -> None:
+    """PyTorch has no integer product elsewhere; float64 holds the sums."""
+    seen = []
+
+    class Types(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.matmul:
+                seen.extend(x.dtype for x in args)
+            return func(*args, **(kwargs or {}))
+
+    with Types():
+        out = op.integer_matmul(*(torch.ones(shape, dtype=torch.int8, device=device) for shape in ((3, 5), (4, 5))))
+    assert seen == [dtype, dtype]
+    assert out.shape == (3, 4) and out.dtype == torch.int32
 
 
 def test_sums_change_their_unit() -> None:

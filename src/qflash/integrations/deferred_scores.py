@@ -143,8 +143,46 @@ class Deferred:
     def __rsub__(self, other: Any) -> Any:
         return call(torch.sub, (other, self), {})
 
+    def __rtruediv__(self, other: Any) -> Any:
+        return call(torch.Tensor.__rtruediv__, (self, other), {})
+
     __radd__ = __add__
     __rmul__ = __mul__
+
+    def __pow__(self, other: Any) -> Any:
+        return call(torch.pow, (self, other), {})
+
+    def __rpow__(self, other: Any) -> Any:
+        return call(torch.Tensor.__rpow__, (self, other), {})
+
+    def __abs__(self) -> Any:
+        return call(torch.abs, (self,), {})
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.work_out())
+
+    def __lt__(self, other: Any) -> Any:
+        return call(torch.lt, (self, other), {})
+
+    def __le__(self, other: Any) -> Any:
+        return call(torch.le, (self, other), {})
+
+    def __gt__(self, other: Any) -> Any:
+        return call(torch.gt, (self, other), {})
+
+    def __ge__(self, other: Any) -> Any:
+        return call(torch.ge, (self, other), {})
+
+    def __eq__(self, other: object) -> Any:
+        return call(torch.Tensor.__eq__, (self, other), {})
+
+    def __ne__(self, other: object) -> Any:
+        return call(torch.Tensor.__ne__, (self, other), {})
+
+    __hash__ = object.__hash__
 
     def __neg__(self) -> Any:
         return call(torch.mul, (self, -1.0), {})
@@ -319,7 +357,7 @@ def _scaled(x: Deferred, factor: Any, call: Any, divide: bool) -> Deferred | Non
         return new
     if not isinstance(factor, torch.Tensor) or not factor.dtype.is_floating_point or factor.dim() > x.ndim:
         return None
-    if x.shape != x.core or x.is_turned:
+    if x.shape != x.core or x.is_turned or _enlarges(factor, x):
         return None
     factor = factor.reciprocal() if divide else factor
     if factor.dim() == 0 or factor.shape[-1] == 1:
@@ -334,6 +372,11 @@ def _scaled(x: Deferred, factor: Any, call: Any, divide: bool) -> Deferred | Non
     return new
 
 
+def _enlarges(other: torch.Tensor, x: Deferred) -> bool:
+    """Tell whether the result of the two is larger than the deferred one: the other repeats it."""
+    return any(size != 1 and have == 1 for size, have in zip(reversed(other.shape), reversed(x.shape), strict=False))
+
+
 def _mul(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     x, factor, _ = _sides(args)
     return None if kwargs else _scaled(x, work_out(factor), (func, args, kwargs), divide=False)
@@ -346,7 +389,7 @@ def _div(func: Any, args: Any, kwargs: Any) -> Deferred | None:
 
 def _biased(x: Deferred, bias: torch.Tensor, call: Any) -> Deferred | None:
     """Add a tensor to scores, in whatever view of them it comes."""
-    if x.is_softmax or bias.dim() > x.ndim or not bias.dtype.is_floating_point:
+    if x.is_softmax or bias.dim() > x.ndim or not bias.dtype.is_floating_point or _enlarges(bias, x):
         return None
     new = x.after(call)
     if x.shape != x.core:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,7 +97,6 @@ def x() -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.slow
 def test_attention_that_is_spelled_out(style: str) -> None:
     module = Spelled(style).eval()
     exact = module(x())
@@ -106,6 +106,15 @@ def test_attention_that_is_spelled_out(style: str) -> None:
     (layer,) = qflash.coverage(module)
     assert (layer.route, layer.integer_calls, layer.float_calls, layer.is_integer) == ("softmax", 1, 0, True)
     assert torch.equal(module(x()), got)
+    assert torch.equal(qflash.unpatch(module)(x()), exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.slow
+def test_attention_that_is_spelled_out_is_compiled_and_exported(style: str) -> None:
+    module = qflash.patch(Spelled(style).eval(), "accurate", strict=True)
+    got = module(x())
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
@@ -113,7 +122,141 @@ def test_attention_that_is_spelled_out(style: str) -> None:
         assert torch.equal(compiled(x()), got)
     exported = torch.export.export(module, (x(),)).module()
     assert torch.equal(exported(x()), got)
-    assert torch.equal(qflash.unpatch(module)(x()), exact)
+
+
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LOWER, TABLE = torch.ones(12, 12, dtype=torch.bool).tril(), torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(5))
+SLOPE, EACH = torch.linspace(0.1, 1, 12), torch.tensor([2.0, 3.0]).view(2, 1, 1)
+
+
+def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.flatten(0, 1) for x in tensors]
+
+
+class Written(Spelled):
+    """Attention as a function writes it."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__("function")
+        self.function = function
+
+
+SPELLINGS: dict[str, Function] = {
+    "added in place": lambda q, k, v: (q @ k.mT).add_(TABLE).softmax(-1) @ v,
+    "subtracted in place": lambda q, k, v: (q @ k.mT).sub_(TABLE).softmax(-1) @ v,
+    "scaled in place": lambda q, k, v: (q @ k.mT).mul_(0.25).div_(0.5).softmax(-1) @ v,
+    "a negative scale": lambda q, k, v: (q @ k.mT * -0.5).softmax(-1) @ v,
+    "negated": lambda q, k, v: (-(q @ k.mT) - TABLE).softmax(-1) @ v,
+    "a number added": lambda q, k, v: (3 + (q @ k.mT + TABLE) * 0.5 - 1).softmax(-1) @ v,
+    "a factor of each row": lambda q, k, v: ((q @ k.mT + TABLE) * SLOPE[:, None]).softmax(-1) @ v,
+    "a factor of each column": lambda q, k, v: (q @ k.mT * SLOPE).softmax(-1) @ v,
+    "a divisor of each head": lambda q, k, v: (q @ k.mT / EACH.half()).softmax(-1) @ v,
+    "a bias in baddbmm": lambda q, k, v: (
+        torch.baddbmm(TABLE.repeat(4, 1, 1), *flat(q, k.mT), beta=0.5, alpha=0.25).softmax(-1) @ flat(v)[0]
+    ).unflatten(0, (4, 2)),
+    "hidden in place": lambda q, k, v: (q @ k.mT).masked_fill_(~LOWER, -1e9).softmax(-1) @ v,
+    "seen flat": lambda q, k, v: (q @ k.mT).view(8, 12, 12).softmax(-1).view(4, 2, 12, 12) @ v,
+    "flattened": lambda q, k, v: ((q @ k.mT + TABLE).flatten(0, 1).softmax(-1) @ flat(v)[0]).unflatten(0, (4, 2)),
+    "unflattened": lambda q, k, v: torch.bmm(*flat(q, k.mT)).unflatten(0, (-1, 2)).softmax(-1) @ v,
+    "a bias behind flattening": lambda q, k, v: (
+        ((q @ k.mT + TABLE).flatten(0, 1) + TABLE.repeat(4, 1, 1)).softmax(-1) @ flat(v)[0]
+    ).unflatten(0, (4, 2)),
+    "unsqueezed": lambda q, k, v: (q @ k.mT).unsqueeze(1).softmax(-1).squeeze(1).squeeze(0) @ v,
+    "expanded as it is": lambda q, k, v: (q @ k.mT).expand(4, -1, 12, 12).softmax(-1) @ v,
+    "heads first": lambda q, k, v: ((q @ k.mT + TABLE).permute(1, 0, 2, 3).softmax(-1) @ v.transpose(0, 1)).transpose(0, 1),
+    "other types": lambda q, k, v: ((q @ k.mT).float().type_as(q).to(torch.float32).softmax(-1).half() @ v.half()).float(),
+    "copies": lambda q, k, v: (q @ k.mT).clone().contiguous().detach().softmax(-1) @ v,
+    "an einsum the other way round": lambda q, k, v: torch.einsum(
+        "bhjd,bhij->bhid", v, torch.einsum("bhjd,bhid->bhij", k, q).softmax(-1)
+    ),
+    "an einsum that moves heads": lambda q, k, v: torch.einsum("bhij,bhjd->bihd", (q @ k.mT).softmax(-1), v).transpose(1, 2),
+    "the last rows and columns": lambda q, k, v: F.pad(
+        ((q @ k.mT) + TABLE)[:, :, 2:, 3:].softmax(-1) @ v[:, :, 3:], (0, 0, 2, 0)
+    ),
+    "values of fewer dimensions": lambda q, k, v: (q @ k.mT).softmax(-1) @ v[0],
+    "dropout that is off": lambda q, k, v: F.dropout(F.dropout((q @ k.mT).softmax(-1), 0.0), 0.5, False) @ v,
+    "sizes that are asked for": lambda q, k, v: (s := q @ k.mT).softmax(s.dim() - 1) @ v * (s.size(-1) / s.size()[3]) * s.ndim,
+    "a method of a tensor": lambda q, k, v: torch.Tensor.__rmatmul__(k.mT, q).softmax(-1) @ v,
+    "an item": lambda q, k, v: (q @ k.mT * SLOPE[5].item()).softmax(-1) @ v,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_are_recognised(spelling: str) -> None:
+    module = Written(SPELLINGS[spelling]).eval()
+    exact = module(x())
+    got = qflash.patch(module, "accurate", strict=True)(x())
+    assert 30.0 < sqnr(exact, got) < 90.0
+    (layer,) = qflash.coverage(module)
+    assert (layer.route, layer.integer_calls, layer.float_calls) == ("softmax", 1, 0)
+
+
+NO_ATTENTION: dict[str, tuple[Function, str]] = {
+    "a factor that repeats": (lambda q, k, v: (q[:1] @ k[:1].mT * SLOPE[:4].view(4, 1, 1, 1)).softmax(-1) @ v, "go into mul"),
+    "a bias that repeats": (lambda q, k, v: (q[:1] @ k[:1].mT + SLOPE[:4].view(4, 1, 1, 1)).softmax(-1) @ v, "go into add"),
+    "a factor of each score": (lambda q, k, v: (q @ k.mT * TABLE).softmax(-1) @ v, "go into mul"),
+    "a factor of 0": (lambda q, k, v: (q @ k.mT * 0).softmax(-1) @ v, "go into mul"),
+    "taken from a number": (lambda q, k, v: (1.0 - q @ k.mT).softmax(-1) @ v, "go into sub"),
+    "a number divided": (lambda q, k, v: (1.0 / (40 + q @ k.mT)).softmax(-1) @ v, "go into rtruediv"),
+    "a multiple added": (lambda q, k, v: torch.add(q @ k.mT, TABLE, alpha=2).softmax(-1) @ v, "go into add"),
+    "squared": (lambda q, k, v: ((q @ k.mT) ** 2).softmax(-1) @ v, "go into pow"),
+    "an exponent": (lambda q, k, v: (1.1 ** (q @ k.mT)).softmax(-1) @ v, "go into __rpow__"),
+    "magnitudes": (lambda q, k, v: abs(q @ k.mT).softmax(-1) @ v, "go into abs"),
+    "a small mask": (lambda q, k, v: (q @ k.mT).masked_fill(~LOWER, -5.0).softmax(-1) @ v, "go into masked_fill"),
+    "along the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "go into softmax"),
+    "twice": (lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v, "probabilities go into softmax"),
+    "over rows joined": (
+        lambda q, k, v: (q @ k.mT).flatten(2).softmax(-1).view(4, 2, 12, 12) @ v, "scores go into softmax",
+    ),
+    "more added to probabilities": (lambda q, k, v: ((q @ k.mT).softmax(-1) + TABLE) @ v, "probabilities go into add"),
+    "a share of probabilities": (lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5) @ v, "probabilities go into mul"),
+    "expanded": (lambda q, k, v: (q[:1] @ k[:1].mT).expand(4, -1, -1, -1).softmax(-1) @ v, "go into expand"),
+    "doubles": (lambda q, k, v: (q @ k.mT).double().softmax(-1).float() @ v, "go into double"),
+    "integers": (lambda q, k, v: (q @ k.mT).to(torch.int32).float().softmax(-1) @ v, "go into to"),
+    "values of more dimensions": (lambda q, k, v: (q[0] @ k[0].mT).softmax(-1) @ v, "probabilities go into matmul"),
+    "values from the left": (lambda q, k, v: (v.mT @ (q @ k.mT).softmax(-1)).mT, "probabilities go into matmul"),
+    "an einsum over queries": (
+        lambda q, k, v: torch.einsum("bhij,bhid->bhjd", (q @ k.mT).softmax(-1), v), "probabilities go into einsum",
+    ),
+    "an einsum with dots": (
+        lambda q, k, v: torch.einsum("...id,...jd->...ij", q, k).softmax(-1) @ v, "not one of a product of query and key",
+    ),
+    "some heads": (lambda q, k, v: (q @ k.mT)[:, :1].softmax(-1) @ v, "go into getitem"),
+    "a join": (lambda q, k, v: torch.cat([q @ k.mT, v.sum(-1, True)], -1).softmax(-1)[..., :-1] @ v, "go into cat"),
+    "large scores alone": (lambda q, k, v: (s := q @ k.mT).where(s > 0, 0).softmax(-1) @ v, "go into where"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spelling", NO_ATTENTION)
+def test_other_uses_of_scores_are_computed_as_written(spelling: str) -> None:
+    function, reason = NO_ATTENTION[spelling]
+    module = Written(function).eval()
+    exact = module(x())
+    qflash.patch(module)
+    with pytest.warns(UserWarning, match=f"attention stays in floating point: .*{reason}"):
+        assert torch.equal(module(x()), exact)
+    assert not qflash.coverage(module).layers[0].is_integer
+
+
+@torch.no_grad()
+def test_scores_compare_like_tensors() -> None:
+    seen: list[Any] = []
+
+    def compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        s, zero = q @ k.mT, torch.zeros(())
+        seen.append([s < 0, s <= zero, s > 0, s >= zero, s == s.clone(), s != 0, len(s), s[0, 0, 0, 0] == s[0, 0, 0, 0]])
+        seen[-1].append([bool(s[:1, :1, :1, :1]), [len(each) for each in s], s == None, {s: 1}[s]])  # noqa: E711
+        return s.softmax(-1) @ v
+
+    module = Written(compare).eval()
+    module(x())
+    qflash.patch(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        module(x())
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
 
 
 class InPlace(nn.Module):

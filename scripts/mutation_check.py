@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "tests" / "mutants_explained.json"
@@ -346,23 +347,23 @@ def changes_code(mutant: Mutant, copy: pathlib.Path, before: dict[str, dict[str,
     return after is not None and after != before[mutant.path]
 
 
-def record(options: argparse.Namespace, mutants: list[Mutant], tried: list[tuple[Mutant, str]]) -> dict[str, object]:
-    """Return what was tried, and with what result."""
-    results = collections.Counter(result for _, result in tried)
+def key_of(result: dict[str, Any]) -> tuple[str, str, str, int]:
+    """Return the :attr:`Mutant.key` of a result in a record."""
+    return result["path"], result["line"], result["change"], result["place"]
+
+
+def record(options: argparse.Namespace, mutants: int, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a record of a run: its options, and what was tried with what result."""
+    counts = collections.Counter(each["result"] for each in results)
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "scripts/mutation_check.py", *sys.argv[1:]]),
         "sample": options.sample,
         "seed": options.seed,
-        "mutants": len(mutants),
-        "tried": len(tried),
-        **{name: results[name] for name in ("caught", "explained", "survived")},
-        "files": {path: collections.Counter(result for x, result in tried if x.path == path) for path in TESTS},
-        "results": [
-            {"path": mutant.path, "line": mutant.text, "change": f"{mutant.old} -> {mutant.new}", "place": mutant.place}
-            | {"result": result}
-            for mutant, result in tried
-        ],
+        "mutants": mutants,
+        "tried": len(results),
+        **{name: counts[name] for name in ("caught", "explained", "survived")},
+        "files": {path: collections.Counter(x["result"] for x in results if x["path"] == path) for path in TESTS},
+        "results": results,
     }
 
 
@@ -375,9 +376,21 @@ def main() -> int:
     parser.add_argument("--match", metavar="TEXT", help="only lines that contain this")
     parser.add_argument("--list", action="store_true", help="print the mutants and test none")
     parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="write a record of the run (JSON)")
+    parser.add_argument(
+        "--again",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="only what survived in the run of this record, which is brought up to date",
+    )
     options = parser.parse_args()
     reasons = read_explanations()
     mutants = [x for path in options.file or TESTS for x in find_mutants(path) if (options.match or "") in x.text]
+    number, earlier = len(mutants), []
+    if options.again:
+        old = json.loads(options.again.read_text(encoding="utf-8"))
+        earlier, options.sample, options.seed = (old[name] for name in ("results", "sample", "seed"))
+        survived = {key_of(result) for result in earlier if result["result"] == "survived"}
+        mutants = [mutant for mutant in mutants if mutant.key in survived]
     if options.list:
         print(*choose(mutants, options.sample, options.seed), sep="\n")
         return 0
@@ -388,7 +401,8 @@ def main() -> int:
 
     torch.set_num_threads(1)
     counts: dict[str, collections.Counter[str]] = {path: collections.Counter() for path in TESTS}
-    tried: list[tuple[Mutant, str]] = []
+    survivors: list[Mutant] = []
+    results = {key_of(result): result for result in earlier}
     with tempfile.TemporaryDirectory() as folder:
         copy, log = pathlib.Path(folder, "copy"), pathlib.Path(folder, "log")
         for name in COPIED:
@@ -399,7 +413,7 @@ def main() -> int:
         before: dict[str, dict[str, str] | None] = {}
         sound: set[str] = set()
         for mutant in choose(mutants, options.sample, options.seed):
-            if sum(sum(each.values()) for each in counts.values()) == options.sample:
+            if not options.again and sum(sum(each.values()) for each in counts.values()) == options.sample:
                 break
             if mutant.key in reasons:
                 result = "explained"
@@ -409,14 +423,17 @@ def main() -> int:
                 result = "caught" if is_caught(mutant, copy, log, sound) else "survived"
             counts[mutant.path][result] += 1
             print(f"{result}: {mutant}", flush=True)
-            tried.append((mutant, result))
+            if result == "survived":
+                survivors.append(mutant)
+            path, line, change, place = mutant.key
+            results[mutant.key] = {"path": path, "line": line, "change": change, "place": place, "result": result}
             if options.output:
-                options.output.write_text(json.dumps(record(options, mutants, tried), indent=1) + "\n", encoding="utf-8")
+                made = record(options, number, list(results.values()))
+                options.output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print()
     for path, each in counts.items():
         if each:
             print(f"{path}: {sum(each.values())} mutants, " + ", ".join(f"{number} {name}" for name, number in each.items()))
-    survivors = [mutant for mutant, result in tried if result == "survived"]
     if survivors:
         print(f"\n{len(survivors)} survived and are not explained in {EXPLAINED.relative_to(ROOT)}:", *survivors, sep="\n")
     return bool(survivors)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from qflash import reference
 from qflash.bench.metrics import sqnr
-from qflash.network import execution, storage
+from qflash.network import conversion, execution, storage
 from qflash.network.mixed import compare_layers
+from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
 from qflash.network.storage import load_model, save_model
 from small_networks import KINDS, build, draw, normalise
 
@@ -137,6 +138,9 @@ def change_ours(**changes: Any) -> Any:
         (change_ours(shape={}), "no whole integer network"),
         (change_ours(constants={}), "constants do not fit"),
         (lambda header: header.pop("head.bias"), "no readable safetensors|missing or not known"),
+        (lambda header: header.update({"heads.bias": header.pop("head.bias")}), r"\['head.bias', 'heads.bias'\] are missing"),
+        (lambda header: change_constant(header), r"left must be an integer, is 1\.5"),
+        (lambda header: change_type(header), r"head\.bias must be torch\.int32 \(10,\), is torch\.float32 \(10,\)"),
     ],
 )
 def test_a_damaged_header_is_refused(made: Any, tmp_path: Path, change: Any, message: str) -> None:
@@ -145,6 +149,16 @@ def test_a_damaged_header_is_refused(made: Any, tmp_path: Path, change: Any, mes
     rewrite(path, change)
     with pytest.raises(ValueError, match=message):
         load_model(path)
+
+
+def change_constant(header: dict[str, Any]) -> None:
+    ours = json.loads(header["__metadata__"][storage.KEY])
+    next(each for each in ours["constants"].values() if "left" in each)["left"] = 1.5
+    header["__metadata__"][storage.KEY] = json.dumps(ours)
+
+
+def change_type(header: dict[str, Any]) -> None:
+    header["head.bias"]["dtype"] = "F32"
 
 
 def test_a_damaged_file_is_refused(made: Any, tmp_path: Path) -> None:
@@ -265,6 +279,64 @@ def test_bad_arguments_are_named(made: Any) -> None:
 def test_layers_without_an_integer_form_are_named(options: dict[str, Any], message: str) -> None:
     model = build("vit", **options)
     refused(ValueError, message, model, [draw(model, 1)])
+
+
+def put(path: str, part: Any) -> Any:
+    """Return what replaces an attribute of a model's submodule."""
+    *parents, name = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(parents)), name, part)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("vit", put("pool_include_prefix", True), "pool_include_prefix=True"),
+        ("vit", put("patch_embed.norm", torch.nn.LayerNorm(48)), r"patch_embed\.norm"),
+        ("vit", put("norm", torch.nn.Identity()), "no final normalisation"),
+        ("vit", put("fc_norm", torch.nn.LayerNorm(48)), "norm together with fc_norm; fc_norm behind the class token"),
+        ("vit", put("blocks.0.norm1", timm.layers.RmsNorm(48)), r"blocks\.0\.norm1 of RmsNorm \(only LayerNorm with"),
+        ("vit", put("blocks.1.norm2", torch.nn.LayerNorm(48, bias=False)), r"blocks\.1\.norm2 of LayerNorm \(only LayerNorm"),
+        ("vit", put("blocks.1.attn", torch.nn.Identity()), r"blocks\.1\.attn of Identity"),
+        ("vit", put("blocks.0.attn.norm", torch.nn.LayerNorm(48)), r"blocks\.0\.attn\.norm"),
+        ("vit", put("blocks.0.mlp", torch.nn.Identity()), r"blocks\.0\.mlp of Identity"),
+        ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"blocks\.0\.mlp of GluMlp \(only fc1, GELU, fc2\)"),
+        ("vit", put("blocks.0.mlp.act", timm.layers.activations.QuickGELU()), r"mlp\.act of QuickGELU \(only GELU\)"),
+        ("swin", put("patch_embed.norm", torch.nn.Identity()), "patch_embed without a normalisation"),
+        ("swin", put("head.global_pool.pool_type", "max"), r"global_pool='max' \(only 'avg'\)"),
+        ("swin", put("norm", torch.nn.Identity()), "no final normalisation"),
+        ("swin", put("layers.0.output_resolution", (5, 8)), r"layers\.1\.downsample of \(5, 8\) tokens \(only even sides\)"),
+        ("swin", put("layers.1.downsample", torch.nn.Identity()), r"layers\.1 without patch merging"),
+        ("swin", lambda model: put("layers.0.downsample", model.layers[1].downsample)(model), r"layers\.0\.downsample"),
+        ("swin", put("layers.0.blocks.1.window_size", (3, 4)), r"0\.blocks\.1 on \(16, 16\) tokens, no multiple of .*\(3, 4\)"),
+        ("swin", put("layers.1.blocks.0.dynamic_mask", True), r"layers\.1\.blocks\.0 with dynamic_mask=True"),
+    ],
+)
+def test_parts_without_an_integer_form_are_named(family: str, change: Any, message: str) -> None:
+    model = build(family)
+    change(model)
+    refused(ValueError, message, model, [draw(model, 1)])
+
+
+def test_activations_beyond_gelus_range_are_refused() -> None:
+    model = build("vit")
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight.mul_(1e4)
+    refused(ValueError, r"an activation of GELU is .*; integer networks take up to 105", model, [draw(model, 2)])
+
+
+def test_units_that_sums_cannot_be_brought_to_are_refused() -> None:
+    one = torch.ones(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cannot be brought to a unit .* the network's scales are degenerate"):
+        conversion.quantize_linear(
+            Linear(4, 4, torch.int8), torch.eye(4, dtype=torch.float64), None, conversion.Grid(one, 0 * one), 0 * one, 1e-9
+        )
+    wide = conversion.Range(-1000 * one, 1e-5 - 1000 * one, -1000 * one)
+    with pytest.raises(ValueError, match="GELU's zero point is too large for its unit"):
+        conversion.gelu_steps(LinearGelu(4, 4), wide, torch.eye(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="gain is too large for its unit"):
+        conversion.finish_norm(LayerNorm(4, torch.int8), torch.nn.LayerNorm(4), 1.0, 2.0**-30)
+    with pytest.raises(ValueError, match="the mean of 4 tokens has no room in 32 bits"):
+        conversion.finish_mean(Mean(4, 4, torch.int8), one * 2.0**20, one)
 
 
 def test_queries_and_keys_are_normalised(made: Any) -> None:

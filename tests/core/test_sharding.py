@@ -90,6 +90,10 @@ class Block(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
 
 
+def counts_of(sent: Any) -> dict[str, int]:
+    return {str(name).split(".")[-1].strip("')>"): count for name, count in sent.get_comm_counts().items()}
+
+
 def cases_in_two_processes() -> Iterator[dict[str, Any]]:
     """Run every case in this process, which is one of two, and yield what it gave."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -116,8 +120,8 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
         lying.append(None if case.mask is None or mask is None else parts(mask, case.mask[1]))
         with CommDebugMode() as sent:
             got = qflash.attention(*lying, **options)
-        counts = {str(name).split(".")[-1].strip("')>"): count for name, count in sent.get_comm_counts().items()}
-        yield {"equal": torch.equal(got.full_tensor(), want), "out": shape_of(got), "communication": counts}  # type: ignore[attr-defined]
+        equal = torch.equal(got.full_tensor(), want)  # type: ignore[attr-defined]
+        yield {"equal": equal, "out": shape_of(got), "communication": counts_of(sent)}
 
         if case.recipe == "default" and mask is None:
             quantised = [qflash.quantize(each, "head") for each in tensors]
@@ -176,6 +180,83 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
             split = parallelize_module(block, mesh, plan)(given)  # type: ignore[arg-type]
         # the last layer's sums are made in another order
         yield {"equal": torch.allclose(whole, split, rtol=0, atol=1e-5)}
+
+
+@pytest.fixture
+def first_of_two() -> Iterator[Any]:
+    """Return a mesh of two processes, of which this is the first and the other does nothing."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.tensor import init_device_mesh
+
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def own_half(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    return x if dim is None else x.chunk(2, dim)[0].contiguous()
+
+
+def test_one_of_two_processes(first_of_two: Any) -> None:
+    """What is sent, and the bits of what takes nothing that is sent: all that one process can tell, and tells every day."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    generator = torch.Generator().manual_seed(0)
+
+    def lying(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        placement = Replicate() if dim is None else Shard(dim)
+        half = own_half(x, dim)
+        return DTensor.from_local(half, first_of_two, [placement], run_check=False, shape=x.shape, stride=x.stride())
+
+    def lies(got: Any, want: torch.Tensor, dim: int | None) -> bool:
+        return list(got.placements) == [Replicate() if dim is None else Shard(dim)] and got.shape == want.shape
+
+    def check(got: Any, want: torch.Tensor, dim: int | None) -> None:
+        assert lies(got, want, dim)
+        assert torch.equal(got.to_local(), own_half(want, dim))
+
+    for case in CASES:
+        shapes = (4, 6, 16), (case.groups, 70, 16), (case.groups, 70, 24)
+        tensors = [torch.randn(*case.lead, *shape, generator=generator) for shape in shapes]
+        mask = None if case.mask is None else torch.rand(case.mask[0], generator=generator) > 0.4
+        options = {"recipe": case.recipe, "enable_gqa": case.groups < 4, **case.options}
+        parts = [lying(x, dim) for x, dim in zip(tensors, case.placements, strict=True)]
+        masks = None if case.mask is None or mask is None else lying(mask, case.mask[1])
+        want = qflash.attention(*tensors, mask, **options)
+        with CommDebugMode() as sent:
+            got = qflash.attention(*parts, masks, **options)
+        assert counts_of(sent) == case.communication
+        assert lies(got, want, case.out)
+        if case.communication:
+            continue
+        check(got, want, case.out)
+        if case.recipe == "default" and mask is None and QUERIES not in case.placements:
+            given = {**options, "output_scale": 0.02}
+            apart = qflash.int8_attention(*(qflash.quantize(x, "head") for x in parts), **given)
+            whole = qflash.int8_attention(*(qflash.quantize(x, "head") for x in tensors), **given)
+            check(apart.values, whole.values, case.out)  # type: ignore[union-attr]
+    with CommDebugMode() as sent:
+        packed, lengths = [torch.randn(9, 4, 16, generator=generator) for _ in range(3)], torch.tensor([0, 2, 9])
+        want = qflash.varlen_attention(*packed, lengths, lengths, 7, 7)
+        everywhere = lying(lengths, None)
+        check(qflash.varlen_attention(*(lying(x, 1) for x in packed), everywhere, everywhere, 7, 7), want, 1)
+        x = torch.randn(4, 6, 8, generator=generator)
+        for granularity, dims in {"head": (0,), "token": (0, 1), "channel": (0, 2)}.items():
+            for center in (False, True)[: 1 if granularity == "token" else 2]:
+                whole = qflash.quantize(x, granularity, center=center)
+                for dim in dims:
+                    apart = qflash.quantize(lying(x, dim), granularity, center=center)
+                    check(apart.values, whole.values, dim)
+                    check(apart.scale, whole.scale, dim)
+        for dim in (0, 1):
+            check(qflash.quantize_bias(lying(x, dim)), qflash.quantize_bias(x), dim)
+        steps = torch.rand(6, 1, 8, generator=generator) + 0.1
+        rows = torch.randn(4, 6, 5, 8, generator=generator)
+        for dim in (0, 2):
+            want = torch.ops.qflash.quantize_with_scale(rows, steps, "auto")
+            check(torch.ops.qflash.quantize_with_scale(lying(rows, dim), lying(steps, None), "auto"), want, dim)
+    assert sent.get_total_counts() == 0
 
 
 @pytest.mark.slow

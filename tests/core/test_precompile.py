@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import subprocess
@@ -73,6 +74,34 @@ def test_processes_share_the_calls(processes: int) -> None:
     calls = dict.fromkeys([f"good {i}" for i in range(5)] + ["bad"], torch.device("cpu"))
     wrong = precompile.compile_in_processes(calls, processes, lambda: ticks.append(None), echo)
     assert wrong == ["odd"] and len(ticks) == len(calls)
+
+
+def test_a_process_answers_each_call_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[Any] = []
+
+    def compile_call(call: str, device: torch.device) -> int:
+        made.append((call, device))
+        if "bad" in call:
+            raise ValueError("no room\nfor it")
+        return 1
+
+    monkeypatch.setattr(precompile, "compile_call", compile_call)
+    monkeypatch.setattr(lengths, "expect_all", lambda: made.append("every length"))
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(sys, "argv", ["-c", "cuda:1"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("good\nbad\ngood\n"))
+    precompile.serve()
+    device = torch.device("cuda", 1)
+    assert made == ["every length", device, ("good\n", device), ("bad\n", device), ("good\n", device)]
+    assert capsys.readouterr().out == "\nValueError: no room for it\n\n"
+
+
+def test_arguments_are_read_as_they_were_spelled() -> None:
+    x = torch.zeros(3, 4, dtype=torch.int8).mT
+    arguments = [x, torch.float16, (1, [2, torch.int8]), None, 0.5, "auto", True]
+    got = precompile._read(json.loads(json.dumps(precompile._spell(arguments))), torch.device("meta"))
+    assert (got[0].shape, got[0].stride(), got[0].dtype, got[0].device.type) == (x.shape, x.stride(), x.dtype, "meta")
+    assert got[1:] == [torch.float16, [1, [2, torch.int8]], None, 0.5, "auto", True]
 
 
 def test_a_process_that_ends_is_told_of() -> None:

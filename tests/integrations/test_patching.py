@@ -279,6 +279,25 @@ def test_products_in_place_count() -> None:
     assert sqnr(exact, got) > 30.0
 
 
+@torch.no_grad()
+def test_a_call_of_sdpa_with_one_head_of_keys() -> None:
+    module = Written(lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1])).eval()
+    exact = module(x())
+    got = qflash.patch(module, "accurate", strict=True)(x())
+    assert 30.0 < sqnr(exact, got) < 90.0
+
+
+@torch.no_grad()
+def test_a_call_of_sdpa_that_stays_in_floating_point() -> None:
+    wide = Written(lambda q, k, v: F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.5).float())
+    exact = wide.eval()(x())
+    with pytest.warns(UserWarning, match=r"attention stays in floating point: query must be .*float64"):
+        assert torch.equal(qflash.patch(wide)(x()), exact)
+    dropping = qflash.patch(Written(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)))
+    with pytest.raises(RuntimeError, match=r"dropout 0\.1 is active"):
+        dropping(x())
+
+
 class Unusual(Spelled):
     """Uses scores or probabilities for something besides."""
 

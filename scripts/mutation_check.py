@@ -361,6 +361,7 @@ def record(options: argparse.Namespace, mutants: int, results: list[dict[str, An
         "seed": options.seed,
         "mutants": mutants,
         "tried": len(results),
+        "tried again": sum(each.get("again", False) for each in results),
         **{name: counts[name] for name in ("caught", "explained", "survived")},
         "files": {path: collections.Counter(x["result"] for x in results if x["path"] == path) for path in TESTS},
         "results": results,
@@ -426,7 +427,9 @@ def main() -> int:
             if result == "survived":
                 survivors.append(mutant)
             path, line, change, place = mutant.key
-            results[mutant.key] = {"path": path, "line": line, "change": change, "place": place, "result": result}
+            results[mutant.key] = {
+                "path": path, "line": line, "change": change, "place": place, "result": result, "again": bool(options.again),
+            }  # fmt: skip
             if options.output:
                 made = record(options, number, list(results.values()))
                 options.output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +51,21 @@ def test_changes(mutation_check: ModuleType, language: str, source: str, expecte
         lines = (source[:start] + new + source[end:]).splitlines()
         changed += [line for line, before in zip(lines, source.splitlines(), strict=True) if line != before]
     assert sorted(changed) == sorted(expected)
+
+
+def test_a_record_counts_results_and_knows_its_mutants(mutation_check: ModuleType) -> None:
+    path = "src/qflash/fixed_point.py"
+    mutants = mutation_check.find_mutants(path)[:3]
+    results = [
+        {"path": path, "line": x.text, "change": f"{x.old} -> {x.new}", "place": x.place, "result": result, "again": again}
+        for x, result, again in zip(mutants, ("caught", "explained", "caught"), (True, False, False), strict=True)
+    ]
+    assert [mutation_check.key_of(result) for result in results] == [mutant.key for mutant in mutants]
+    record = mutation_check.record(argparse.Namespace(sample=3, seed=2), 2547, results)
+    names = ("sample", "seed", "mutants", "tried", "tried again", "caught", "explained", "survived")
+    assert [record[name] for name in names] == [3, 2, 2547, 3, 1, 2, 1, 0]
+    assert record["files"][path] == {"caught": 2, "explained": 1}
+    assert sum(sum(each.values()) for each in record["files"].values()) == 3
 
 
 def test_explanations_are_of_changes_that_exist(mutation_check: ModuleType) -> None:

@@ -42,8 +42,12 @@ class Deferred:
         is_turned: probabilities whose last two dimensions have been exchanged.
         is_answered: probabilities that have been multiplied by a value.
         is_noted: the report has these probabilities.
-        is_written: ``value`` was written to by a function that has no part in attention, and is all that counts.
+        root: whose memory this is a view of; None if it has its own.
+        is_shared: there is a view of it, or a tensor that may be one.
+        is_written: its memory was written to while shared, or by a function that has no part in attention. From then on values
+            count, of it and of its views.
         part: scores, rows and columns of them that this is, and its ``left`` as it was taken; None if it is no part.
+        changed_part: a part of this that was written to and is to be put back.
         value: the tensor, once it has been worked out.
     """
 
@@ -60,13 +64,49 @@ class Deferred:
         self.is_turned = False
         self.is_answered = False
         self.is_noted = False
+        self.is_shared = False
         self.is_written = False
+        self.root: Deferred | None = None
         self.part: tuple[Deferred, slice, slice, torch.Tensor] | None = None
+        self.changed_part: Deferred | None = None
         self.value: torch.Tensor | None = None
+        self._is_snapshot = False
+        self._snapshot: Deferred | None = None
+        self._snapshots: list[Deferred] = []
 
-    def after(self, call: Any) -> Deferred:
-        """Return the same scores as the result of a further call."""
+    @property
+    def home(self) -> Deferred:
+        """The deferred tensor whose memory this lies in."""
+        return self if self.root is None else self.root
+
+    def snapshot(self) -> Deferred:
+        """Return what stays as this is now, whatever is written to it."""
+        if self._is_snapshot:
+            return self
+        if self._snapshot is None:
+            function, args, kwargs = self.call
+            kept = Deferred((function, _snapshots(args), kwargs), self.left, self.right, self.shape, self.dtype, self.owner)
+            kept.value, kept._is_snapshot = self.value, True
+            self._snapshot = kept
+            self.home._snapshots.append(kept)
+        return self._snapshot
+
+    def write(self, func: Any, args: Any, kwargs: Any) -> Deferred:
+        """Work this out, call a function that writes to it, and let values count from now on."""
+        value = self.work_out()
+        for kept in self.home._snapshots:
+            kept.value = kept.work_out().clone()
+        self.home._snapshots = []
+        func(value, *work_out(args[1:]), **work_out(kwargs))
+        self.shape, self.home.is_written = value.shape, True
+        return self
+
+    def after(self, call: Any, is_view: bool = False) -> Deferred:
+        """Return the same scores as the result of a further call, which may be a view of this."""
+        function, args, kwargs = call
+        call = call if is_view else (function, _snapshots(args), kwargs)
         new = Deferred(call, self.left, self.right, self.shape, self.dtype, self.owner)
+        new.root = self.home if is_view else None
         new.core, new.scale, new.bias = self.core, self.scale, self.bias
         new.is_softmax, new.is_turned, new.is_answered = self.is_softmax, self.is_turned, self.is_answered
         new.part = self.part
@@ -74,20 +114,37 @@ class Deferred:
 
     def become(self, other: Deferred) -> Deferred:
         """Take another's place, as the result of a call that works in place."""
-        before = self.after(self.call)
-        before.value = self.value
         function, args, kwargs = other.call
-        self.call = function, tuple([before if each is self else each for each in args]), kwargs
+        self.call = function, _snapshots(args), kwargs
+        self._snapshot, self._snapshots = None, []
         self.left, self.right, self.shape, self.dtype = other.left, other.right, other.shape, other.dtype
         self.core, self.scale, self.bias = other.core, other.scale, other.bias
         self.is_softmax, self.is_turned, self.value = other.is_softmax, other.is_turned, None
+        if self.part is not None:
+            source = self.part[0]
+            source.changed_part = self
+            if source.home.is_shared:
+                source.put_back()
         return self
+
+    def put_back(self) -> None:
+        """Write a part that was written to where it was taken from."""
+        changed, self.changed_part = self.changed_part, None
+        if changed is not None and changed.part is not None:
+            _, rows, columns, _ = changed.part
+            call(torch.Tensor.__setitem__, (self, (slice(None),) * (self.ndim - 2) + (rows, columns), changed), {})
 
     def work_out(self) -> torch.Tensor:
         """Return the tensor, by the calls that the module made."""
+        self.put_back()
+        if self.value is None and self._snapshot is not None and self.root is None:
+            self.value = self._snapshot.work_out()
         if self.value is None:
             function, args, kwargs = self.call
-            self.value = call_alone(function, work_out(args), work_out(kwargs))
+            first, *others = work_out(args)
+            if function in _IN_PLACE or function is _assigned:
+                first = first.clone()
+            self.value = call_alone(function, (first, *others), work_out(kwargs))
         return self.value
 
     @property
@@ -108,7 +165,10 @@ class Deferred:
         if name.startswith("__"):
             raise AttributeError(name)
         function = getattr(torch.Tensor, name)
-        return Method(function, self) if callable(function) else getattr(self.work_out(), name)
+        if callable(function):
+            return Method(function, self)
+        self.home.is_shared = True
+        return getattr(self.work_out(), name)
 
     def __add__(self, other: Any) -> Any:
         return call(torch.add, (self, other), {})
@@ -204,6 +264,10 @@ class Method:
         return call(self.function, (self.tensor, *args), kwargs)
 
 
+def _snapshots(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([each.snapshot() if isinstance(each, Deferred) else each for each in args])
+
+
 def work_out(x: Any) -> Any:
     """Return arguments or results with all deferred tensors in them worked out."""
     if isinstance(x, Deferred):
@@ -289,20 +353,30 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     name = name_of(func)
     if name == "matmul" and torch.compiler.is_dynamo_compiling() and _is_swapped(func, args):
         args = args[::-1]
-    handler = None if any(isinstance(each, Deferred) and each.is_written for each in args) else _HANDLERS.get(name)
+    deferred = [each for each in args if isinstance(each, Deferred)]
+    for each in deferred:
+        if name == "setitem" and each is args[0] and each.changed_part is args[2]:
+            each.changed_part = None
+        each.put_back()
+    handler = None if any(each.home.is_written for each in deferred) else _HANDLERS.get(name)
     held = _first_deferred((args, tuple(kwargs.values())))
+    writes = func in _IN_PLACE and isinstance(args[0], Deferred)
+    if writes and (args[0].root is not None or args[0].is_shared):
+        handler = None
     if handler is not None and is_deferred(args):
         result = handler(func, args, kwargs)
         if result is not None:
-            if func in _IN_PLACE and isinstance(args[0], Deferred):
+            if writes:
                 return args[0].become(result)
+            if isinstance(result, Deferred) and result.root is not None:
+                result.root.is_shared = True
             return result
-    if held is not None and not held.is_written:
+    if held is not None and not held.home.is_written:
         held.owner.worked_out(held, name or getattr(func, "__name__", str(func)))
-    if func in _IN_PLACE and isinstance(args[0], Deferred):
-        func(*work_out(args), **work_out(kwargs))
-        args[0].is_written = True
-        return args[0]
+    if writes:
+        return args[0].write(func, args, kwargs)
+    for each in deferred:
+        each.home.is_shared = True
     return func(*work_out(args), **work_out(kwargs))
 
 
@@ -369,7 +443,12 @@ def _scaled(x: Deferred, factor: Any, call: Any, divide: bool) -> Deferred | Non
     if factor.dtype != x.left.dtype:
         new.left, new.right = new.left.to(x.left.dtype), new.right.to(x.right.dtype)
     new.bias = None if x.bias is None else x.bias * factor
+    new.dtype = _promoted(x, factor)
     return new
+
+
+def _promoted(x: Deferred, other: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, other.dtype) if other.dim() else x.dtype
 
 
 def _enlarges(other: torch.Tensor, x: Deferred) -> bool:
@@ -398,6 +477,7 @@ def _biased(x: Deferred, bias: torch.Tensor, call: Any) -> Deferred | None:
         else:
             # a view of rows or columns as a grid
             bias = bias.expand(x.shape).reshape(x.core)
+    new.dtype = _promoted(x, bias)
     new.bias = bias if new.bias is None else new.bias + bias
     return new
 
@@ -464,7 +544,8 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Deferred | None:
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Deferred | None:
-    return args[0].after((func, args, kwargs)) if isinstance(args[0], Deferred) else None
+    is_view = name_of(func) != "clone"
+    return args[0].after((func, args, kwargs), is_view) if isinstance(args[0], Deferred) else None
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> Deferred | None:
@@ -477,7 +558,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Deferred | None:
         if not x.is_softmax:
             return None
         refuse_dropout(rate)
-    return x.after((func, args, kwargs))
+    return x
 
 
 _DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -492,6 +573,8 @@ def _convert(func: Any, args: Any, kwargs: Any) -> Deferred | None:
         target = target.dtype
     if not isinstance(target, torch.dtype) or not target.is_floating_point or set(kwargs) - {"dtype"} or len(args) > 2:
         return None
+    if target == args[0].dtype:
+        return args[0]
     new = args[0].after((func, args, kwargs))
     new.dtype = target
     return new
@@ -538,7 +621,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Deferred | None:
         return None
     if x.is_softmax and tuple(new_shape[-2:]) != tuple(x.core[-2:]):
         return None
-    new = x.after((func, args, kwargs))
+    new = x.after((func, args, kwargs), is_view=True)
     new.shape = torch.Size(new_shape)
     return new
 
@@ -548,7 +631,7 @@ def _expand_as_is(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     if not isinstance(x, Deferred) or kwargs or len(sizes) != x.ndim:
         return None
     same = all(size == -1 or size == have for size, have in zip(sizes, x.shape, strict=True))
-    return x.after((func, args, kwargs)) if same else None
+    return x.after((func, args, kwargs), is_view=True) if same else None
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> Deferred | None:
@@ -568,7 +651,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Deferred | None:
         return None
     if {*order[-2:]} != {x.ndim - 2, x.ndim - 1}:
         return None
-    new = x.after((func, args, kwargs))
+    new = x.after((func, args, kwargs), is_view=True)
     if x.shape != x.core:
         if x.shape[-2:] != x.core[-2:]:
             return None
@@ -603,9 +686,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     if any(each != whole for each in index[:-2]) or any(each.stop is not None or each.step is not None for each in index):
         return None
     rows, columns = index[-2:]
-    before = x.after(x.call)
-    before.value = x.value
-    new = x.after((func, (before, index), kwargs))
+    new = x.after((func, args, kwargs))
     new.left, new.right = x.left[..., rows, :], x.right[..., columns]
     if x.bias is not None:
         new.bias = x.bias.expand(*x.bias.shape[:-2], *x.shape[-2:])[..., rows, columns]

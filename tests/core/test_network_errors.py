@@ -150,3 +150,12 @@ def test_empty_batches_and_single_rows_work(name: str, backend: str) -> None:
         got = call(name, arguments | {first: rows[:0].reshape(*shape, rows.shape[1])}, backend)
         assert got.shape == (*shape, expected.shape[1]) and got.dtype == expected.dtype
     assert torch.equal(call(name, arguments | {first: rows[0]}, backend), expected[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_images_have_empty_outputs(backend: str) -> None:
+    none = {"images": EMBEDDING["images"][:0]}
+    assert call("patch_embedding", EMBEDDING | none, backend).shape == (0, 2 + 6, 5)
+    assert call("patch_embedding", EMBEDDING | none | {"prefix": None}, backend).shape == (0, 6, 5)
+    got = call("integer_mean", MEAN | {"x": MEAN["x"][:0]}, backend)
+    assert got.shape == (0, 8) and got.dtype == torch.int8

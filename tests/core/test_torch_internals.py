@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from helpers import run_compiling
 from qflash import torch_internals
@@ -44,3 +46,13 @@ def test_with_all_of_them_calls_are_repeated() -> None:
     knows, plans, right = json.loads(done.stdout)
     assert knows and torch_internals.KNOWS_STATE and right == [True, True]
     assert plans in (0, 1, 2)
+
+
+def test_the_longest_sequence_is_found_without_the_name() -> None:
+    """By the offsets alone, which every release has."""
+    nested = torch.nested.nested_tensor([torch.zeros(length, 2) for length in (3, 7, 0)], layout=torch.jagged)
+    assert torch_internals.longest_jagged(nested) == 7
+    bare = SimpleNamespace(shape=nested.shape, offsets=nested.offsets)
+    assert torch_internals.longest_jagged(bare) == 7  # type: ignore[arg-type]
+    none = SimpleNamespace(shape=(0, 0, 2), offsets=lambda: torch.zeros(1, dtype=torch.int64))
+    assert torch_internals.longest_jagged(none) == 0  # type: ignore[arg-type]

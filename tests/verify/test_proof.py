@@ -12,7 +12,9 @@ import pathlib
 import random
 import sys
 from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -313,6 +315,36 @@ def test_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(proof.VerificationError, match="TRITON_INTERPRET"):
         proof.verify()
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = proof.CASES[0]
+    for error, said in (
+        (RuntimeError("at line 3:\nno such layout"), "RuntimeError: no such layout"),
+        (KeyError(), "KeyError: "),
+    ):
+        monkeypatch.setattr(proof, "examine", mock.Mock(side_effect=error))
+        report = proof._examine_case(case, "sm_90", None)
+        assert (report.case, report.target, report.error) == (case.name, "sm_90", said)
+    # but what the verification itself lacks ends it
+    monkeypatch.setattr(proof, "examine", mock.Mock(side_effect=proof.VerificationError("no disassembler")))
+    with pytest.raises(proof.VerificationError, match="no disassembler"):
+        proof._examine_case(case, "sm_90", None)
+
+
+def test_an_empty_disassembly_proves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    compiled = SimpleNamespace(asm={"cubin": b"", "ptx": "// ptx"}, metadata=SimpleNamespace())
+    monkeypatch.setattr(proof, "compile_call", lambda call, target: compiled)
+    monkeypatch.setattr(proof, "disassemble", lambda cubin: ("no instruction\n", {}))
+    with pytest.raises(proof.VerificationError, match="the disassembler printed no instruction for some on sm_90"):
+        proof.examine(SimpleNamespace(), "some", "sm_90", tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / "some.sm_90.sass").read_text() == "no instruction\n"
+
+
+def test_verification_says_that_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qflash.backends.triton_missing", lambda: "Triton is not installed")
+    with pytest.raises(proof.VerificationError, match="Triton is not installed"):
+        proof.verify(["vit"], ["sm_90"])
 
 
 if __name__ == "__main__":

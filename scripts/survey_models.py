@@ -6,18 +6,21 @@ them. Results go to ``benchmarks/results/model_survey.json`` as they come: a run
 
 timm: every registered architecture is built without memory for weights (PyTorch's meta device), and its classes of attention
 are looked up. Of the architectures that have the same classes the smallest is built with random weights and run. transformers:
-every model with a small number of layers is run on the meta device, patched and by name; families of ``SMALL`` are run
-with random weights.
+families of ``SMALL`` are run with random weights, patched and by name; every model that takes pixels is run patched, from its
+usual config on the meta device, or on the CPU where values count.
 
 A layer is in floating point silently if a softmax or an attention function of PyTorch runs in it, and ``qflash.coverage``
-does not say so. The exit status is 1 if there is one.
+does not say so. The exit status is 1 if there is one, or a model that fails only where it is patched.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 import json
 import math
+import signal
 import sys
 import textwrap
 import warnings
@@ -136,16 +139,25 @@ def randomise(model: nn.Module) -> None:
             parameter.normal_(0.5 if name.endswith(("weight", "gamma")) else 0.0, 0.1, generator=generator)
 
 
-def run_patched(model: nn.Module, call: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Run a model in floating point and patched; returns the layers, both outputs' SQNR and what was silent."""
+def run_patched(model: nn.Module, call: Callable[[nn.Module], Any], exact: Any = None) -> dict[str, Any]:
+    """Run a model in floating point and patched; returns the layers, both outputs' SQNR and what was silent.
+
+    Args:
+        model: the model.
+        call: runs it.
+        exact: the output in floating point where that is known.
+    """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exact = call(model)
+        exact = call(model) if exact is None else exact
         recorder = Recorder()
         try:
             qflash.patch(model)
         except ValueError as error:
-            return {"layers": [], "error": str(error)[:300]}
+            with FloatAttention() as seen:
+                call(model)
+            silent = sorted({type(module).__name__ for module in seen.callers.values() if is_silent(module)})
+            return {"layers": {}, "error": str(error)[:300], "silent": silent}
         with mock.patch.object(adapter, "attention", recorder), FloatAttention() as seen:
             got = call(model)
     report = qflash.coverage(model)
@@ -163,6 +175,8 @@ def run_patched(model: nn.Module, call: Callable[[nn.Module], Any]) -> dict[str,
         entry = layers.setdefault(key, {"layers": 0, "integer": 0, "route": layer.route, "reasons": []})
         entry["layers"] += 1
         entry["integer"] += layer.is_integer
+        if layer.route not in (None, "adapter") and layer.integer_calls + layer.float_calls == 0:
+            entry["not_called"] = entry.get("not_called", 0) + 1
         if layer.reason and layer.reason not in entry["reasons"]:
             entry["reasons"].append(layer.reason)
     finite = recorder.sqnr
@@ -177,10 +191,20 @@ def run_patched(model: nn.Module, call: Callable[[nn.Module], Any]) -> dict[str,
 
 
 NO_ATTENTION = {
+    "DFineIntegral": "bins of a box's edges",
+    "DFineLQE": "bins of a box's edges",
+    "Deimv2Integral": "bins of a box's edges",
+    "Deimv2LQE": "bins of a box's edges",
     "EfficientLoFTRForKeypointMatching": "confidences of pairs of points",
     "LogBinomialSoftmax": "bins of depth",
     "MgpstrA3Module": "weights of characters, without queries",
+    "SLANeXtSLAHead": "probabilities of a table's tokens",
+    "SLANetSLAHead": "probabilities of a table's tokens",
     "Sam2MultiScaleAttention": "weights besides those of the function it looks up, which are thrown away",
+    "PPOCRV5MobileRecHead": "probabilities of characters",
+    "PPOCRV5ServerRecHead": "probabilities of characters",
+    "PPOCRV6SmallRecHead": "probabilities of characters",
+    "PPOCRV6TinyRecHead": "probabilities of characters",
     "SuperPointInterestPointDecoder": "scores of points",
 }
 """Modules with a softmax that is none of an attention, as read in their source."""
@@ -432,6 +456,11 @@ def by_name(name: str, settings: dict[str, Any], given: dict[str, torch.Tensor])
     return "yes" if not named else "warns" if len(report.floating) == len(report) else "in part, warns"
 
 
+def first_input(model: Any) -> str:
+    """Return the name of the input that a model, or a class of models, takes first."""
+    return model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
+
+
 def list_vision_models() -> list[str]:
     """Return the names of all classes that take pixels first, as transformers' automatic classes choose them."""
     import transformers
@@ -445,36 +474,294 @@ def list_vision_models() -> list[str]:
     found = []
     for name in names:
         try:
-            if getattr(transformers, name).main_input_name == "pixel_values":
+            if first_input(getattr(transformers, name)) in ("pixel_values", "pixel_values_videos"):
                 found.append(name)
         except (AttributeError, ImportError):  # of other libraries that are not installed
             continue
     return sorted(found)
 
 
-def run_meta(name: str) -> dict[str, Any]:
-    """Build a model from its usual config on the meta device, patch it and run it on an image, a pair or a video."""
+_KERNELS = {
+    f"{way}_{ratio}ratio": [size, 1, size // 2]
+    for way in ("vertical_long_to_small_conv", "horizontal_small_to_long_conv", "symmetric_conv_long")
+    for ratio, size in (("long", 7), ("mid", 5), ("short", 3))
+}
+_DETECTOR = {
+    "intraclass_block_config": {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0], **_KERNELS},
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+_LCNET = {
+    "model_type": "pp_lcnet_v4",
+    "out_indices": [1, 2, 3, 4],
+    "block_configs": [
+        [[3, width, wider, stride, False]] for width, wider, stride in ((96, 96, 1), (96, 96, 2), (96, 192, 2), (192, 384, 2))
+    ],
+}
+_REPVIT = {
+    "model_type": "timm_wrapper",
+    "architecture": "repvit_m1",
+    "num_classes": 1000,
+    "model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "BeitForSemanticSegmentation": {"out_indices": [3, 5, 7, 11]},
+    "Blip2": {"image_token_index": 3},
+    "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
+    "ConvNextBackbone": {"hidden_sizes": [96, 192, 384, 768]},
+    "ConvNextV2Backbone": {"hidden_sizes": [96, 192, 384, 768]},
+    "EdgeTamModel": {"vision_config": {"backbone_config": _REPVIT}},
+    "EdgeTamVideo": {"vision_config": {"model_type": "edgetam_vision_model", "backbone_config": _REPVIT}},
+    "EdgeTamVision": {"backbone_config": _REPVIT},
+    "FocalNetBackbone": {"hidden_sizes": [192, 384, 768, 768]},
+    "HieraForPreTraining": {"decoder_hidden_size": 512, "decoder_depth": 2, "decoder_num_heads": 16},
+    "InstructBlip": {"image_token_index": 3},
+    "InstructBlipVideo": {"video_token_index": 3},
+    "LwDetrForObjectDetection": {"projector_scale_factors": [1.0]},
+    "LwDetrModel": {"projector_scale_factors": [1.0]},
+    "PPDocLayoutV2": {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
+    "PPOCRV5ServerDet": _DETECTOR,
+    "PPOCRV6MediumDet": {**_DETECTOR, "backbone_config": _LCNET},
+    "PPOCRV6SmallDet": {"backbone_config": _LCNET, "layer_list_out_channels": [96, 96, 192, 384]},
+    "Sapiens2For": {"head_config": {"upsample_out_channels": [64, 64], "conv_out_channels": [64]}},
+    "TimmBackbone": {"backbone": "resnet18"},
+    "TimmWrapper": {"architecture": "vit_tiny_patch16_224"},
+    "UVDocModel": {"backbone_config": {"model_type": "uvdoc_backbone", "out_indices": [1, 2, 3, 4, 5, 6]}},
+    "VitMatte": {"hidden_size": 768, "fusion_hidden_sizes": [256, 128, 64, 32], "convstream_hidden_sizes": [48, 96, 192]},
+}
+"""What a usual config lacks to be built and run, by the beginning of the model's name."""
+LARGE = 350e6
+"""Parameters above which a model that is run on the CPU gets two layers for each of its numbers of layers."""
+PATCHED_ONLY = "it fails only where it is patched"
+LONGEST = 240
+"""Seconds that a model may take on the CPU."""
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """Return a config and those of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            yield from parts_of(part)
+
+
+def field(config: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of the named fields that a config or one of its parts sets."""
+    found = (getattr(part, name, None) for part in parts_of(config) for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def sides_of(config: Any) -> list[tuple[int, int]]:
+    """Return heights and widths of images to try: those of the config first."""
+    known = [getattr(part, name, None) for part in parts_of(config) for name in ("image_size", "pretrain_image_size")]
+    known = [(size["height"], size["width"]) if isinstance(size, dict) else size for size in known if size]
+    pairs = [(size, size) if isinstance(size, int) else (tuple(size) * 2)[-2:] for size in known]
+    usual = [(224, 224), (336, 336), (48, 320), (96, 640), (256, 256), (512, 512), (640, 640), (1024, 1024), (1536, 1536)]
+    return list(dict.fromkeys([*pairs, *[(min(pair), min(pair)) for pair in pairs], *usual]))
+
+
+def packed(config: Any, make: Callable[..., torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """Return patches of two images in one row and the images' sizes in patches, in the forms that vision towers take."""
+    patch, merge = field(config, "patch_size", default=14), field(config, "spatial_merge_size", default=1)
+    channels = field(config, "num_channels", "in_channels", default=3)
+    frames = field(config, "temporal_patch_size", "patch_temporal", default=1)
+    grid = torch.tensor([[1, 8, 8], [1, 8, 12]])
+    rest = {"grid_thw": grid, "merge_sizes": torch.tensor([2, 2])}
+    yield {**rest, "pixel_values": make(160, channels * frames * patch * patch)}
+    yield {**rest, "pixel_values": make(160, channels, patch, patch)}
+    tokens = {"image_grid_thw": grid // torch.tensor([1, merge, merge])}
+    yield {**tokens, "pixel_values": make(160 // merge**2, patch * merge, patch * merge, channels)}
+    # one row of patches for each image, with padding
+    sizes = torch.tensor([[8, 8], [8, 12]])
+    held = torch.tensor([[1] * 64 + [0] * 32, [1] * 96])
+    rest = {"spatial_shapes": sizes, "pixel_attention_mask": held}
+    yield {**rest, "pixel_values": make(2, 96, channels * patch * patch)}
+    # all patches side by side in one image
+    yield {"target_sizes": sizes, "pixel_values": make(1, channels, patch, 160 * patch)}
+
+
+def prompts(config: Any) -> dict[str, torch.Tensor]:
+    """Return what is asked for beside an image: a box, and texts of 8 tokens after those that stand for the image."""
+    count = field(config, "num_query_tokens", "latent_query_num", default=0)
+    count *= 4 if field(config, "video_token_index") else 1
+    words = [5, 6, 7, 8, 9, 10, 11, 2]
+    ids = torch.tensor([[field(config, "image_token_index", "video_token_index", default=3)] * count + words])
+    text, three = torch.tensor([words]), torch.tensor([words] * 3)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "image_embeds_position_mask": (torch.arange(ids.shape[1]) < count)[None],
+        "decoder_input_ids": text,
+        "qformer_input_ids": text,
+        "input_boxes": torch.tensor([[[0.5, 0.5, 0.2, 0.3]]]),
+        "input_boxes_labels": torch.tensor([[1]]),
+        "task_inputs": torch.tensor([words + [0] * (field(config, "task_seq_len", default=8) - 8)]),
+        "classes_input_ids": three,
+        "classes_attention_mask": torch.ones_like(three),
+        "tasks_input_ids": text,
+        "tasks_attention_mask": torch.ones_like(text),
+        "classes_structure": torch.tensor([3]),
+    }
+
+
+def track(model: Any, video: torch.Tensor) -> Any:
+    """Track an object through a video by a point on the first image, or by a text."""
+    module = sys.modules[type(model).__module__]
+    session = next(each for name, each in vars(module).items() if name.endswith("InferenceSession"))
+    session = session(video, *video.shape[-2:], dtype=video.dtype)
+    if hasattr(session, "add_prompt"):
+        place = session.add_prompt("words")
+        session.prompt_input_ids[place] = torch.tensor([[5, 6, 7, 8] + [1] * 28])
+        session.prompt_attention_masks[place] = torch.tensor([[1] * 4 + [0] * 28])
+    else:
+        place = session.obj_id_to_idx(1)
+        point = {"point_coords": torch.tensor([[[[60.0, 60.0]]]]), "point_labels": torch.tensor([[[1]]], dtype=torch.int32)}
+        session.add_point_inputs(place, 0, point)
+        session.obj_with_new_inputs = [1]
+    return [model(inference_session=session, frame_idx=frame) for frame in range(len(video))]
+
+
+def calls_of(model: Any) -> Iterator[Callable[[Any], Any]]:
+    """Return calls of a model to try: on an image, a pair, a video or packed patches, with what else its forward asks for.
+
+    Tensors are on the model's device.
+    """
+    asked = {name: each.default is each.empty for name, each in inspect.signature(model.forward).parameters.items()}
+    config, device = model.config, model.device
+    generator = torch.Generator().manual_seed(1)
+    channels = field(config, "num_channels", "in_channels", default=3)
+    main = first_input(model)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=None if device.type == "meta" else generator, device=device)
+
+    def call_with(given: dict[str, Any]) -> Callable[[Any], Any]:
+        wanted = {name for name, is_needed in asked.items() if is_needed or name == "task_inputs"}
+        if "input_ids" in asked:
+            wanted |= {"input_ids", "attention_mask", "image_embeds_position_mask"}
+        elif "decoder_input_ids" in asked:
+            wanted |= {"decoder_input_ids"}
+        if "input_boxes_labels" in asked:
+            wanted |= {"input_boxes", "input_boxes_labels"}
+        extra = {name: each for name, each in prompts(config).items() if name in wanted and name in asked}
+        given = {**extra, **given}
+        given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+
+        def call(model: Any) -> Any:
+            torch.manual_seed(0)
+            return model(**given)
+
+        return call
+
+    if asked.keys() & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
+        for given in packed(config, make):
+            if given.keys() <= {*asked, "pixel_values", "merge_sizes"}:
+                yield call_with({name: each for name, each in given.items() if name in asked})
+    sides = sides_of(config)
+    frames = field(config, "num_frames", "frames_per_clip", default=16)
+    shapes = [((1,), side) for side in sides]
+    shapes += [(lead, side) for side in sides[:2] for lead in ((1, 2), (1, frames), (1, 4))]
+    for lead, side in shapes:
+        if "inference_session" in asked:
+            video = make(2, channels, *side)
+            yield lambda model, video=video: track(model, video)
+            continue
+        pixels = make(*lead, channels, *side)
+        given = {main: pixels}
+        if "prompt_pixel_values" in asked:
+            given |= {"prompt_pixel_values": pixels, "prompt_masks": pixels}
+        if asked.get("bool_masked_pos"):
+            patch = field(config, "patch_size")
+            tokens = (side[0] // patch) * (side[1] // patch) * (lead[-1] // field(config, "tubelet_size", default=1))
+            given["bool_masked_pos"] = (torch.arange(tokens) % 2 == 0)[None]
+        yield call_with(given)
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError where the body takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def keep_two_layers(config: Any) -> None:
+    """Set all numbers of layers in a config to two at most."""
+    for part in parts_of(config):
+        for name in ("num_hidden_layers", "num_layers", "depth", "layers", "encoder_layers", "decoder_layers"):
+            if isinstance(held := getattr(part, name, None), int):
+                setattr(part, name, min(held, 2))
+        if getattr(part, "layer_types", None):
+            part.layer_types = [part.layer_types[0], part.layer_types[-1]]
+
+
+def build_usual(name: str, device: str) -> Any:
+    """Build a model from its usual config, on the CPU with random weights and, where it is large, with fewer layers."""
     import transformers
 
     model_class = getattr(transformers, name)
-    options = {"architecture": "vit_tiny_patch16_224"} if name.startswith("TimmWrapper") else {}
-    with without_initialisation(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = model_class._from_config(model_class.config_class(**options)).eval()
-    config = model.config
-    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None) or 224
-    if isinstance(size, dict):
-        size = (size["height"], size["width"])
-    height, width = size[-2:] if isinstance(size, (tuple, list)) else (size, size)
-    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
-    result: dict[str, Any] = {}
-    for lead in ((1,), (1, 2), (1, getattr(config, "num_frames", None) or 16)):
-        pixels = torch.zeros(*lead, channels, height, width, device="meta")
+    options: dict[str, Any] = {}
+    for beginning, each in OPTIONS.items():
+        options |= each if name.startswith(beginning) else {}
+    config = model_class.config_class(**options)
+    with without_initialisation():
+        model = model_class._from_config(config)
+    if device == "cpu":
+        if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+            keep_two_layers(config)
+        torch.manual_seed(0)
+        model = model_class._from_config(config)
+        randomise(model)
+    return model.eval()
+
+
+def working_call(model: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Return the first call that a model in floating point takes, and its result; raises the first error if there is none."""
+    first: Exception | None = None
+    # some keep what they worked out before, and would not attend again
+    trial = copy.deepcopy(model)
+    for call in calls_of(model):
         try:
-            with torch.device("meta"):
-                return run_patched(model, lambda model, pixels=pixels: model(pixel_values=pixels))
+            with torch.no_grad():
+                return call, call(trial)
+        except TimeoutError:
+            raise
         except Exception as error:
-            result = result or {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
+            first = first or error
+    raise first or ValueError("no inputs")
+
+
+def run_usual(name: str) -> dict[str, Any]:
+    """Build a model from its usual config, patch it and run it: without memory for weights, or else on the CPU."""
+    result: dict[str, Any] = {}
+    for device in ("meta", "cpu"):
+        model = None
+        try:
+            with time_limit(LONGEST), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = build_usual(name, device)
+                with torch.device(device):
+                    call, exact = working_call(model)
+        except Exception as error:
+            built = "" if model is not None else "not built: "
+            text = " ".join(f"{type(error).__name__}: {error}".replace(name, "it").split())
+            result = {"error": f"{built}{text.partition('. ')[0]}"[:160]}
+            continue
+        try:
+            with time_limit(LONGEST), torch.device(device):
+                return {**run_patched(model, call, exact), "device": device}
+        except TimeoutError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            return {"error": f"{PATCHED_ONLY}: {type(error).__name__}: {error}"[:300]}
     return result
 
 
@@ -509,7 +796,7 @@ def survey_transformers(names: list[str], store: Store) -> None:
         if name in done or not is_chosen(name, names):
             continue
         try:
-            result = run_meta(name)
+            result = run_usual(name)
         except Exception as error:
             result = {"error": f"not built: {type(error).__name__}: {error}".partition("\n")[0][:100]}
         store.put("transformers_meta", name, result)
@@ -590,27 +877,43 @@ def run_table(runs: dict[str, Any], with_name: bool) -> list[str]:
 
 def meta_table(data: dict[str, Any]) -> list[str]:
     runs = data["transformers_meta"]
-    reasons: dict[str, list[str]] = {}
-    whole = none = 0
-    unknown: list[str] = []
+    floats: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
+    idle: list[str] = []
+    whole = none = values = 0
     for name, entry in runs.items():
         error = entry.get("error")
+        values += entry.get("device") == "cpu"
         if error and "holds no attention" in error:
             none += 1
         elif error:
-            unknown.append(name)
+            errors.setdefault(error, []).append(name)
         else:
             left = {(kind, text) for kind, layer in entry["layers"].items() for text in layer["reasons"]}
             whole += not left
+            idle += [name] * any(layer.get("not_called") for layer in entry["layers"].values())
             for kind, text in sorted(left):
-                reasons.setdefault(f"{kind.partition(':')[2]}: {text}", []).append(name)
+                floats.setdefault(f"{kind.partition(':')[2]}: {text}", []).append(name)
+    unknown = sum(len(names) for names in errors.values())
     sentence = (
-        f"{len(runs)} vision models of transformers, from their usual configs and without memory for weights: {whole} are "
-        f"wholly in integers, {none} have no attention, {len(unknown)} were not run to their end (they need other inputs than "
-        "pixels, or values that the meta device has not), and nothing is said of these. Attention stays in floating point in:"
+        f"{len(runs)} vision models of transformers, from their usual configs, completed where these lack a value: "
+        f"{len(runs) - values - unknown} without memory for weights and {values} with random weights on a CPU, there with two "
+        f"layers of each kind if they have more than {LARGE / 1e6:.0f} million parameters. {whole} are wholly in integers, "
+        f"{none} have no attention, {len(runs) - whole - none - unknown} keep some in floating point, {unknown} were not run. "
     )
-    lines = [*textwrap.wrap(sentence, 118), "", "| Class and reason | Models |", "|---|---|"]
-    return lines + [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
+    if idle:
+        sentence += f"Some layers were not called in {' and '.join(idle)}. "
+    lines = [
+        *textwrap.wrap(sentence + "Attention stays in floating point in:", 118),
+        "",
+        "| Class and reason | Models |",
+        "|---|---|",
+    ]
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(floats.items())]
+    if errors:
+        lines += ["", "| Not run | Models |", "|---|---|"]
+        lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(errors.items())]
+    return lines
 
 
 def recipe_table() -> list[str]:
@@ -689,7 +992,9 @@ def main(arguments: list[str]) -> int:
         if entry.get("silent") or "silent" in entry.get("by_name", "")
     ]
     print(f"{len(silent)} models with attention in floating point that is not named{': ' * bool(silent)}{', '.join(silent)}")
-    return bool(silent)
+    broken = [name for name, entry in store.section("transformers_meta").items() if PATCHED_ONLY in entry.get("error", "")]
+    print(f"{len(broken)} models that run only where they are not patched{': ' * bool(broken)}{', '.join(broken)}")
+    return bool(silent or broken)
 
 
 if __name__ == "__main__":

@@ -42,3 +42,11 @@ def test_the_page_has_the_tables(survey: ModuleType, data: dict[str, Any]) -> No
     page = survey.PAGE.read_text()
     for name, table in survey.tables(data).items():
         assert f"<!-- survey:{name} -->\n{table}\n<!-- end -->" in page, "python scripts/survey_models.py --table"
+
+
+def test_vision_models_run_patched_where_they_run(survey: ModuleType, data: dict[str, Any]) -> None:
+    runs = data["transformers_meta"]
+    errors = {name: entry["error"] for name, entry in runs.items() if entry.get("error")}
+    left = {name: error for name, error in errors.items() if "holds no attention" not in error}
+    assert not [name for name, error in left.items() if survey.PATCHED_ONLY in error]
+    assert len(left) <= 0.05 * len(runs)

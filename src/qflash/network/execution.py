@@ -35,8 +35,6 @@ _LIBRARY.define(
     "Tensor? position, Tensor? prefix, str backend) -> Tensor"
 )
 
-"""Largest epsilon of a normalisation, with which its variance stays below 2**55."""
-
 
 def _check_number(name: str, x: int, low: int, high: int) -> None:
     if not low <= x <= high:

@@ -41,7 +41,7 @@ LIMITS = {torch.int8: INT8, torch.int16: INT16, torch.int32: INT32}
 MAX_CHANNELS = 4096
 """Most channels of a normalisation: its sums of squares stay below 2**55."""
 MAX_EPSILON = 1 << 53
-"""Largest E of :func:`normalise`."""
+"""Largest E of :func:`normalise`, with which its variance stays below 2**55."""
 NORM_FRACTION_BITS = 20
 """Fraction bits of a normalised activation, before its channel's gain."""
 

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,8 +73,10 @@ def test_a_method_that_fails_is_named_and_the_rest_is_measured(tiny: None, monke
     assert timm_row["images_per_s"] > 0
 
 
-def test_onnxruntime_has_rows_on_a_cpu(tiny: None) -> None:
+def test_onnxruntime_has_rows_on_a_cpu(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
+    export, exports = integer_models.onnx_models.export_float, []
+    monkeypatch.setattr(integer_models.onnx_models, "export_float", lambda *args: exports.append(args) or export(*args))
     chosen = integer_models.pick_methods((), "cpu")
     names = ["onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
     assert not any(name in integer_models.pick_methods((), "cuda") for name in names)
@@ -84,6 +87,7 @@ def test_onnxruntime_has_rows_on_a_cpu(tiny: None) -> None:
     assert {row["error"] for row in record["rows"]} == {None}
     exact, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][3:])
     assert exact > 100 and 60 > dynamic > 15 and static < 60
+    assert len(exports) == 1
 
 
 def test_bad_choices_are_named() -> None:
@@ -119,7 +123,11 @@ def test_torchao_s_options_hold_for_its_own_rows_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "compile", lambda model, **given: options.append(given["options"]) or model)
     before = inductor.get_config_copy()
     images = torch.rand(2, 4)
-    subject = integer_models.Subject(torch.nn.Linear(4, 3), lambda: pytest.fail("not asked for"), images, images, images)
+
+    def unasked(*kind: str) -> Any:
+        pytest.fail("not asked for")
+
+    subject = integer_models.Subject(torch.nn.Linear(4, 3), unasked, images, images, unasked)
     assert integer_models._torchao(subject, "Config")().shape == (2, 3)
     assert options[0]["coordinate_descent_tuning"] and inductor.get_config_copy() == before
 

@@ -49,14 +49,14 @@ class Subject:
         quantise: returns the model in integers, on any device.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
-        calibration: uint8 images that it was quantised on, on the CPU.
+        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"`` or ``"dynamic"``.
     """
 
     model: nn.Module
     quantise: Callable[[], IntegerNetwork]
     pixels: torch.Tensor
     images: torch.Tensor
-    calibration: torch.Tensor
+    onnx: Callable[[str], pathlib.Path]
 
 
 def _float(subject: Subject) -> nn.Module:
@@ -97,16 +97,28 @@ def _torchao(subject: Subject, config: str) -> timers.TimedCall:
 
 
 def _onnxruntime(subject: Subject, kind: str) -> timers.TimedCall:
-    images = subject.images.float()
-    calibration = _normalised(subject.calibration, subject.model, torch.float32)
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        path = onnx_models.export_float(subject.model, calibration[:1], folder / "float.onnx")
+    return functools.partial(onnx_models.load(subject.onnx(kind), torch.get_num_threads()), subject.images.float())
+
+
+def _onnx_files(model: nn.Module, calibration: torch.Tensor, folder: str) -> Callable[[str], pathlib.Path]:
+    """Return what makes a model's files for onnxruntime, each once.
+
+    Args:
+        model: float32, on the CPU, in evaluation mode.
+        calibration: uint8 images (batch, channels, height, width), on the CPU.
+        folder: where the files go.
+    """
+
+    @functools.cache
+    def make(kind: str) -> pathlib.Path:
+        images, path = _normalised(calibration, model, torch.float32), pathlib.Path(folder) / f"{kind}.onnx"
         if kind == "static":
-            path = onnx_models.quantise_static(path, calibration, folder / "static.onnx", unsigned=True)
-        elif kind == "dynamic":
-            path = onnx_models.quantise_dynamic(path, folder / "dynamic.onnx")
-        return functools.partial(onnx_models.load(path, torch.get_num_threads()), images)
+            return onnx_models.quantise_static(make("float32"), images, path, unsigned=True)
+        if kind == "dynamic":
+            return onnx_models.quantise_dynamic(make("float32"), path)
+        return onnx_models.export_float(model, images[:1], path)
+
+    return make
 
 
 METHODS: dict[str, Callable[[Subject], timers.TimedCall]] = {
@@ -179,7 +191,7 @@ def measure(
     model: nn.Module,
     quantise: Callable[[], IntegerNetwork],
     pixels: torch.Tensor,
-    calibration: torch.Tensor,
+    onnx: Callable[[str], pathlib.Path],
     methods: dict[str, Callable[[Subject], timers.TimedCall]],
     *,
     dtype: torch.dtype,
@@ -194,14 +206,14 @@ def measure(
         model: float32, on the CPU, in evaluation mode; it is copied, not changed.
         quantise: returns it in integers.
         pixels: uint8 (batch, channels, height, width), on the device to run on.
-        calibration: uint8 images that ``quantise`` looks at, for what else is quantised.
+        onnx: returns its file for onnxruntime, see :class:`Subject`.
         methods: see :func:`pick_methods`.
         dtype: of the float methods.
         rounds: samples a method.
         energy_seconds: how long to measure the energy of each, on a GPU, after all are timed; 0: not.
     """
     device = pixels.device
-    subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype), calibration)
+    subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype), onnx)
     wanted = copy.deepcopy(model).to(device)(_normalised(pixels, model, torch.float32))
     runners = []
     for method, prepare in methods.items():
@@ -314,17 +326,19 @@ def run_integer_models(
             calibration = draw_pixels(CALIBRATION_IMAGES, size, seed=1)
             placed = copy.deepcopy(model).to(device)
             quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], progress=False))
-            for batch in batches:
-                pixels = draw_pixels(batch, size, seed=0).to(device)
-                rows += measure(
-                    name, model, quantise, pixels, calibration, methods, dtype=dtype, rounds=rounds,
-                    energy_seconds=energy_seconds, tick=tick,
-                )  # fmt: skip
-                # what was compiled for one batch is not to be made general for the next
-                torch.compiler.reset()
-                if output is not None:
-                    records.write_json(output / "models_integer.json", record)
-                    records.write_csv(output / "models_integer.csv", rows, FIELDS)
+            with tempfile.TemporaryDirectory() as folder:
+                onnx = _onnx_files(model, calibration, folder)
+                for batch in batches:
+                    pixels = draw_pixels(batch, size, seed=0).to(device)
+                    rows += measure(
+                        name, model, quantise, pixels, onnx, methods, dtype=dtype, rounds=rounds,
+                        energy_seconds=energy_seconds, tick=tick,
+                    )  # fmt: skip
+                    # what was compiled for one batch is not to be made general for the next
+                    torch.compiler.reset()
+                    if output is not None:
+                        records.write_json(output / "models_integer.json", record)
+                        records.write_csv(output / "models_integer.csv", rows, FIELDS)
     if device.type == "cuda":
         record["environment"]["nvml_after"] = nvml.snapshot(device)
     console.print(render(rows, f"whole models, integers beside {str(dtype).removeprefix('torch.')}"))

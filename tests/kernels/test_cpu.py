@@ -496,7 +496,6 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, plans: dic
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(platform.system() != "Linux", reason="limits of a process's memory are Linux's")
 def test_a_call_that_memory_runs_out_in_says_so() -> None:
     program = pathlib.Path(__file__).with_name("out_of_memory.py")
@@ -507,6 +506,7 @@ def test_a_call_that_memory_runs_out_in_says_so() -> None:
     assert all(words.startswith("not enough memory ") for _, words in said)
 
 
+@pytest.mark.usefixtures("uncached")
 def test_without_a_compiler_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

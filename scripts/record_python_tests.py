@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ import time
 from collections import Counter
 
 import qflash
+from qflash.versions import package_version
 from record_gpu_tests import outcome_of, run_tests
 
 TESTS = (
@@ -22,14 +22,6 @@ TESTS = (
 )  # fmt: skip
 """Half of all tests: the core, models and saved networks, and the kernels for CPUs and some in Triton's interpreter."""
 PACKAGES = ("torch", "triton", "numpy", "timm", "transformers", "onnx", "onnxruntime")
-
-
-def version_of(package: str) -> str | None:
-    """Return an installed package's version; None if there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main(output: pathlib.Path | None, processes: int) -> int:
@@ -44,7 +36,7 @@ def main(output: pathlib.Path | None, processes: int) -> int:
     result = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
-        **{package: version_of(package) for package in PACKAGES},
+        **{package: package_version(package) for package in PACKAGES},
         "passed": outcomes["passed"],
         "skipped": outcomes["skipped"],
         "failed": len(failed),

@@ -13,7 +13,7 @@ from ..varlen import VarlenCall
 from .device import processors_of
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
-from .heuristics import APART_KEYS, choose_tiles, quantises_apart
+from .heuristics import choose_tiles, quantises_apart
 from .launch_arguments import KernelRequest, needs_wide_offsets, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
 from .lengths import worth_compiling
@@ -129,10 +129,9 @@ def fusable(call: AttentionCall) -> bool:
 
 def prefers_streaming(call: AttentionCall) -> bool:
     """Tell whether :func:`launch_long` should take float tensors, even if :func:`fusable` accepts them."""
-    if call.keys <= APART_KEYS:  # first: this is asked in every call
-        return False
-    shape, processors = shape_of(call, True), processors_of(call.query.device)
-    return quantizes_streaming(call) and quantises_apart(shape, processors)
+    heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
+    apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
+    return apart and quantizes_streaming(call)
 
 
 def quantizes_streaming(call: AttentionCall) -> bool:

@@ -18,12 +18,12 @@ MOST_PIXELS = 1 << 26
 """Of an image; tables of tokens grow with them."""
 
 
-def _check_sizes(**sizes: Any) -> None:
-    """Require positive whole numbers, or pairs of them."""
+def _check_sizes(least: int = 1, **sizes: Any) -> None:
+    """Require whole numbers from ``least`` on, or pairs of them."""
     for name, size in sizes.items():
         numbers = size if isinstance(size, tuple) and len(size) == 2 else (size,)
-        if not all(type(number) is int and number > 0 for number in numbers):
-            raise ValueError(f"{name} must be positive and whole, got {size!r}")
+        if not all(type(number) is int and number >= least for number in numbers):
+            raise ValueError(f"{name} must be whole and at least {least}, got {size!r}")
 
 
 def _check_image(image_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
@@ -82,9 +82,7 @@ class VisionTransformerShape:
             image_channels=self.image_channels, channels=self.channels, depth=self.depth, heads=self.heads,
             head_dim=self.head_dim, hidden=self.hidden,
         )  # fmt: skip
-        for name, count in (("prefix_tokens", self.prefix_tokens), ("outputs", self.outputs)):
-            if count != 0:
-                _check_sizes(**{name: count})
+        _check_sizes(0, prefix_tokens=self.prefix_tokens, outputs=self.outputs)
         if self.pool not in ("token", "mean", "mean_then_norm"):
             raise ValueError(f"pool must be 'token', 'mean' or 'mean_then_norm', got {self.pool!r}")
         if self.pool == "token" and not self.prefix_tokens:
@@ -310,8 +308,7 @@ class SwinTransformerShape:
     def __post_init__(self) -> None:
         _check_image(self.image_size, self.patch_size)
         _check_sizes(image_channels=self.image_channels)
-        if self.outputs != 0:
-            _check_sizes(outputs=self.outputs)
+        _check_sizes(0, outputs=self.outputs)
         if not self.stages:
             raise ValueError("a Swin has at least one stage")
         grid = self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]

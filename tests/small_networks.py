@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from qflash.network import storage
 
 timm = pytest.importorskip("timm")
 
@@ -64,6 +68,26 @@ def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:
     """Return images as the float model takes them."""
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
     return (images.float() / 255 - mean) / std
+
+
+def rewrite(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a safetensors file with its header changed."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def in_ours(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+    """Return, for :func:`rewrite`, a change of what the header of a network's file holds of ours."""
+
+    def change_header(header: dict[str, Any]) -> None:
+        ours = json.loads(header["__metadata__"][storage.KEY])
+        change(ours)
+        header["__metadata__"][storage.KEY] = json.dumps(ours)
+
+    return change_header
 
 
 @pytest.fixture(scope="session")

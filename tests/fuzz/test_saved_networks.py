@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import struct
 import tempfile
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 import qflash
 from fuzz import examples
 from helpers import same_bits
-from qflash.network import storage
-from small_networks import draw, made  # noqa: F401 - a fixture
+from small_networks import draw, in_ours, made, rewrite  # noqa: F401 - a fixture
 
 ODD = (
     0,
@@ -116,19 +114,16 @@ def places_of(x: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @given(data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "swin"]))
 def test_changed_headers(made: Callable[[str], tuple[Any, Any]], data: st.DataObject, kind: str) -> None:  # noqa: F811
     model, network = made(kind)
-    content = saved(network)
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    ours = json.loads(header["__metadata__"][storage.KEY])
-    for _ in range(data.draw(st.integers(1, 2), "changes")):
-        *way, last = data.draw(st.sampled_from(places_of(ours)), "place")
-        x = ours
-        for key in way:
-            x = x[key]
-        x[last] = copy.deepcopy(data.draw(st.sampled_from(ODD), "value"))
-    header["__metadata__"][storage.KEY] = json.dumps(ours)
-    text = json.dumps(header).encode()
-    check(struct.pack("<Q", len(text)) + text + content[8 + length :], draw(model, 1))
+
+    def change(ours: dict[str, Any]) -> None:
+        for _ in range(data.draw(st.integers(1, 2), "changes")):
+            *way, last = data.draw(st.sampled_from(places_of(ours)), "place")
+            x = ours
+            for key in way:
+                x = x[key]
+            x[last] = copy.deepcopy(data.draw(st.sampled_from(ODD), "value"))
+
+    check(rewrite(saved(network), in_ours(change)), draw(model, 1))
 
 
 @examples(30)

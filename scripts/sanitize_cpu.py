@@ -71,6 +71,13 @@ def run(level: str, share: float, optimise: str, checks: tuple[str, ...], record
     }
 
 
+def checks_of(level: cpu_driver.Level, *, races: bool, plain: bool) -> tuple[str, ...]:
+    """Return the compiler's flags for what is looked for."""
+    if races or plain:
+        return cpu_driver.RACES if races else ()
+    return cpu_driver.TRAP if level.compiler else cpu_driver.SANITIZE
+
+
 def compiler_version(command: list[str]) -> str:
     """Return the first line that a compiler says of itself."""
     done = subprocess.run([*command, "--version"], capture_output=True, text=True)
@@ -83,8 +90,9 @@ def main() -> int:
     parser.add_argument("--level", action="append", choices=list(cpu_driver.LEVELS), help="only this one; may be repeated")
     parser.add_argument("--share", type=float, default=1.0, help="of the calls of a full run (default: 1)")
     parser.add_argument("--optimise", default="", metavar="FLAG", help="for the compiler; default: as the kernels are shipped")
-    parser.add_argument("--races", action="store_true", help="look for races between threads, with clang's ThreadSanitizer")
-    parser.add_argument("--plain", action="store_true", help="without sanitizers, as the kernels are shipped")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--races", action="store_true", help="look for races between threads, with clang's ThreadSanitizer")
+    instead.add_argument("--plain", action="store_true", help="without sanitizers, as the kernels are shipped")
     parser.add_argument("--record", type=pathlib.Path, metavar="DIR", help="keep program, calls and results of one level")
     parser.add_argument("--output", type=pathlib.Path, metavar="OUT.json", help="where the record goes")
     arguments = parser.parse_args()
@@ -114,9 +122,7 @@ def main() -> int:
             print(f"{level}: left out, {reason}", flush=True)
             done[level] = {"left_out": reason}
         else:
-            checks = () if arguments.plain else cpu_driver.TRAP if one.compiler else cpu_driver.SANITIZE
-            if arguments.races:
-                checks = cpu_driver.RACES
+            checks = checks_of(one, races=arguments.races, plain=arguments.plain)
             done[level] = found = run(level, arguments.share, arguments.optimise, checks, arguments.record)
             print(f"{level}: {found['calls']} calls, {found['failed']} faults, {found['seconds']} s", flush=True)
         if arguments.output:

@@ -122,6 +122,19 @@ def _make_mul(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return _plain(lambda a, b: a * b, _type(modifiers), operands)
 
 
+def _quotient(a: Bits, b: Bits) -> Bits:
+    """``a / b`` without its fraction; what is made of a divisor of 0, in lanes that are masked, counts for nothing."""
+    safe = np.where(b == 0, np.ones_like(b), b)
+    floor = a // safe
+    return (floor + ((floor < 0) & (floor * safe != a))).astype(a.dtype)
+
+
+def _make_div(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    if _type(modifiers)[0] not in "su":
+        raise NotImplementedError(f"div.{'.'.join(modifiers)}")
+    return _plain(_quotient, _type(modifiers), operands)
+
+
 def _make_mad(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     if modifiers[0] == "wide":
         return _wide(_type(modifiers), operands, True)

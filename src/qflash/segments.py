@@ -1,5 +1,7 @@
 """What quantisation has to find over the tokens of each of several packed sequences, in PyTorch and without their lengths.
 
+For the C kernels, and on a GPU for recipes that :mod:`.kernels.triton.quantize_streaming` does not know.
+
 The bits are those of :mod:`.quantization` on each sequence alone: minima and maxima do not depend on an order, and all else
 is elementwise. Nothing waits for a GPU: which sequence a token belongs to is found on its device.
 """
@@ -142,4 +144,4 @@ def quantize(call: VarlenCall) -> VarlenCall:
     else:
         value, value_scale = _quantized(call.value, keys, recipe.value_granularity, False)
     scales = Scales(query_scale, key_scale, value_scale, None, offset)
-    return dataclasses.replace(call, query=query, key=key, value=value, scales=scales, value_sums=keys.sums(value))
+    return dataclasses.replace(call, query=query, key=key, value=value, scales=scales, value_sums=keys.sums(value)[:, :, None])

@@ -1,8 +1,8 @@
 """Attention of sequences of several lengths that lie one behind the other in packed tensors: what the operator does.
 
 The specification is a call of :func:`.execution.attend` for each sequence. The other back ends take all sequences at once:
-the C kernels quantise and attend; for the GPU PyTorch finds scales sequence by sequence (:mod:`.segments`) and one launch
-attends. Neither looks at lengths on the host, so that a GPU is not waited for.
+the C kernels quantise and attend; on a GPU one or two launches quantise, or for recipes that those do not know PyTorch
+(:mod:`.segments`), and one attends. None looks at lengths on the host, so that a GPU is not waited for.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class VarlenCall:
     Attributes:
         query, key, value: ``(tokens, heads, channels)``: float, or int8 with scales. Key and value may have fewer heads.
         scales: of int8 tensors: for each token (tokens, heads, 1), or for each sequence (sequences, heads | 1, channels | 1).
-        value_sums: of int8 values, of each sequence's tokens, (sequences, heads, channels), int32.
+        value_sums: of int8 values, of chunks of each sequence's tokens, (sequences, heads, chunks, channels), int32.
         lengths: of the sequences.
         is_causal: query i of a sequence sees its keys 0 to i.
         softmax_scale: positive factor of the scores.
         out_dtype: float16, bfloat16 or float32.
         recipe: the numerical choices.
+        packed_value: int8 values lie as :func:`.triton.quantize_streaming.launch_quantize_long` leaves those of sequences.
     """
 
     query: torch.Tensor
@@ -64,6 +65,7 @@ class VarlenCall:
     softmax_scale: float
     out_dtype: torch.dtype
     recipe: Recipe
+    packed_value: bool = False
 
 
 def _check_on_the_host(name: str, cumulative: torch.Tensor, tokens: int, most: int, most_name: str) -> None:
@@ -111,7 +113,7 @@ def varlen_attention(
         return launch_varlen(segments.prepare(call))
     from .kernels.dispatch import launch_varlen as launch_on_gpu
 
-    return launch_on_gpu(segments.quantize(segments.prepare(call)))
+    return launch_on_gpu(call)
 
 
 def _attend_each(call: VarlenCall) -> torch.Tensor:

@@ -22,7 +22,7 @@ from triton.runtime import JITFunction
 import network_cases
 import ptx
 from helpers import run_by_address, same_bits
-from qflash import execution, reference
+from qflash import execution, reference, varlen
 from qflash.attention_call import float_call, int8_call
 from qflash.kernels import device, dispatch, heuristics, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
@@ -30,7 +30,7 @@ from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
-from qflash.recipe import DEFAULT
+from qflash.recipe import DEFAULT, Recipe
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
@@ -266,6 +266,36 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
     calls[0].run()
     assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "recipe", "target"),
+    [
+        (64, torch.float16, DEFAULT, "sm_90"),
+        (104, torch.bfloat16, DEFAULT.replace(smooth_value=True), "sm_90"),
+        (64, torch.float32, DEFAULT, "sm_80"),
+    ],
+)
+def test_packed_sequences(
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, recipe: Recipe, target: str
+) -> None:
+    """No keys, few keys, whose sum is rounded, and several tiles; quantised by one launch, and by two."""
+    quantize = emulated("qflash.kernels.triton.quantize_streaming", target)
+    queries, keys = [1, 3, 0, 70], [140, 0, 0, 64] if dtype == torch.float32 else [270, 0, 0, 64]
+    generator = torch.Generator().manual_seed(head_dim)
+    query, key, value = (
+        torch.randn(sum(lengths), heads, head_dim, generator=generator).to(dtype)
+        for lengths, heads in ((queries, 2), (keys, 1), (keys, 1))
+    )
+    cumulative = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
+    lengths = varlen.Lengths(*cumulative, max(queries), max(keys))
+    call = varlen.VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
+    expected = varlen.varlen_attention(query, key, value, *lengths, False, 0.2, recipe.key, "reference")
+    monkeypatch.setattr(sm90, "takes_varlen", lambda call: target == "sm_90")
+    for short in (0, 1024):
+        monkeypatch.setattr(quantize, "_SHORT", short)
+        monkeypatch.setattr(quantize, "_PROGRAMS", 1)
+        assert same_bits(dispatch.launch_varlen(call), expected), short
 
 
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case in range(8) for target in TARGETS[case % 2 :: 2]])

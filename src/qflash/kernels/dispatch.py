@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 
-from ..attention_call import AttentionCall, int8_call
+from .. import segments
+from ..attention_call import AttentionCall, Scales, int8_call
 from ..varlen import VarlenCall
 from .device import processors_of
 from .gluon.sm90 import launch as sm90
@@ -200,12 +202,46 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)
 
 
+def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
+    """Quantise packed sequences by :func:`launch_quantize_long`; with ``fragment_order`` query is left to the next kernel."""
+    query, key, value = (x[None].transpose(1, 2) for x in (call.query, call.key, call.value))
+    recipe = call.recipe
+    found = launch_quantize_long(
+        None if fragment_order else query, key, value, recipe.smooth_key, fragment_order, recipe.smooth_value, call.lengths,
+        call.is_causal,
+    )  # fmt: skip
+
+    def tokens_first(x: torch.Tensor) -> torch.Tensor:
+        return x[0].transpose(0, 1)
+
+    def of_sequences(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[:, :, 0]
+
+    scales = Scales(
+        None if found.query_scale is None else tokens_first(found.query_scale), found.key_scale[:, :, 0],
+        found.value_scale[:, :, 0], None, of_sequences(found.value_offset),
+    )  # fmt: skip
+    return dataclasses.replace(
+        call, query=call.query if found.query is None else tokens_first(found.query), key=tokens_first(found.key),
+        value=tokens_first(found.value), scales=scales, value_sums=found.value_sums, packed_value=True,
+    )  # fmt: skip
+
+
 def launch_varlen(call: VarlenCall) -> torch.Tensor:
-    """Attend to packed int8 sequences (:func:`.segments.quantize`) in one launch."""
+    """Quantise packed float sequences and attend to them, in two or three launches; or in PyTorch (:mod:`.segments`) and one.
+
+    For Hopper keys and values are quantised before, and query on the way.
+    """
     guard = call.query.device.type == "cpu"
     # the interpreter truncates to bfloat16 where that must round
     dtype = torch.float32 if guard and call.out_dtype == torch.bfloat16 else call.out_dtype
     out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=dtype, device=call.query.device)
-    for launch in portable.varlen_launches(call, out, guard):
+    if not quantizes_long(call.recipe, call.lengths.sequences) or call.key.shape[0] == 0:
+        launches = portable.varlen_launches(segments.quantize(segments.prepare(call)), out, guard)
+    elif sm90.takes_varlen(call):
+        launches = [sm90.varlen_launch(_quantized_varlen(call, True), out)]
+    else:
+        launches = portable.varlen_launches(_quantized_varlen(call, False), out, guard)
+    for launch in launches:
         launch.run()
     return out.to(call.out_dtype)

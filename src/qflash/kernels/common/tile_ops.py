@@ -148,6 +148,16 @@ def channel_of_row(row, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def packed_start(first, z):
+    """Where the values of packed sequence ``z``, whose first key is ``first``, begin in packed V: a multiple of 128.
+
+    Each has places for its keys up to a multiple of 128. Nothing has to be added up for that: the whole blocks before key
+    ``first``, and one more for each sequence before, are never fewer than those sequences take.
+    """
+    return (tl.cdiv(first, 128) + z) * 128
+
+
+@triton.jit
 def _to_operand(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """P with its columns in the order of the keys (undoes :func:`key_order`), (BLOCK_M, BLOCK_N); no shuffle."""
     columns = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))

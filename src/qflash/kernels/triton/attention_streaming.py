@@ -35,6 +35,7 @@ from ..common.tile_ops import (
     load_value,
     mask_pointer,
     output_factors,
+    packed_start,
     probability_words,
     row_multiplier,
     row_of_channel,
@@ -230,6 +231,7 @@ def long_kernel(
 
     With VARLEN z is a sequence of packed tensors, whose cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: strides of a
     batch are 0 but those of what there is for each sequence, and ``queries``, ``keys`` and ``inverse_count`` are found here.
+    Unless VALUE_ROWS, values begin at :func:`.common.tile_ops.packed_start`.
     Programs past the end of their sequence's queries take no keys and store nothing.
     """
     z = tl.program_id(2).to(tl.int64)
@@ -253,7 +255,7 @@ def long_kernel(
         keys = tl.where(tl.program_id(0) * BLOCK_M < queries, keys, 0)
         q_ptr += first_q * q_stride_n
         k_ptr += first_k * k_stride_n
-        v_ptr += first_k * v_stride_n
+        v_ptr += first_k * v_stride_n if VALUE_ROWS else packed_start(first_k, z)
         o_ptr += first_q * o_stride_n
         qs_ptr += first_q * qs_stride_n
         ks_ptr += first_k * ks_stride_n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -128,6 +129,34 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
     return packed[:, :, :channels, :keys].mT, sums, launches
 
 
+def one_element(call: VarlenCall) -> AttentionCall:
+    """Return packed int8 sequences as a call of one batch element, for what arguments of all calls are made of."""
+    assert call.scales is not None
+    query, key, value = (x[None].transpose(1, 2) for x in (call.query, call.key, call.value))
+    scales = Scales(*(x if x is None else x[None].transpose(1, 2) for x in call.scales))  # type: ignore[arg-type]
+    return AttentionCall(query, key, value, scales, None, call.is_causal, call.softmax_scale, call.out_dtype, call.recipe)
+
+
+def varlen_arguments(call: VarlenCall, out: torch.Tensor) -> dict[str, Any]:
+    """Return pointers and strides of packed sequences; those of a batch are 0 but of what there is for each sequence."""
+    scales, sums, recipe = call.scales, call.value_sums, call.recipe
+    assert scales is not None and sums is not None
+    arguments: dict[str, Any] = {"cu_q_ptr": call.lengths.queries, "cu_k_ptr": call.lengths.keys, "sums_ptr": sums}
+    for name, x in {"q": call.query, "k": call.key, "v": call.value, "o": out}.items():
+        arguments |= {f"{name}_ptr": x, f"{name}_stride_z": 0, f"{name}_stride_h": x.stride(1)}
+        arguments |= {f"{name}_stride_n": x.stride(0), f"{name}_stride_d": x.stride(2)}
+    given = {"qs": call.query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
+    given |= {"os": scales.value, "vo": scales.value if scales.offset is None else scales.offset}
+    # a sequence may have a single token, which tells nothing of what shares a scale
+    by_token = {"qs": recipe.query_granularity == "token", "ks": recipe.key_granularity == "token"}
+    for name, x in given.items():
+        heads, channels = (0 if x.shape[dim] == 1 else x.stride(dim) for dim in (1, 2))
+        token = by_token.get(name, False)
+        arguments |= {f"{name}_ptr": x, f"{name}_stride_h": heads, f"{name}_stride_z": 0 if token else x.stride(0)}
+        arguments |= {f"{name}_stride_n": x.stride(0) if token else 0} if name in by_token else {f"{name}_stride_d": channels}
+    return arguments
+
+
 def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[KernelLaunch]:
     """Spell out attention of packed int8 sequences: a launch for up to 65535 of them.
 
@@ -136,16 +165,9 @@ def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[Ke
         out: (queries, heads, value channels).
         guard: compile for Triton's interpreter.
     """
-    lengths, recipe, scales, sums = call.lengths, call.recipe, call.scales, call.value_sums
-    assert scales is not None and scales.query is not None and sums is not None
-    tokens = {"q": call.query, "k": call.key, "v": call.value, "o": out}
-    # views of one batch element, for what kernels take of any call
-    views = {name: x[None].transpose(1, 2) for name, x in tokens.items()}
-    one = AttentionCall(
-        views["q"], views["k"], views["v"],
-        Scales(*(x if x is None else x[None].transpose(1, 2) for x in scales)),  # type: ignore[arg-type]
-        None, call.is_causal, call.softmax_scale, call.out_dtype, recipe,
-    )  # fmt: skip
+    lengths, recipe, sums = call.lengths, call.recipe, call.value_sums
+    assert sums is not None
+    one = one_element(call)
     shape = AttentionShape(
         recipe, one.head_dim, one.value_dim, lengths.most_queries, max(SHORT_ROW + 1, lengths.most_keys),
         one.heads * lengths.sequences, masked=True,
@@ -153,43 +175,34 @@ def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[Ke
     tiles = choose_tiles(shape, capability_of(out.device))
     if recipe.normalization == "two_pass" and lengths.most_keys <= 64:
         tiles = tiles._replace(block_n=min(tiles.block_n, 64))
-    request = KernelRequest(one, views["o"], guard)
-    # a sequence may have a single token, which tells nothing of what shares a scale
-    by_token = {"qs": recipe.query_granularity == "token", "ks": recipe.key_granularity == "token"}
-    arguments = call_arguments(request, tiles) | {
+    request = KernelRequest(one, out[None].transpose(1, 2), guard)
+    arguments = call_arguments(request, tiles) | varlen_arguments(call, out)
+    tokens = (call.query, call.key, out) if call.packed_value else (call.query, call.key, call.value, out)
+    arguments |= {
         "keys": lengths.most_keys,
         "queries": lengths.most_queries,
         "inverse_count": 0,  # found for each sequence
-        "parts": 1,
-        "KEY_TOKEN": by_token["ks"],
-        "QUERY_TOKEN": by_token["qs"],
+        "parts": sums.shape[2],
+        "KEY_TOKEN": recipe.key_granularity == "token",
+        "QUERY_TOKEN": recipe.query_granularity == "token",
         "EXACT": recipe.takes_exact_sum(lengths.most_keys),
         "ONLINE": recipe.normalization != "two_pass",
-        "VALUE_SUMS": False,
+        "VALUE_SUMS": call.packed_value and not call.is_causal,
         # offsets begin with the sequence
-        "WIDE_OFFSETS": any(x.stride(0) * max(lengths.most_queries, lengths.most_keys) >= 1 << 31 for x in tokens.values()),
+        "WIDE_OFFSETS": any(x.stride(0) * max(lengths.most_queries, lengths.most_keys) >= 1 << 31 for x in tokens),
         "WIDE_SUMS": lengths.most_keys > fp.SECTION_KEYS,
         "VARLEN": True,
-        "VALUE_ROWS": True,
+        "VALUE_ROWS": not call.packed_value,
         "mask_ptr": call.query,
         **{f"mask_stride_{axis}": 0 for axis in "zhmn"},
     }
-    for name, x in tokens.items():
-        arguments |= {f"{name}_ptr": x, f"{name}_stride_z": 0, f"{name}_stride_h": x.stride(1)}
-        arguments |= {f"{name}_stride_n": x.stride(0), f"{name}_stride_d": x.stride(2)}
-    given = {"qs": scales.query, "ks": scales.key, "vs": scales.value, "os": scales.value}
-    given["vo"] = scales.value if scales.offset is None else scales.offset
-    for name, x in given.items():
-        heads, channels = (0 if x.shape[dim] == 1 else x.stride(dim) for dim in (1, 2))
-        token = by_token.get(name, False)
-        arguments |= {f"{name}_stride_h": heads, f"{name}_stride_z": 0 if token else x.stride(0)}
-        arguments |= {f"{name}_stride_n": x.stride(0) if token else 0} if name in by_token else {f"{name}_stride_d": channels}
+    of_tokens = {"qs_ptr": arguments["QUERY_TOKEN"], "ks_ptr": arguments["KEY_TOKEN"]}
+    of_sequences = ["cu_q_ptr", "cu_k_ptr", "sums_ptr", "vs_ptr", "os_ptr", "vo_ptr"]
+    of_sequences += [name for name, token in of_tokens.items() if not token]
     scores = ScoreTile(tiles.block_m, tiles.block_n, whole=False)
     blocks, launches = triton.cdiv(lengths.most_queries, tiles.block_m), []
     for start in range(0, lengths.sequences, MOST_BLOCKS):
-        pointers: dict[str, torch.Tensor] = {"cu_q_ptr": lengths.queries[start:], "cu_k_ptr": lengths.keys[start:]}
-        pointers["sums_ptr"] = sums[start:]
-        pointers |= {f"{name}_ptr": x if by_token.get(name) else x[start:] for name, x in given.items()}
+        pointers = {name: arguments[name][start:] for name in of_sequences}
         grid = (blocks, one.heads, min(MOST_BLOCKS, lengths.sequences - start))
         launches.append(
             KernelLaunch(long_kernel, grid, arguments | pointers, launch_options(tiles), "triton.streaming", scores)

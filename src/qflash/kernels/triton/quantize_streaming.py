@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ...recipe import Recipe
+from ...varlen import Lengths
 from ..common.quantize_ops import (
     amplitude_to_scale,
     centered_scale,
@@ -37,7 +38,7 @@ from ..common.quantize_ops import (
     round_to_int8,
     zero_point,
 )
-from ..common.tile_ops import interleave, inverse_key_order, row_of_channel
+from ..common.tile_ops import interleave, inverse_key_order, packed_start, row_of_channel
 from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
 from ..tiles import kernel_width
@@ -47,6 +48,8 @@ _PROGRAMS = 256
 """Programs that find ranges, at least: fewer would leave SMs idle, more would leave more ranges to read."""
 _CHUNK = 256
 """Tokens that a program quantises, at least."""
+_SHORT = 1024
+"""Most tokens of a head whose ranges one program finds."""
 
 
 @triton.jit
@@ -65,45 +68,90 @@ def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFF
 
 
 # These are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
+@triton.jit
+def _sequence(cu_ptr, z):
+    """(first token, number of tokens) of packed sequence ``z``."""
+    first = tl.load(cu_ptr + z).to(tl.int64)
+    return first, (tl.load(cu_ptr + z + 1).to(tl.int64) - first).to(tl.int32)
+
+
+@triton.jit
+def _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL: tl.constexpr):
+    """(first key, number of keys that a query sees) of packed sequence ``z``: :mod:`qflash.unseen_tokens`."""
+    first, keys = _sequence(cu_k_ptr, z)
+    if CAUSAL:
+        _, queries = _sequence(cu_q_ptr, z)
+        keys = tl.minimum(keys, queries)
+    return first, keys
+
+
+@triton.jit
+def _range(
+    base, stride_n, stride_d, begin, end, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
+    """(minima, maxima) of a head's channels over tokens ``begin`` to ``end``, at least one: two (BLOCK_D,) float32.
+
+    A channel with a NaN has NaN there, or infinity in the interpreter.
+    """
+    n, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    low = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    if GUARD:
+        low = low.to(tl.float32)
+    high = low
+    for start in range(BLOCK_N, end - begin, BLOCK_N):
+        x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
+        low, high = lower(low, x, GUARD), higher(high, x, GUARD)
+    return lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
+
+
 @triton.jit(do_not_specialize=("tokens",))
 def long_range_kernel(
-    k_ptr, v_ptr, low_ptr, high_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
-    v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk,
+    k_ptr, v_ptr, low_ptr, high_ptr, cu_q_ptr, cu_k_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
+    v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk, VARLEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
     UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd)."""
+    """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd).
+
+    With VARLEN z is a packed sequence, as in :func:`long_quantize_kernel`.
+    """
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
     is_value = tl.program_id(2) % 2
     begin = part * chunk
-    end = tl.minimum(begin + chunk, tokens)
     base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
     stride_d = k_stride_d
     if is_value == 1:
         base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
         stride_d = v_stride_d
         channels = value_channels
+    if VARLEN:
+        first, tokens = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
+        base += first * stride_n
     channels = channels // UNIT * UNIT
-    n, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    low = _load(base, stride_n, stride_d, n, end - 1, d, channels)
-    if GUARD:
-        low = low.to(tl.float32)
-    high = low
-    for start in range(BLOCK_N, chunk, BLOCK_N):
-        x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
-        low, high = lower(low, x, GUARD), higher(high, x, GUARD)
-    out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + d
-    # a channel with a NaN has NaN here, or infinity in the interpreter
-    tl.store(low_ptr + out, lowest(low.to(tl.float32), 0, GUARD))
-    tl.store(high_ptr + out, highest(high.to(tl.float32), 0, GUARD))
+    # of a chunk past the end the last token's range is written, which changes none
+    if tokens > 0:
+        low, high = _range(
+            base, stride_n, stride_d, begin, tl.minimum(begin + chunk, tokens), channels, BLOCK_N, BLOCK_D, GUARD
+        )  # fmt: skip
+        out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(low_ptr + out, low)
+        tl.store(high_ptr + out, high)
 
 
 @triton.jit
-def _whole_range(low_ptr, high_ptr, row, ranges, RANGES: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr):
-    """(minimum, maximum) of a head's channels, from those of its chunks: two (BLOCK_D,) float32."""
-    parts = tl.arange(0, RANGES)[:, None]
-    at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    low = lowest(tl.load(low_ptr + at, mask=parts < ranges, other=float("inf")), 0, GUARD)
-    return low, highest(tl.load(high_ptr + at, mask=parts < ranges, other=float("-inf")), 0, GUARD)
+def _whole_range(
+    low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """(minimum, maximum) of a head's channels, two (BLOCK_D,) float32, from those of its chunks; if RANGES is 0, its tokens."""
+    if RANGES == 0:
+        low, high = _range(base, stride_n, stride_d, 0, tokens, channels, BLOCK_N, BLOCK_D, GUARD)
+    else:
+        parts = tl.arange(0, RANGES)[:, None]
+        at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        low = lowest(tl.load(low_ptr + at, mask=parts < ranges, other=float("inf")), 0, GUARD)
+        high = highest(tl.load(high_ptr + at, mask=parts < ranges, other=float("-inf")), 0, GUARD)
+    return low, high
 
 
 @triton.jit
@@ -147,7 +195,7 @@ def _store_keys(
 
 @triton.jit
 def _keys(
-    base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, channels,
+    base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, channels,
     RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write keys ``begin`` to ``end`` of a head as int8; the first chunk's program also writes the scale."""
@@ -155,7 +203,9 @@ def _keys(
     n = begin + tl.arange(0, BLOCK_N)
     # prefetch: this load runs while the ranges are combined, later ones while the tile before is stored
     x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
-    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
+    low, high = _whole_range(
+        low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
+    )
     middle, scale = _key_scale(low, high, d, channels, CENTER)
     tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scale, mask=begin + tl.zeros((1, 1), tl.int32) == 0)
     inverse = inverse_scale(scale, GUARD)
@@ -208,19 +258,19 @@ def _four_int8(tiles, n, tokens, inverse, zero, FAR: tl.constexpr, CENTER: tl.co
 
 
 @triton.jit
-def _store_values(packed, four, rows, start, padded, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store four tiles of values, interleaved, from key ``start`` on; return the elementwise sum of the four, int32."""
     i0, i1, i2, i3 = four
     column = start + tl.arange(0, BLOCK_N)
     inside = (d[None, :] < width) & (column[:, None] < padded)
-    tl.store(packed + rows[None, :] * padded + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
+    tl.store(packed + rows[None, :] * row_stride + column[:, None], interleave(i0, i1, i2, i3, BLOCK_N, BLOCK_D), mask=inside)
     return (i0.to(tl.int32) + i1.to(tl.int32)) + (i2.to(tl.int32) + i3.to(tl.int32))
 
 
 @triton.jit
 def _values(
-    base, stride_n, stride_d, packed, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens,
-    padded, channels, width, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    base, stride_n, stride_d, packed, row_stride, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end,
+    tokens, padded, channels, width, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
@@ -231,7 +281,9 @@ def _values(
     if PERMUTED:
         n = inverse_key_order(n)
     v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
-    low, high = _whole_range(low_ptr, high_ptr, row, ranges, RANGES, BLOCK_D, GUARD)
+    low, high = _whole_range(
+        low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
+    )
     middle, scale = _value_scale(low, high, d, channels, CENTER, BLOCK_D)
     first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
     tl.store(scale_ptr + d[None, :], scale, mask=first)
@@ -246,24 +298,29 @@ def _values(
         four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, CENTER, GUARD)
         n += BLOCK_N
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
-        sums += _store_values(packed, four, rows, start, padded, d, width, BLOCK_N, BLOCK_D)
+        sums += _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK_N, BLOCK_D)
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
 
 
 @triton.jit(do_not_specialize=("queries", "tokens"))
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
-    value_offset_ptr, sums_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
-    v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n, value_channels, width,
-    key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
-    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
+    k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n,
+    value_channels, width, key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
+    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
     Program z modulo KINDS (2 or 3), counted from the last program, tells which. Values are written as the tensor core
     reads them, (``width`` channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
-    with PERMUTED in the orders of :func:`.triton.attention_streaming.pack_value_kernel`.
+    with PERMUTED in the orders of :func:`.triton.attention_streaming.pack_value_kernel`. If RANGES is 0 a program finds the
+    ranges of its head itself.
+
+    With VARLEN z is a sequence of packed tensors, of which cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: scales and
+    sums are those of sequences, and all else is that of one batch element with ``queries``, ``tokens`` and ``padded`` in all.
+    Its values begin at :func:`.common.tile_ops.packed_start`. With CAUSAL keys that no query sees are left out.
     """
     # from the last chunk to the first: the last ones are still in the cache from the search for ranges
     part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -272,31 +329,53 @@ def long_quantize_kernel(
     begin = part * chunk
     channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
     if kind == 2:
-        head = z * tl.num_programs(1) + h
         base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT, WIDE_OFFSETS)
+        place = (z * tl.num_programs(1) + h) * queries
+        if VARLEN:
+            first, count = _sequence(cu_q_ptr, z)
+            base += first * stride_n
+            # a head has all sequences' queries
+            place = h * tl.cast(queries, tl.int64) + first
+            queries = count
         _queries(
-            base, stride_n, q_stride_d, query_ptr + head * queries * channels,
-            query_scale_ptr + head * queries, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
+            base, stride_n, q_stride_d, query_ptr + place * channels,
+            query_scale_ptr + place, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
         )  # fmt: skip
     elif h < key_heads and part < parts:
         head = z * key_heads + h
         row = (2 * z + kind) * key_heads + h
+        place, packed, row_stride = head * tokens, packed_ptr + head * width * padded, padded
+        first, inside, empty = 0, True, False
+        if VARLEN:
+            first, count = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
+            inside, empty = begin < count, count == 0
+            place = h * tl.cast(tokens, tl.int64) + first
+            packed = packed_ptr + h * tl.cast(padded, tl.int64) * width + packed_start(first, z)
+            tokens, padded = count, tl.cdiv(count, 128) * 128
         if kind == 0:
             base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
-            _keys(
-                base, stride_n, k_stride_d, key_ptr + head * tokens * key_stride_n,
-                key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin, tl.minimum(tokens, begin + chunk),
-                channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
-            )  # fmt: skip
+            if inside:
+                _keys(
+                    base + first * stride_n, stride_n, k_stride_d, key_ptr + place * key_stride_n,
+                    key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin,
+                    tl.minimum(tokens, begin + chunk), tokens, channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+                )  # fmt: skip
         else:
             base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
-            _values(
-                base, stride_n, v_stride_d, packed_ptr + head * width * padded,
-                value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels,
-                sums_ptr + (head * parts + part) * width, low_ptr, high_ptr, row, ranges, begin,
-                tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES, CENTER_VALUE, PERMUTED,
-                BLOCK_N, BLOCK_D, GUARD,
-            )  # fmt: skip
+            scales, offsets = value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels
+            sums = sums_ptr + (head * parts + part) * width
+            if empty:
+                d = tl.arange(0, BLOCK_D)
+                tl.store(scales + d, 1.0, mask=d < value_channels)
+                tl.store(sums + d, 0, mask=d < width)
+                if CENTER_VALUE:
+                    tl.store(offsets + d, 0.0, mask=d < value_channels)
+            else:
+                _values(
+                    base + first * stride_n, stride_n, v_stride_d, packed, row_stride, scales, offsets, sums, low_ptr, high_ptr,
+                    row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES,
+                    CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
+                )  # fmt: skip
 
 
 def quantizes_long(recipe: Recipe, batch: int) -> bool:
@@ -328,6 +407,11 @@ class LongQuantized(NamedTuple):
     value_sums: torch.Tensor
 
 
+def finds_ranges(tokens: int, heads: int) -> bool:
+    """Tell whether programs find the ranges of whole heads of packed sequences: enough heads, that are short."""
+    return tokens <= _SHORT and heads >= _PROGRAMS
+
+
 def _range_chunk(tokens: int, heads: int) -> int:
     """Return how many tokens a program of :func:`long_range_kernel` reads."""
     chunk = 1024
@@ -338,7 +422,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool,
-    fragment_order: bool = False, center_value: bool = False,
+    fragment_order: bool = False, center_value: bool = False, lengths: Lengths | None = None, is_causal: bool = False,
 ) -> LongQuantized:  # fmt: skip
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
@@ -351,19 +435,29 @@ def launch_quantize_long(
         center_value: give every value channel a zero point (:func:`qflash.quantization.quantize_centered`).
         fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
             :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
+        lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
+            :func:`.common.tile_ops.packed_start`. Many short sequences are one launch (:func:`finds_ranges`).
+        is_causal: leave out the keys of a sequence past its last query.
     """
-    batch, key_heads, tokens, channels = key.shape
+    _, key_heads, total, channels = key.shape
     value_channels = value.shape[3]
     like = key if query is None else query
-    heads, queries = like.shape[1:3]
-    padded = triton.cdiv(tokens, 128) * 128
+    heads, all_queries = like.shape[1:3]
+    if lengths is None:
+        batch, tokens, queries, padded = key.shape[0], total, all_queries, triton.cdiv(total, 128) * 128
+        cumulative = (key, key)  # not used; any tensors will do
+    else:
+        batch, tokens, queries = lengths.sequences, lengths.most_keys, lengths.most_queries
+        padded = (triton.cdiv(total, 128) + batch) * 128
+        cumulative = (lengths.queries, lengths.keys)
     block_d = triton.next_power_of_2(max(channels, value_channels))
     block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
     # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
     key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
     width = kernel_width(value_channels) if fragment_order else value_channels
-    chunk = chunk_tokens(max(tokens, queries), _CHUNK)
-    parts = triton.cdiv(padded, chunk)
+    together = lengths is not None and finds_ranges(tokens, batch * key_heads)
+    chunk = chunk_tokens(max(tokens, queries), max(_CHUNK, triton.next_power_of_2(tokens)) if together else _CHUNK)
+    parts = max(1, triton.cdiv(tokens, chunk))
 
     # Triton specialises on multiples of 16 only; UNIT tells the kernel about multiples of 8
     numbers = [channels, value_channels, *(x.stride(dim) for x in (like, key, value) for dim in range(3))]
@@ -374,25 +468,33 @@ def launch_quantize_long(
         """Return an empty tensor on the device of the keys."""
         return torch.empty(shape, dtype=dtype, device=key.device)
 
-    packed = new(batch, key_heads, width, padded, dtype=torch.int8)
+    def strides(x: torch.Tensor) -> tuple[int, ...]:
+        """Return strides; sequences have the same memory as the one batch element that they make up."""
+        return x.stride() if lengths is None else (0, *x.stride()[1:])
+
+    elements = key.shape[0]
+    packed = new(elements, key_heads, width, padded, dtype=torch.int8)
     found = LongQuantized(
         None if query is None else new(*query.shape, dtype=torch.int8),
-        None if query is None else new(batch, heads, queries, 1),
-        new(batch, key_heads, tokens, key_row, dtype=torch.int8)[..., :channels],
+        None if query is None else new(elements, heads, all_queries, 1),
+        new(elements, key_heads, total, key_row, dtype=torch.int8)[..., :channels],
         new(batch, key_heads, 1, 1),
-        packed[:, :, :value_channels, :tokens].mT,
+        packed[:, :, :value_channels, : total if lengths is None else padded].mT,
         new(batch, key_heads, 1, value_channels),
         new(batch, key_heads, 1, value_channels) if center_value else None,
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
-    range_chunk = _range_chunk(tokens, batch * key_heads)
-    ranges = triton.cdiv(tokens, range_chunk)
-    low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
-    launch_kernel(
-        long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *key.stride(), *value.stride(), tokens,
-        channels, value_channels, range_chunk, UNIT=unit, WIDE_OFFSETS=wide, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d,
-        GUARD=guard,
-    )  # fmt: skip
+    packs = {"VARLEN": lengths is not None, "CAUSAL": is_causal, "UNIT": unit, "WIDE_OFFSETS": wide, "GUARD": guard}
+    ranges, low, high = 0, key, key
+    if not together:
+        range_chunk = _range_chunk(tokens, batch * key_heads)
+        ranges = max(1, triton.cdiv(tokens, range_chunk))
+        low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
+        launch_kernel(
+            long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, *strides(key),
+            *strides(value), total, channels, value_channels, range_chunk, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d,
+            **packs,
+        )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
     # without queries these pointers are not used; any tensors will do
@@ -403,11 +505,10 @@ def launch_quantize_long(
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
-        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *like.stride(),
-        *key.stride(), *value.stride(), queries,
-        tokens, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
-        RANGES=max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value, PERMUTED=fragment_order,
-        UNIT=unit, WIDE_OFFSETS=wide,
-        BLOCK_N=min(chunk, block), BLOCK_D=block_d, GUARD=guard, enable_fp_fusion=False, num_warps=2,
+        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
+        *strides(like), *strides(key), *strides(value), all_queries,
+        total, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
+        RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
+        PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=2, **packs,
     )  # fmt: skip
     return found

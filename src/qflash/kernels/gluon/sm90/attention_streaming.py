@@ -43,10 +43,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .... import fixed_point as fp
 from ... import tiles
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
-from ...common.tile_ops import MASKED, channel_of_row
+from ...common.tile_ops import MASKED, channel_of_row, packed_start
 from ..ptx_ops import (
     aside,
     barrier,
@@ -73,6 +74,7 @@ from .query_block import (
     row_inverses,
     start_scores,
     store_span,
+    store_zeros,
     stored,
     sums_of_four,
 )
@@ -83,20 +85,39 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # At 64 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits after every
 # product (warning C7512). Queries in shared memory leave room. Where registers suffice, measured, this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
+MOST_ROUNDED_KEYS = gl.constexpr(fp.MOST_ROUNDED_KEYS)
 # keys of a product
 TILE = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def step_columns(place, unroll, last, span, left):
-    """Return the columns of step ``place`` of a turn; in the ``last`` turn the last step may have fewer."""
-    return left if last and place == unroll - 1 else span
+def step_columns(place, unroll, kind, span, left):
+    """Return the columns of step ``place`` of a turn; in the last one the last step may have fewer (:func:`turn_kinds`)."""
+    return (span, left, TILE.value // 2)[kind] if place == unroll - 1 else span
+
+
+@gluon.constexpr_function
+def turn_kinds(varlen):
+    """Return how many kinds of turns there are: of whole steps, and the last one; of packed sequences half a tile, too."""
+    return 3 if varlen else 2
 
 
 @gluon.constexpr_function
 def tile_count(columns):
     """Return the tiles of a step of ``columns``; all but the last tile are whole."""
     return -(-columns // TILE.value)
+
+
+@gluon.jit
+def _turns(KIND: gl.constexpr, whole, turns, narrow):
+    """The first turn of a kind (:func:`turn_kinds`), and where they end; ``narrow`` is 1 if the last tile is half of one."""
+    if KIND == 0:
+        start, stop = 0, whole
+    elif KIND == 1:
+        start, stop = whole, turns - narrow
+    else:
+        start, stop = turns - narrow, turns
+    return start, stop
 
 
 @gluon.jit
@@ -149,10 +170,10 @@ def long_hopper_kernel(
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
     vo_stride_z, vo_stride_h, vo_stride_d,
-    queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
+    cu_q_ptr, cu_k_ptr, queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
-    LEFT: gl.constexpr, WHOLE: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
+    LEFT: gl.constexpr, WHOLE: gl.constexpr, VARLEN: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr,
+    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
@@ -162,12 +183,29 @@ def long_hopper_kernel(
     sums come in ``parts`` chunks. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their
     number is even. The last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale
     each.
+
+    With VARLEN z is a sequence of packed tensors, as in :func:`.triton.attention_streaming.long_kernel`: strides of a batch are
+    0 but those of scales and sums, the last step is as wide as all, and values begin at :func:`.common.tile_ops.packed_start`.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
     kv_head = h // GROUP
     head = gl.program_id(2) * (gl.num_programs(1) // GROUP) + kv_head
-    q_base = q_ptr + z * q_stride_z + h * q_stride_h
+    q_base, o_base = q_ptr + z * q_stride_z + h * q_stride_h, o_ptr + z * o_stride_z + h * o_stride_h
+    k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, 0
+    first = gl.program_id(0) * BLOCK_M
+    if VARLEN:
+        first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
+        queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
+        keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
+        inverse_count = gl.minimum((1 << 31) // gl.maximum(keys, 1).to(gl.int64), 0x7FFFFFFF).to(gl.int32)
+        q_base += first_q * q_stride_n
+        o_base += first_q * o_stride_n
+        k_row += first_k.to(gl.int32)
+        v_row, v_column = kv_head, packed_start(first_k, z).to(gl.int32)
+        if (first >= queries) | (keys == 0):
+            store_zeros(o_base, o_stride_n, first, queries, HEAD_DIM, BLOCK_M // 16)
+            return
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
     D: gl.constexpr = kernel_width(HEAD_DIM)
     WARPS: gl.constexpr = BLOCK_M // 16
@@ -177,10 +215,8 @@ def long_hopper_kernel(
     RL: gl.constexpr = gl.SliceLayout(1, EIGHT)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
-    first = gl.program_id(0) * BLOCK_M
     HALVES: gl.constexpr = SPAN // TILE
     steps = gl.cdiv(keys, SPAN)
-    k_row = gl.program_id(2) * k_rows_z + kv_head * k_rows_h
     k_column = kv_head * k_columns_h
 
     # steps of keys in shared memory in the first pass, arrived or under way; the second pass takes longer and uses two
@@ -196,10 +232,14 @@ def long_hopper_kernel(
     barrier()
     for index in gl.static_range(SLOTS):
         mbarrier.expect(ready.index(index), SIZE)
-        _load(k_desc, [k_row + index * SPAN, k_column], ready.index(index), k_smem.index(index))
+        step = index
+        if VARLEN:
+            # after a single step the second pass begins with the other slot
+            step = gl.minimum(index, steps - 1)
+        _load(k_desc, [k_row + step * SPAN, k_column], ready.index(index), k_smem.index(index))
     mbarrier.expect(first_values, SIZE)
     for half in gl.static_range(HALVES):
-        _load(v_desc, [head * D, half * TILE], first_values, v_smem.index(half))
+        _load(v_desc, [v_row * D, v_column + half * TILE], first_values, v_smem.index(half))
     words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
     sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS, True)
     mean = 0
@@ -245,9 +285,14 @@ def long_hopper_kernel(
     turns = steps // UNROLL
     # turns of whole steps; a last turn that is not whole has a loop of its own in both passes
     whole = keys // (UNROLL * SPAN)
+    narrow = 0
+    if VARLEN:
+        # the same kernel for all lengths: whether half of the last tile is enough is seen here
+        narrow = ((keys - 1) % TILE < TILE // 2).to(gl.int32)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for last in gl.static_range(2):
-        for turn in range(whole if last else 0, turns if last else whole):
+    for last in gl.static_range(turn_kinds(VARLEN)):
+        start, stop = _turns(last, whole, turns, narrow)
+        for turn in range(start, stop):
             # all products of a turn are started before the first maximum
             scores = ()
             for place in gl.static_range(UNROLL):
@@ -293,8 +338,11 @@ def long_hopper_kernel(
     APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
     if APART:
         whole = gl.where(wrap, 0, whole)
-    for last in gl.static_range(2):
-        for turn in range(whole if last else 0, turns if last else whole):
+    if VARLEN:
+        narrow = gl.where(wrap, 0, narrow)
+    for last in gl.static_range(turn_kinds(VARLEN)):
+        start, stop = _turns(last, whole, turns, narrow)
+        for turn in range(start, stop):
             for place in gl.static_range(UNROLL):
                 step = UNROLL * turn + place
                 slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
@@ -309,8 +357,8 @@ def long_hopper_kernel(
                             mbarrier.expect(ready.index(slot), 2 * SIZE)
                             _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
                             for tile in gl.static_range(HALVES):
-                                column = (step + 1) * SPAN + tile * TILE
-                                _load(v_desc, [head * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
+                                column = v_column + (step + 1) * SPAN + tile * TILE
+                                _load(v_desc, [v_row * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
                     if last:
                         s = raised(s, least)
                         if not WHOLE:
@@ -337,13 +385,20 @@ def long_hopper_kernel(
     if not BEGIN:
         numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
     count = (steps - 1) * SPAN + LEFT
+    if VARLEN:
+        count -= narrow * (TILE // 2)
     total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
     if EXACT:
         fine = row_sum(fine) - (count - keys) * most
+        if VARLEN:
+            # few keys have the sum of rounded P, of which nothing is missing
+            fine = gl.where(keys > MOST_ROUNDED_KEYS, fine, 0)
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
-        o_stride_z, o_stride_h = o_stride_z // 8 * 8, o_stride_h // 8 * 8
+        o_base = o_ptr + z * (o_stride_z // 8 * 8) + h * (o_stride_h // 8 * 8)
+        if VARLEN:
+            o_base += first_q * o_stride_n
     store_span(
-        numerator, row_inverses(total, fine, count, EXACT), usable, (factor, shift, rounding), mean,
-        o_ptr + z * o_stride_z + h * o_stride_h, o_stride_n, first, queries, HEAD_DIM, EXACT, WARPS,
+        numerator, row_inverses(total, fine, count, EXACT), usable, (factor, shift, rounding), mean, o_base, o_stride_n, first,
+        queries, HEAD_DIM, EXACT, WARPS,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 
 from .... import fixed_point as fp
 from ....attention_call import AttentionCall
+from ....varlen import VarlenCall
 from ...device import capability_of, processors_of
 from ...heuristics import choose_linear_tiles, dependent_launch, division, eviction_policy, split_sm90_resident
 from ...launch_arguments import (
@@ -22,6 +23,7 @@ from ...launch_arguments import (
     call_arguments,
     dependent_attention,
     launch_options,
+    needs_wide_offsets,
     parts,
     row_arguments,
     shape_of,
@@ -29,8 +31,10 @@ from ...launch_arguments import (
 )
 from ...launch_recorder import KernelLaunch, ScoreTile
 from ...tiles import (
+    SHORT_ROW,
     SM90_RESIDENT,
     SM90_STREAMING,
+    AttentionShape,
     Tiles,
     fits_block,
     fits_sm90_resident,
@@ -38,10 +42,13 @@ from ...tiles import (
     kernel_width,
     row_widths,
 )
-from ...triton.launch import pack_value
+from ...triton.launch import one_element, pack_value, varlen_arguments
 
 _STREAMING_TILE = 128
 """Keys a tile of :mod:`.sm90.attention_streaming`."""
+
+_FEW_KEYS = 64
+"""So few keys of packed sequences leave half of such a tile empty: :mod:`.triton.attention_streaming` has them."""
 
 
 @functools.cache
@@ -156,11 +163,16 @@ def last_step(keys: int, span: int) -> int:
     return whole * _STREAMING_TILE + (max(64, triton.next_power_of_2(left)) if left else 0)
 
 
-def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int]) -> dict[str, Any]:
-    """Return what :mod:`.sm90.attention_streaming` takes in place of pointers to keys and packed values."""
+def _streaming_arguments(
+    key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int], steps: tuple[int, int]
+) -> dict[str, Any]:
+    """Return what :mod:`.sm90.attention_streaming` takes in place of pointers to keys and packed values.
+
+    ``rows`` is from :func:`rows_of_keys`, ``steps`` as from :func:`streaming_steps`.
+    """
     batch, heads, keys, channels = key.shape
     width = kernel_width(channels)
-    span, unroll = streaming_steps(width, keys)
+    span, unroll = steps
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
@@ -169,8 +181,6 @@ def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int
         "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _STREAMING_TILE)),
         "SPAN": span,
         "UNROLL": unroll,
-        "LEFT": last_step(keys, span),
-        "WHOLE": keys % span == 0,
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,
@@ -210,14 +220,64 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     constants["QUANTIZE"] = call.query.dtype != torch.int8
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None
+    steps = streaming_steps(kernel_width(call.value_dim), call.keys)
+    constants |= {"LEFT": last_step(call.keys, steps[0]), "WHOLE": call.keys % steps[0] == 0}
+    constants |= {"VARLEN": False, "cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
-        arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows)
+        arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, steps)
         scores = ScoreTile(tiles.block_m, arguments["SPAN"] * arguments["UNROLL"], whole=False)
         arguments = {name: arguments[name] for name in kernel.arg_names}
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
     return launches
+
+
+def takes_varlen(call: VarlenCall) -> bool:
+    """Tell whether :mod:`.sm90.attention_streaming` takes packed float sequences, once keys and values are quantised for it."""
+    query, value, lengths = call.query, call.value, call.lengths
+    shape = AttentionShape(
+        call.recipe, query.shape[2], value.shape[2], max(64, lengths.most_queries), max(SHORT_ROW + 1, lengths.most_keys)
+    )  # fmt: skip
+    return (
+        query.device.type != "cpu"
+        and capability_of(query.device) == (9, 0)
+        and query.element_size() == 2
+        and not call.is_causal
+        and lengths.most_keys > _FEW_KEYS
+        and fits_sm90_streaming(shape)
+        and side_by_side(query[None].transpose(1, 2))
+        and not needs_wide_offsets(query[None].transpose(1, 2))
+    )
+
+
+def varlen_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
+    """Spell out :mod:`.sm90.attention_streaming` for packed sequences: float queries, int8 keys, packed int8 values."""
+    lengths, sums, kernel = call.lengths, call.value_sums, _streaming_kernel()
+    assert sums is not None
+    one = one_element(call)
+    tiles = Tiles(64, 128, 4, 1, registers=168 if one.head_dim <= 64 else 0)
+    request = KernelRequest(one, out[None].transpose(1, 2), False, sums, True)
+    rows = rows_of_keys(one.key)
+    assert rows is not None
+    arguments = call_arguments(request, tiles) | varlen_arguments(call, out)
+    arguments |= _streaming_arguments(one.key, one.value, rows, (_STREAMING_TILE, 1))
+    arguments |= {
+        "LEFT": _STREAMING_TILE,
+        "WHOLE": False,
+        "VARLEN": True,
+        "QUANTIZE": True,
+        "QUERY_TOKEN": True,
+        "EXACT": call.recipe.takes_exact_sum(lengths.most_keys),
+        "queries": lengths.most_queries,
+        "keys": lengths.most_keys,
+        "inverse_count": 0,  # found for each sequence
+        "parts": sums.shape[2],
+    }
+    arguments = {name: arguments[name] for name in kernel.arg_names}
+    grid = (triton.cdiv(lengths.most_queries, tiles.block_m), one.heads, lengths.sequences)
+    scores = ScoreTile(tiles.block_m, _STREAMING_TILE, whole=False)
+    return KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores)
 
 
 # --- linear layers of integer networks ----------------------------------------------------------------------

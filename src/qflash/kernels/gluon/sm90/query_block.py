@@ -428,6 +428,18 @@ def store_span(
 
 
 @gluon.jit
+def store_zeros(o_base, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, WARPS: gl.constexpr):
+    """Store zeros where :func:`store_span` stores a block's outputs."""
+    D: gl.constexpr = kernel_width(CHANNELS)
+    L: gl.constexpr = output_layout(D, WARPS)
+    n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L))
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    inside = (n[:, None] < queries) & (channels[None, :] < CHANNELS)
+    zeros = gl.zeros((16 * WARPS, D), o_base.dtype.element_ty, L)
+    gl.store(o_base + n[:, None] * o_stride_n + channels[None, :], zeros, mask=inside)
+
+
+@gluon.jit
 def allocate(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory for ROWS rows of COLUMNS int8, swizzled for wgmma."""
     return gl.allocate_shared_memory(gl.int8, [ROWS, COLUMNS], shared_layout(COLUMNS))

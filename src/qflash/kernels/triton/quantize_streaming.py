@@ -412,6 +412,17 @@ def finds_ranges(tokens: int, heads: int) -> bool:
     return tokens <= _SHORT and heads >= _PROGRAMS
 
 
+def quantize_tile(block_d: int, together: bool) -> tuple[int, int]:
+    """Return (tokens a tile, warps) of :func:`long_quantize_kernel`, measured on an H100; ``together``: it finds ranges, too.
+
+    Wider tiles take more registers than there are. With four warps Triton 3.6 miscompiles an address (one head of at most 32
+    channels).
+    """
+    if together and block_d == 64:
+        return 128, 4
+    return max(32, (4096 if together else 2048) // block_d), 2
+
+
 def _range_chunk(tokens: int, heads: int) -> int:
     """Return how many tokens a program of :func:`long_range_kernel` reads."""
     chunk = 1024
@@ -450,8 +461,7 @@ def launch_quantize_long(
         batch, tokens, queries = lengths.sequences, lengths.most_keys, lengths.most_queries
         padded = (triton.cdiv(total, 128) + batch) * 128
         cumulative = (lengths.queries, lengths.keys)
-    block_d = triton.next_power_of_2(max(channels, value_channels))
-    block, guard = max(16, 8192 // block_d), key.device.type == "cpu"
+    block_d, guard = triton.next_power_of_2(max(channels, value_channels)), key.device.type == "cpu"
     # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
     key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
     width = kernel_width(value_channels) if fragment_order else value_channels
@@ -490,18 +500,19 @@ def launch_quantize_long(
         range_chunk = _range_chunk(tokens, batch * key_heads)
         ranges = max(1, triton.cdiv(tokens, range_chunk))
         low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
+        block = min(range_chunk, max(16, 8192 // block_d))
         launch_kernel(
             long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, *strides(key),
-            *strides(value), total, channels, value_channels, range_chunk, BLOCK_N=min(range_chunk, block), BLOCK_D=block_d,
-            **packs,
+            *strides(value), total, channels, value_channels, range_chunk, BLOCK_N=block, BLOCK_D=block_d,
+            num_warps=2 if block == range_chunk else 4, **packs,
         )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
     # without queries these pointers are not used; any tensors will do
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
-    # Two warps are faster than four. With four, Triton 3.6 also miscompiles an address (one head of at most 32 channels); with
-    # two it does so for a single range of 32 channels. Up to 16 ranges are one kernel: to read empty ones costs less than to
-    # compile for each number of them.
+    # Up to 16 ranges are one kernel: to read empty ones costs less than to compile for each number of them. Triton 3.6 also
+    # miscompiles an address for a single range of 32 channels.
+    block, warps = quantize_tile(block_d, together)
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
@@ -509,6 +520,6 @@ def launch_quantize_long(
         *strides(like), *strides(key), *strides(value), all_queries,
         total, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
         RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
-        PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=2, **packs,
+        PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,
     )  # fmt: skip
     return found

@@ -248,6 +248,40 @@ def int8_bias(card: str = CARD) -> list[str]:
     return biased_times("qflash int8", card)
 
 
+def packed_sequences(card: str = CARD) -> list[str]:
+    """Attention of packed sequences beside FlashAttention 2."""
+    lines = [
+        "| batch | tokens | heads x channels | FA2 varlen | **QFlash** | FA2 ÷ ours | eager, FA2 | eager, QFlash |",
+        "|" + "---|" * 8,
+    ]
+    for row in rows_of("varlen", card):
+        (flash, ours), (slow, eager_ours) = (
+            (row[of].get(name) for name in ("flash varlen", "qflash")) for of in ("us", "eager_us")
+        )
+        cells = [str(sum(row["lengths"])), f"{row['heads']} x {row['head_dim']}", number(flash, 1), number(ours, 1)]
+        cells += [number(flash / ours if flash and ours else None), number(slow, 1), number(eager_ours, 1)]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    return lines
+
+
+def linear_layers(card: str = CARD) -> list[str]:
+    """Linear layers of integer networks with their epilogues, beside cuBLAS without."""
+    peers = ("cuBLAS float16", "cuBLAS float8", "cuBLAS int8 to int32")
+    lines = [
+        f"| layer | rows x inputs x outputs | epilogue | {' | '.join(peers)} | **QFlash** | float8 ÷ ours | of int8 peak "
+        "| of bandwidth |",
+        "|" + "---|" * (len(peers) + 7),
+    ]
+    for row in rows_of("linear_layers", card):
+        time = row["us"]
+        cells = [f"{row['rows']} x {row['inputs']} x {row['outputs']}", row["epilogue"]]
+        cells += [number(time.get(name)) for name in (*peers, "qflash")]
+        cells += [number(time["cuBLAS float8"] / time["qflash"]) if "cuBLAS float8" in time else "-"]
+        cells += [f"{row[name]:.0%}" for name in ("of_int8_peak", "of_bandwidth")]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    return lines
+
+
 def eager_rows(card: str = CARD) -> dict[str, dict[str, Any]]:
     """Return the rows of eager calls on A2, batch 8, by method."""
     rows = (row for row in rows_of("bench_eager", card) if row["mode"] == "eager" and row["median_us"] is not None)
@@ -683,6 +717,26 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
         "The same run, quantisation outside the clock.",
         int8_shapes,
         (f"shapes_{CARD}",),
+    ),
+    Section(
+        "Packed sequences of several lengths",
+        "CUDA-graph replay, microseconds; the last two columns eager, until the device is done",
+        """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
+clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
+evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Heads of
+72 and 80 channels take products of 128.""",
+        packed_sequences,
+        (f"varlen_{CARD}",),
+    ),
+    Section(
+        "Linear layers of integer networks",
+        "CUDA-graph replay, microseconds",
+        """Ours with everything behind the product inside the clock: bias and requantisation to int8, GELU as well, or the
+residual added in int16. cuBLAS without any of that: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with
+int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds by turns). The last two columns are
+ours: operations against the card's dense int8 peak, and bytes that have to move against its bandwidth, by its data sheet.""",
+        linear_layers,
+        (f"linear_layers_{CARD}",),
     ),
     Section(
         "Whole models",

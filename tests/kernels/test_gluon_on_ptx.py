@@ -279,7 +279,7 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
 def test_packed_sequences(
     emulated: Load, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, recipe: Recipe, target: str
 ) -> None:
-    """No keys, few keys, whose sum is rounded, and several tiles; quantised by one launch, and by two."""
+    """No keys, few keys, whose sum is rounded, and several tiles; quantised by one launch, and by two, or with attention."""
     quantize = emulated("qflash.kernels.triton.quantize_streaming", target)
     queries, keys = [1, 3, 0, 70], [140, 0, 0, 64] if dtype == torch.float32 else [270, 0, 0, 64]
     generator = torch.Generator().manual_seed(head_dim)
@@ -292,6 +292,10 @@ def test_packed_sequences(
     call = varlen.VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
     expected = varlen.varlen_attention(query, key, value, *lengths, False, 0.2, recipe.key, "reference")
     monkeypatch.setattr(sm90, "takes_varlen", lambda call: target == "sm_90")
+    if target == "sm_90":
+        monkeypatch.setattr(sm90, "takes_packed", lambda call: True)
+        assert same_bits(dispatch.launch_varlen(call), expected)
+    monkeypatch.setattr(sm90, "takes_packed", lambda call: False)
     for short in (0, 1024):
         monkeypatch.setattr(quantize, "_SHORT", short)
         monkeypatch.setattr(quantize, "_PROGRAMS", 1)

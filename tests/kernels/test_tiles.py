@@ -8,6 +8,7 @@ import random
 import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from qflash import execution
+from qflash import execution, varlen
 from qflash.attention_call import float_call, int8_call
 from qflash.bench.tune import candidates
 from qflash.cli import app
@@ -380,6 +381,42 @@ def test_few_heads_of_long_rows_are_quantised_by_launches_of_their_own(
         execution.attend(float_call(x, x, x, None, False, dim**-0.5, DEFAULT), "triton")
     names = [launch.kernel.__name__ for launch in recording.launches]
     assert names == (["long_range_kernel", "long_quantize_kernel", "long_hopper_kernel"] if apart else ["hopper_kernel"])
+
+
+APART = ["long_quantize_kernel", "long_hopper_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "dim", "options", "kernels"),
+    [
+        (64, 256, 64, {}, ["packed_hopper_kernel"]),
+        (64, 257, 64, {}, APART),
+        (64, 384, 80, {}, ["packed_hopper_kernel"]),
+        (64, 385, 80, {}, APART),
+        (1, 300, 64, {}, ["long_range_kernel", *APART]),
+        (64, 2000, 64, {}, ["long_range_kernel", *APART]),
+        (64, 200, 64, {"causal": True}, ["long_quantize_kernel", "long_kernel"]),
+        (64, 300, 32, {}, ["long_quantize_kernel", "long_kernel"]),
+        (64, 200, 64, {"dtype": torch.float32}, ["long_quantize_kernel", "long_kernel"]),
+        (64, 200, 64, {"recipe": ACCURATE}, ["long_kernel"]),
+    ],
+)
+def test_packed_sequences_take_few_launches(
+    sequences: int, longest: int, dim: int, options: dict[str, Any], kernels: list[str]
+) -> None:
+    x = torch.empty(sequences * 100, 12, dim, dtype=options.get("dtype", torch.float16), device="meta")
+    cumulative = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    recipe = options.get("recipe", DEFAULT).key
+    with LaunchRecorder(launching=False) as recording:
+        varlen.varlen_attention(
+            x, x, x, cumulative, cumulative, longest, longest, options.get("causal", False), 0.1, recipe, "triton"
+        )  # fmt: skip
+    assert [launch.kernel.__name__ for launch in recording.launches] == kernels
+
+
+@pytest.mark.parametrize(("blocks", "heads", "parts"), [(4, 768, 1), (4, 132, 2), (4, 48, 4), (1, 1, 1), (6, 60, 4)])
+def test_packed_heads_are_shared_where_processors_would_be_idle(blocks: int, heads: int, parts: int) -> None:
+    assert heuristics.split_packed(blocks, heads, 132) == parts
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])

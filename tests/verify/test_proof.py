@@ -125,6 +125,7 @@ def test_layers_of_networks_hold_no_float() -> None:
 def test_every_case_spells_out_a_call() -> None:
     vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128", "varlen"), "long_hopper_kernel")
+    by_hand["varlen-short"] = "packed_hopper_kernel"
     anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
     anywhere |= dict.fromkeys(("vit-paper", "long-causal-gqa", "long-accurate", "vae-512"), "long_kernel")
     anywhere |= dict.fromkeys(("longest", "varlen-accurate"), "long_kernel")
@@ -142,7 +143,7 @@ def test_every_case_spells_out_a_call() -> None:
             continue
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")
         assert {"BLOCK_N", "KEYS", "SPAN"} & set(call.arguments)
-        general = "long_kernel" if case.tokens > 256 else "short_kernel"
+        general = "long_kernel" if case.tokens > 256 or case.layout == "varlen" else "short_kernel"
         assert verify_cases.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, general)
         pointers = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
         assert all(x.device.type == "meta" for x in pointers.values())

@@ -238,6 +238,8 @@ def launch_varlen(call: VarlenCall) -> torch.Tensor:
     out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=dtype, device=call.query.device)
     if not quantizes_long(call.recipe, call.lengths.sequences) or call.key.shape[0] == 0:
         launches = portable.varlen_launches(segments.quantize(segments.prepare(call)), out, guard)
+    elif sm90.takes_packed(call):
+        launches = [sm90.packed_launch(call, out)]
     elif sm90.takes_varlen(call):
         launches = [sm90.varlen_launch(_quantized_varlen(call, True), out)]
     else:

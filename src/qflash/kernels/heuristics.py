@@ -32,6 +32,7 @@ from .tiles import (
     AttentionShape,
     LinearTiles,
     Tiles,
+    channel_spans,
     fits_block,
     fits_sm90_resident,
     fits_sm90_streaming,
@@ -219,6 +220,28 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
         queries, keys, heads, head_dim, processors: as in :class:`Work`.
     """
     return keys > APART_KEYS and head_dim <= 64 and triton.cdiv(queries, 128) * heads <= processors
+
+
+def most_packed_keys(head_dim: int) -> int:
+    """Return the longest of packed sequences that :mod:`.gluon.sm90.attention_packed` takes, measured on an H100.
+
+    Longer ones are quantised by a launch of their own, once for all blocks of queries and by more programs at a time. Its
+    attention has products of 128 channels where a head has two spans, which takes longer.
+    """
+    return 384 if len(channel_spans(head_dim)) > 1 else 256
+
+
+def split_packed(blocks: int, heads: int, processors: int) -> int:
+    """Return how many programs share a head's blocks of queries in :mod:`.gluon.sm90.attention_packed`.
+
+    Each quantises the head's keys and values by itself, so there is one, unless that leaves processors idle.
+
+    Args:
+        blocks: of the longest sequence.
+        heads: of all sequences.
+        processors: of the GPU.
+    """
+    return min(blocks, max(1, 2 * processors // heads))
 
 
 def eviction_policy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> str:

@@ -115,6 +115,7 @@ CASES: tuple[AnyCase, ...] = (
     Case("long-accurate", 4096, 64, recipe="accurate"),
     Case("longest", 1 << 20, 64, batch=1, queries=1024),  # sums in 64 bits
     Case("varlen", 1024, 64, input="float16", output="float16", layout="varlen"),
+    Case("varlen-short", 200, 64, input="float16", output="float16", layout="varlen"),
     Case("varlen-accurate", 1024, 64, recipe="accurate", input="float16", output="float16", layout="varlen"),
     Case("pack-value", 4096, 64, launch=0),
     LayerCase("linear", 64 * 197, 384, 1152),  # DeiT-S, batch 64

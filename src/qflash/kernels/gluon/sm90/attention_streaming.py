@@ -43,7 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .... import fixed_point as fp
 from ... import tiles
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
@@ -63,11 +62,16 @@ from ..ptx_ops import (
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import kernel_width, output_layout, product_layout, quarter_layout, score_layout
 from .query_block import (
+    MOST_ROUNDED_KEYS,
+    TILE,
     allocate,
     beside_product,
     finished,
     fold_columns,
+    last_turns,
     load_query_span,
+    padded_columns,
+    padded_rows,
     pairs_twice,
     quarter_sums,
     read_queries,
@@ -85,9 +89,6 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # At 64 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits after every
 # product (warning C7512). Queries in shared memory leave room. Where registers suffice, measured, this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
-MOST_ROUNDED_KEYS = gl.constexpr(fp.MOST_ROUNDED_KEYS)
-# keys of a product
-TILE = gl.constexpr(128)
 
 
 @gluon.constexpr_function
@@ -109,18 +110,6 @@ def tile_count(columns):
 
 
 @gluon.jit
-def _turns(KIND: gl.constexpr, whole, turns, narrow):
-    """The first turn of a kind (:func:`turn_kinds`), and where they end; ``narrow`` is 1 if the last tile is half of one."""
-    if KIND == 0:
-        start, stop = 0, whole
-    elif KIND == 1:
-        start, stop = whole, turns - narrow
-    else:
-        start, stop = turns - narrow, turns
-    return start, stop
-
-
-@gluon.jit
 def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
     """The keys of tile ``index`` of a step, (keys, channels) in shared memory."""
     return smem.slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0)
@@ -130,21 +119,6 @@ def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
 def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
     """The values of tile ``index`` of a step, (keys, channels) in shared memory, as the right operand."""
     return smem.slice(0, min(TILE, COLUMNS - index * TILE), 1).permute((1, 0))
-
-
-@gluon.jit
-def _padded(s, there, filler):
-    """A tile of scores with ``filler`` in the columns of keys past the last; ``there`` keys are left."""
-    L: gl.constexpr = s.type.layout
-    n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
-    return gl.where((n < there)[None, :], s, filler)
-
-
-@gluon.jit
-def _padded_rows(s, there, filler):
-    """:func:`_padded` with a filler per row."""
-    L: gl.constexpr = s.type.layout
-    return _padded(s, there, beside_rows(filler, L))
 
 
 @gluon.jit
@@ -291,7 +265,7 @@ def long_hopper_kernel(
         narrow = ((keys - 1) % TILE < TILE // 2).to(gl.int32)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
     for last in gl.static_range(turn_kinds(VARLEN)):
-        start, stop = _turns(last, whole, turns, narrow)
+        start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
             # all products of a turn are started before the first maximum
             scores = ()
@@ -306,7 +280,7 @@ def long_hopper_kernel(
                 slot = turn % 2 * UNROLL + tile // HALVES
                 s = finished(scores[tile], len(scores) - 1 - tile, WARPS)
                 if last and not WHOLE:
-                    s = _padded(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
                     # These keys are read: refill their slot. After the last ones come the first keys of the second pass.
@@ -341,7 +315,7 @@ def long_hopper_kernel(
     if VARLEN:
         narrow = gl.where(wrap, 0, narrow)
     for last in gl.static_range(turn_kinds(VARLEN)):
-        start, stop = _turns(last, whole, turns, narrow)
+        start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
             for place in gl.static_range(UNROLL):
                 step = UNROLL * turn + place
@@ -362,7 +336,7 @@ def long_hopper_kernel(
                     if last:
                         s = raised(s, least)
                         if not WHOLE:
-                            s = _padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                            s = padded_rows(s, keys - step * SPAN - half * TILE, row_max)
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)

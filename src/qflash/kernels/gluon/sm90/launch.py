@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import torch
@@ -16,8 +17,18 @@ from .... import fixed_point as fp
 from ....attention_call import AttentionCall
 from ....varlen import VarlenCall
 from ...device import capability_of, processors_of
-from ...heuristics import choose_linear_tiles, dependent_launch, division, eviction_policy, split_sm90_resident
+from ...heuristics import (
+    REGISTERS_OF_THREE,
+    choose_linear_tiles,
+    dependent_launch,
+    division,
+    eviction_policy,
+    most_packed_keys,
+    split_packed,
+    split_sm90_resident,
+)
 from ...launch_arguments import (
+    MOST_BLOCKS,
     KernelRequest,
     LinearCall,
     call_arguments,
@@ -63,6 +74,13 @@ def _linear_kernel() -> Any:
     from .linear import hopper_linear_kernel
 
     return hopper_linear_kernel
+
+
+@functools.cache
+def _packed_kernel() -> Any:
+    from .attention_packed import packed_hopper_kernel
+
+    return packed_hopper_kernel
 
 
 @functools.cache
@@ -231,6 +249,59 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
     return launches
+
+
+def takes_packed(call: VarlenCall) -> bool:
+    """Tell whether :mod:`.sm90.attention_packed` takes packed float sequences, and is the fastest."""
+    query, key, value, lengths = call.query, call.key, call.value, call.lengths
+    views = [x[None].transpose(1, 2) for x in (query, key, value)]
+    shape = AttentionShape(call.recipe, query.shape[2], value.shape[2], 64, SHORT_ROW)
+    return (
+        query.device.type != "cpu"
+        and capability_of(query.device) == (9, 0)
+        and query.element_size() == 2
+        and not call.is_causal
+        and 0 < lengths.most_keys <= most_packed_keys(query.shape[2])
+        and lengths.sequences <= MOST_BLOCKS
+        and fits_sm90_resident(shape)
+        and all(side_by_side(x, 8) for x in views)
+        and not needs_wide_offsets(*views)
+    )
+
+
+def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
+    """Spell out the launch of :mod:`.sm90.attention_packed`."""
+    lengths, recipe, kernel = call.lengths, call.recipe, _packed_kernel()
+    query, key = call.query, call.key
+    block_m, tile = 64, 64 if lengths.most_keys <= 64 else 128
+    mantissa, exponent = fp.split_float(call.softmax_scale * math.log2(math.e))
+    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
+    most = fp.most_multiplier(query.shape[2], False)
+    heads, blocks = query.shape[1], triton.cdiv(lengths.most_queries, block_m)
+    parts = split_packed(blocks, heads * lengths.sequences, processors_of(query.device))
+    arguments: dict[str, Any] = {"cu_q_ptr": lengths.queries, "cu_k_ptr": lengths.keys}
+    for name, x in {"q": query, "k": key, "v": call.value, "o": out}.items():
+        arguments |= {f"{name}_ptr": x, f"{name}_stride_h": x.stride(1), f"{name}_stride_n": x.stride(0)}
+    arguments |= {
+        "constant_mantissa": mantissa,
+        "constant_exponent": exponent,
+        "share": triton.cdiv(blocks, parts),
+        "GROUP": heads // key.shape[1],
+        "HEAD_DIM": query.shape[2],
+        "BLOCK_M": block_m,
+        "TILES": triton.cdiv(lengths.most_keys, tile),
+        "BLOCK_N": tile,
+        "EXACT": recipe.takes_exact_sum(lengths.most_keys),
+        "CENTER": recipe.smooth_key,
+        "VALUE_OFFSET": recipe.smooth_value,
+        "OFFSET": offset,
+        "MOST": most,
+        "MOST_BITS": most.bit_length(),
+    }
+    arguments = {name: arguments[name] for name in kernel.arg_names}
+    options = launch_options(Tiles(block_m, tile, 4, 1, REGISTERS_OF_THREE))
+    scores = ScoreTile(block_m, tile, whole=False)
+    return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, options, "sm90.packed", scores)
 
 
 def takes_varlen(call: VarlenCall) -> bool:

@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from .... import fixed_point as fp
 from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
@@ -47,8 +48,42 @@ from .layouts import (
     stored_layout,
 )
 
+# keys of a whole tile
+TILE = gl.constexpr(128)
+MOST_ROUNDED_KEYS = gl.constexpr(fp.MOST_ROUNDED_KEYS)
+
 # the sum of four int8, each times its weight, in the first of four outputs, 0 in the other three
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
+
+
+@gluon.jit
+def last_turns(KIND: gl.constexpr, whole, turns, narrow):
+    """The first of some turns of a loop over keys, and where they end, by kind: whole ones, the last, the last if narrow.
+
+    There are ``whole`` of the first kind and ``turns`` in all; ``narrow`` is 1 if half of the last tile is enough, else 0.
+    """
+    if KIND == 0:
+        start, stop = 0, whole
+    elif KIND == 1:
+        start, stop = whole, turns - narrow
+    else:
+        start, stop = turns - narrow, turns
+    return start, stop
+
+
+@gluon.jit
+def padded_columns(s, there, filler):
+    """A tile of scores with ``filler`` in the columns of keys past the last; ``there`` keys are left."""
+    L: gl.constexpr = s.type.layout
+    n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
+    return gl.where((n < there)[None, :], s, filler)
+
+
+@gluon.jit
+def padded_rows(s, there, filler):
+    """:func:`padded_columns` with a filler per row."""
+    L: gl.constexpr = s.type.layout
+    return padded_columns(s, there, beside_rows(filler, L))
 
 
 @gluon.jit

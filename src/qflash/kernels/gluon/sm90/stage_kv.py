@@ -159,16 +159,16 @@ def _own_halves(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
+def own_extremes(x, EXTREME: gl.constexpr, WARPS: gl.constexpr):
     """Minima (EXTREME is :func:`lower`) or maxima over the rows of each thread: 32 rows in all; 16-bit floats by twos."""
     if x.shape[0] > 32:
         a, b = _own_halves(x, WARPS)
-        x = _own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
+        x = own_extremes(EXTREME(a, b, False), EXTREME, WARPS)
     return gl.convert_layout(x, range_layout(x.shape[1], WARPS), assert_trivial=True)
 
 
 @gluon.jit
-def _beside(x, tile):
+def beside_tile(x, tile):
     """One number per channel broadcast to a tile of keys or values; a scalar as it is."""
     L: gl.constexpr = tile.type.layout
     return beside_channels(x, L)
@@ -202,17 +202,25 @@ def _own_numbers(words, tile, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
+def _all_extremes(tiles, WARPS: gl.constexpr):
+    """(minima, maxima) of a span of all tiles over the rows of each thread."""
+    low, high = own_extremes(tiles[0], lower, WARPS), own_extremes(tiles[0], higher, WARPS)
+    for i in gl.static_range(1, len(tiles)):
+        low = lower(low, own_extremes(tiles[i], lower, WARPS), False)
+        high = higher(high, own_extremes(tiles[i], higher, WARPS), False)
+    return low, high
+
+
+@gluon.jit
+def key_amplitude(low, high, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
     """(bits of a span's largest magnitude over all keys, midranges of a thread's channels); centred first if CENTER.
 
-    Warps exchange ranges through shared memory once. After that every thread combines what it needs by itself, which
-    takes more instructions but no second exchange.
+    ``low`` and ``high`` are the extremes over the rows of each thread (:func:`own_extremes`). Warps exchange ranges through
+    shared memory once. After that every thread combines what it needs by itself, which takes more instructions but no
+    second exchange.
     """
-    DTYPE: gl.constexpr = k[0].dtype
-    low, high = _own_extremes(k[0], lower, WARPS), _own_extremes(k[0], higher, WARPS)
-    for i in gl.static_range(1, len(k)):
-        low = lower(low, _own_extremes(k[i], lower, WARPS), False)
-        high = higher(high, _own_extremes(k[i], higher, WARPS), False)
+    DTYPE: gl.constexpr = low.dtype
+    tile = low
     low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
     lows, highs = aside(low), aside(high)
     keep_apart(mantissa, 0)
@@ -224,8 +232,8 @@ def _key_amplitude(k, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr):
     amplitude = largest_in_warp(nan_max(gl.abs(low), gl.abs(high)))
     middle = 0.0
     if CENTER:
-        low, high = word_ranges(_own_words(lows, k[0], WARPS), _own_words(highs, k[0], WARPS), 0, DTYPE)
-        middle = _own_numbers(low, k[0], WARPS) * 0.5 + _own_numbers(high, k[0], WARPS) * 0.5
+        low, high = word_ranges(_own_words(lows, tile, WARPS), _own_words(highs, tile, WARPS), 0, DTYPE)
+        middle = _own_numbers(low, tile, WARPS) * 0.5 + _own_numbers(high, tile, WARPS) * 0.5
     return amplitude, middle
 
 
@@ -238,7 +246,8 @@ def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
     largest = 0
     middles = ()
     for c in gl.static_range(len(k)):
-        amplitude, middle = _key_amplitude(k[c], mantissa, CENTER, WARPS)
+        low, high = _all_extremes(k[c], WARPS)
+        amplitude, middle = key_amplitude(low, high, mantissa, CENTER, WARPS)
         middles = middles + (middle,)
         largest = gl.maximum(largest, amplitude)
     scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
@@ -247,37 +256,40 @@ def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
         for i in gl.static_range(len(k[c])):
             y = k[c][i].to(gl.float32)
             if CENTER:
-                y = y - _beside(middles[c], y)
+                y = y - beside_tile(middles[c], y)
             # a tile of 8 or 16 columns has 32 rows here, the last key repeated
             k_smem[i][c].slice(0, k[c][i].shape[0], 0).store(round_to_int8(y, inverse))
     return scale.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
-def _value_maxima(v, WARPS: gl.constexpr):
-    """Largest magnitudes of the channels of a span of all values, as words per warp, in shared memory."""
-    most = _own_extremes(gl.abs(v[0]), higher, WARPS)
+def _largest_magnitudes(v, WARPS: gl.constexpr):
+    """Largest magnitudes of a span of all tiles over the rows of each thread."""
+    most = own_extremes(gl.abs(v[0]), higher, WARPS)
     for i in gl.static_range(1, len(v)):
-        most = higher(most, _own_extremes(gl.abs(v[i]), higher, WARPS), False)
+        most = higher(most, own_extremes(gl.abs(v[i]), higher, WARPS), False)
+    return most
+
+
+@gluon.jit
+def value_maxima(most, WARPS: gl.constexpr):
+    """Largest magnitudes of a span's channels over all values, as words per warp, in shared memory."""
     return aside(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
 
 
 @gluon.jit
-def _value_ranges(v, WARPS: gl.constexpr):
-    """(minima, maxima) of the channels of a span of all values, as words per warp, in shared memory."""
-    low, high = _own_extremes(v[0], lower, WARPS), _own_extremes(v[0], higher, WARPS)
-    for i in gl.static_range(1, len(v)):
-        low = lower(low, _own_extremes(v[i], lower, WARPS), False)
-        high = higher(high, _own_extremes(v[i], higher, WARPS), False)
-    low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, v[0].dtype)
+def value_ranges(low, high, WARPS: gl.constexpr):
+    """(minima, maxima) of a span's channels over all values, as words per warp, in shared memory."""
+    DTYPE: gl.constexpr = low.dtype
+    low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
     return aside(low), aside(high)
 
 
 @gluon.jit
-def _value_scales(left, tile, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr):
+def value_scales(left, tile, CENTER: gl.constexpr, VALUE_CHANNEL: gl.constexpr, WARPS: gl.constexpr):
     """(midranges, least scales or largest magnitudes) of a thread's own channels; and the largest of those of all, as bits.
 
-    ``left`` is from :func:`_value_ranges` with CENTER, else from :func:`_value_maxima`. The midranges are 0 without CENTER,
+    ``left`` is from :func:`value_ranges` with CENTER, else from :func:`value_maxima`. The midranges are 0 without CENTER,
     the bits with VALUE_CHANNEL.
     """
     DTYPE: gl.constexpr = tile.dtype
@@ -316,11 +328,12 @@ def quantize_values(
     largest = 0
     for c in gl.static_range(len(v)):
         if CENTER:
-            left = _value_ranges(v[c], WARPS)
+            low, high = _all_extremes(v[c], WARPS)
+            left = value_ranges(low, high, WARPS)
         else:
-            left = (_value_maxima(v[c], WARPS),)
+            left = (value_maxima(_largest_magnitudes(v[c], WARPS), WARPS),)
         lefts = lefts + (left,)
-        middle, most, more = _value_scales(left, v[c][0], CENTER, VALUE_CHANNEL, WARPS)
+        middle, most, more = value_scales(left, v[c][0], CENTER, VALUE_CHANNEL, WARPS)
         middles = middles + (middle,)
         maxima = maxima + (most,)
         largest = gl.maximum(largest, more)
@@ -341,10 +354,10 @@ def quantize_values(
         for i in gl.static_range(len(v[c])):
             y = v[c][i].to(gl.float32)
             if CENTER:
-                x = round_centered(y, _beside(inverse, y), _beside(zero, y))
+                x = round_centered(y, beside_tile(inverse, y), beside_tile(zero, y))
                 x = _without_padding(x, STARTS[i], WIDTHS[i], KEYS)
             else:
-                x = round_to_int8(y, _beside(inverse, y))
+                x = round_to_int8(y, beside_tile(inverse, y))
             v_smem[i][c].permute((1, 0)).store(to_fragment_order(x, ACROSS))
         scales = scales + (aside(scale),)
         if CENTER:
@@ -390,7 +403,7 @@ def copy_keys(
 
 
 @gluon.jit
-def _parts_of_sums(smem, WARPS: gl.constexpr):
+def parts_of_sums(smem, WARPS: gl.constexpr):
     """Sums of the channels of a tile of V, in eight parts: int32 (channels, 8), in the same layout for all tiles."""
     D: gl.constexpr = smem.shape[0]
     v = smem.load(sum_layout(D, WARPS))
@@ -401,14 +414,14 @@ def _parts_of_sums(smem, WARPS: gl.constexpr):
 @gluon.jit
 def _sums(v_smem, SPAN: gl.constexpr, WARPS: gl.constexpr):
     """The sums of a span's channels of V, int32 (channels,), in fragment order."""
-    parts = _parts_of_sums(v_smem[0][SPAN], WARPS)
+    parts = parts_of_sums(v_smem[0][SPAN], WARPS)
     for i in gl.static_range(1, len(v_smem)):
-        parts += gl.convert_layout(_parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
+        parts += gl.convert_layout(parts_of_sums(v_smem[i][SPAN], WARPS), parts.type.layout, assert_trivial=True)
     return gl.sum(parts, 1)
 
 
 @gluon.jit
-def _natural_order(x, ACROSS: gl.constexpr):
+def natural_order(x, ACROSS: gl.constexpr):
     """One number per channel, from fragment order (:func:`.sm90.query_block.to_fragment_order`) to the channels' own."""
     D: gl.constexpr = x.shape[0]
     return gl.reshape(gl.permute(gl.reshape(x, (ACROSS, D // (8 * ACROSS), 8)), (0, 2, 1)), (D,))
@@ -428,7 +441,7 @@ def sums_aside(
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
         if EXACT:
-            means = means + (aside(_natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
+            means = means + (aside(natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
         if SUMS == "begin":
             spans = spans + (aside(pairs_twice(-127 * sums)),)
         elif SUMS == "end":

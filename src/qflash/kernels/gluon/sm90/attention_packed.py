@@ -1,0 +1,400 @@
+"""Attention of packed sequences on Hopper in one launch, from float tensors (Gluon, wgmma).
+
+Computes steps 1 to 9 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 with the row maximum known first) for the
+default recipe without a mask, with the bits of :mod:`.triton.attention_streaming` on each sequence.
+
+*Work.* A program takes a few blocks of queries of one head of one sequence, sixteen rows per warp; a quad of lanes shares
+rows r and r + 8 (drawing in :mod:`.gluon.row_ops`). Programs past the end of their sequence store nothing.
+
+*Memory.* All keys and values of the head lie in shared memory as int8, in tiles of 128 keys (or one of 64), as in
+:mod:`.sm90.attention_resident`, of which this is the form for lengths that only the GPU knows: loops over tiles instead of
+code for each. Floats are read twice, for ranges and to be quantised, the second time from a cache. Keys lie in their own
+order and values in :func:`.common.tile_ops.inverse_key_order`.
+
+*Order.* Ranges of keys and values; scales; int8 to shared memory; sums of V's channels; barrier. Then per block: queries;
+maxima of all scores; scores again, probabilities, asynchronous products with V; normalise, store. A last tile that is at most
+half full is taken as half of one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
+
+from ...common.fixed_point import split_scale, twice_mean, usable_scale
+from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
+from ...common.tile_ops import MASKED, inverse_key_order
+from ..ptx_ops import (
+    aside,
+    barrier,
+    fine_probabilities,
+    least_if_needed,
+    raised_if_needed,
+    round_centered,
+    round_to_int8,
+    row_exponents,
+    row_factors,
+    zero_point,
+)
+from ..row_ops import both_rows, own_twice, row_largest, row_sum
+from .layouts import (
+    channel_spans,
+    float_piece,
+    kernel_width,
+    output_layout,
+    product_layout,
+    quad_layout,
+    quarter_layout,
+    score_layout,
+    shared_layout,
+    span_starts,
+    span_widths,
+    value_width,
+    value_widths,
+)
+from .query_block import (
+    MOST_ROUNDED_KEYS,
+    add_values,
+    finished,
+    fold_columns,
+    last_turns,
+    load_channels,
+    load_queries,
+    padded_columns,
+    padded_rows,
+    quarter_sums,
+    read_queries,
+    row_inverses,
+    start_scores,
+    store_span,
+    store_zeros,
+    stored,
+    sums_of_four,
+    to_fragment_order,
+)
+from .stage_kv import (
+    beside_tile,
+    key_amplitude,
+    natural_order,
+    own_extremes,
+    parts_of_sums,
+    sums_beside,
+    value_maxima,
+    value_ranges,
+    value_scales,
+)
+
+
+@gluon.jit
+def _load_tile(
+    base, stride_n: gl.constexpr, tile, keys, CHANNELS: gl.constexpr, KEY: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of a span of keys or values as stored, (keys, channels), in quads; past the last key it is repeated."""
+    D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
+    L: gl.constexpr = quad_layout(BLOCK_N, D, WARPS, float_piece(D, WARPS))
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L))
+    if not KEY:
+        n = inverse_key_order(n)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    ptrs = base + (gl.minimum(tile * BLOCK_N + n, keys - 1)[:, None] * stride_n + d[None, :])
+    return load_channels(ptrs, n, d, CHANNELS, D, "")
+
+
+@gluon.jit
+def _without_padding(x, tile, keys, BLOCK_N: gl.constexpr):
+    """A tile of int8 values with zeros past the last key."""
+    n = inverse_key_order(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, x.type.layout)))
+    return gl.where((tile * BLOCK_N + n < keys)[:, None], x, 0)
+
+
+@gluon.jit
+def _stage_span(
+    k_base, v_base, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, tiles, keys, mantissa, CHANNELS: gl.constexpr,
+    CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What quantising a span needs, and its first tile of keys and values.
+
+    Returns:
+        bits of the keys' largest magnitude, their midranges; midranges and largest magnitudes (or least scales) of values; both
+        tiles.
+    """
+    first_k = _load_tile(k_base, k_stride_n, 0, keys, CHANNELS, True, BLOCK_N, WARPS)
+    first_v = _load_tile(v_base, v_stride_n, 0, keys, CHANNELS, False, BLOCK_N, WARPS)
+    low, high = own_extremes(first_k, lower, WARPS), own_extremes(first_k, higher, WARPS)
+    if VALUE_OFFSET:
+        v_low, v_high = own_extremes(first_v, lower, WARPS), own_extremes(first_v, higher, WARPS)
+    else:
+        v_high = own_extremes(gl.abs(first_v), higher, WARPS)
+        v_low = v_high
+    for tile in range(1, tiles):
+        k = _load_tile(k_base, k_stride_n, tile, keys, CHANNELS, True, BLOCK_N, WARPS)
+        v = _load_tile(v_base, v_stride_n, tile, keys, CHANNELS, False, BLOCK_N, WARPS)
+        low = lower(low, own_extremes(k, lower, WARPS), False)
+        high = higher(high, own_extremes(k, higher, WARPS), False)
+        if VALUE_OFFSET:
+            v_low = lower(v_low, own_extremes(v, lower, WARPS), False)
+            v_high = higher(v_high, own_extremes(v, higher, WARPS), False)
+        else:
+            v_high = higher(v_high, own_extremes(gl.abs(v), higher, WARPS), False)
+    amplitude, middle = key_amplitude(low, high, mantissa, CENTER, WARPS)
+    if VALUE_OFFSET:
+        left = value_ranges(v_low, v_high, WARPS)
+    else:
+        left = (value_maxima(v_high, WARPS),)
+    value_middle, most, _ = value_scales(left, v_high, VALUE_OFFSET, True, WARPS)
+    return amplitude, middle, value_middle, most, first_k, first_v
+
+
+@gluon.jit
+def _fill_tile(
+    k, v, k_smem, v_smem, tile, keys, scaling, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Write a tile of a span of keys and values as int8 to shared memory."""
+    inverse, middle, value_inverse, zero = scaling
+    y, x = k.to(gl.float32), v.to(gl.float32)
+    if CENTER:
+        y = y - beside_tile(middle, y)
+    k_smem.index(tile).store(round_to_int8(y, inverse))
+    if VALUE_OFFSET:
+        rounded = round_centered(x, beside_tile(value_inverse, x), beside_tile(zero, x))
+    else:
+        rounded = round_to_int8(x, beside_tile(value_inverse, x))
+    v_smem.index(tile).permute((1, 0)).store(to_fragment_order(_without_padding(rounded, tile, keys, BLOCK_N), 1))
+
+
+@gluon.jit
+def _fill_span(
+    k_base, v_base, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, k_smem, v_smem, tiles, keys, inverse, found,
+    CHANNELS: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Write a span of all keys and values as int8 to shared memory; return scales, offsets (else scales) of V's channels.
+
+    ``found`` is what :func:`_stage_span` returns behind the keys' magnitude. A single tile is not loaded again.
+    """
+    middle, value_middle, most, first_k, first_v = found
+    if VALUE_OFFSET:
+        scale = least_to_scale(most)
+    else:
+        scale = amplitude_to_scale(most)
+    value_inverse = inverse_scale(scale, False)
+    zero = value_inverse
+    if VALUE_OFFSET:
+        zero = zero_point(value_middle, value_inverse)
+    scaling = inverse, middle, value_inverse, zero
+    if TILES == 1:
+        _fill_tile(first_k, first_v, k_smem, v_smem, 0, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
+    else:
+        for tile in range(tiles):
+            k = _load_tile(k_base, k_stride_n, tile, keys, CHANNELS, True, BLOCK_N, WARPS)
+            v = _load_tile(v_base, v_stride_n, tile, keys, CHANNELS, False, BLOCK_N, WARPS)
+            _fill_tile(k, v, k_smem, v_smem, tile, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
+    offsets = aside(scale)
+    scales = offsets
+    if VALUE_OFFSET:
+        offsets = aside(zero * scale)
+    return scales, offsets
+
+
+@gluon.jit
+def _sums_of_span(v_smem, tiles, inverse_count, WARPS: gl.constexpr):
+    """(-127 times the sums of a span's channels of V in fragment order, twice their means), in shared memory."""
+    parts = parts_of_sums(v_smem.index(0), WARPS)
+    for tile in range(1, tiles):
+        parts += gl.convert_layout(parts_of_sums(v_smem.index(tile), WARPS), parts.type.layout, assert_trivial=True)
+    sums = gl.sum(parts, 1)
+    return aside(-127 * sums), aside(natural_order(twice_mean(sums, inverse_count, False), 1))
+
+
+@gluon.constexpr_function
+def last_width(kind, tile):
+    """Return the keys of a tile of a kind of :func:`.sm90.query_block.last_turns`, where whole ones have ``tile``."""
+    return tile // 2 if kind == 2 else tile
+
+
+@gluon.jit
+def _tile_of(smem, tile, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """The first WIDTH keys of a tile, along dimension DIM, span by span."""
+    spans = ()
+    for c in gl.static_range(len(smem)):
+        spans = spans + (smem[c].index(tile).slice(0, WIDTH, DIM),)
+    return spans
+
+
+@gluon.jit
+def _scores(q, k_smem, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Scores of a block of queries and the first WIDTH keys of a tile, int32."""
+    return finished(start_scores(q, _tile_of(k_smem, tile, WIDTH, 0), WIDTH, WARPS, 1), 0, WARPS)
+
+
+@gluon.jit
+def _beside_outputs(smem, WARPS: gl.constexpr):
+    """One number per channel from shared memory, in the layout of outputs."""
+    return smem.load(gl.SliceLayout(0, output_layout(smem.shape[0], WARPS)))
+
+
+@gluon.jit
+def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr):
+    """An accumulator of zeros for one span of V."""
+    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS))
+
+
+@gluon.jit
+def _attend(
+    q, query_bits, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries, keys,
+    CHANNELS: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Attention of a block of queries, from int8 queries to stored outputs."""
+    k_smem, v_smem = memory
+    sums, means, scales, offsets, o_base = output
+    M: gl.constexpr = 16 * WARPS
+    SPANS: gl.constexpr = channel_spans(CHANNELS)
+    FROM: gl.constexpr = span_starts(CHANNELS)
+    DV: gl.constexpr = value_widths(CHANNELS)
+    COUNT: gl.constexpr = len(SPANS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
+    EIGHT: gl.constexpr = score_layout(8, WARPS)
+    usable = keys_usable & usable_scale(query_bits)
+    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+    tiles = gl.cdiv(keys, BLOCK_N)
+    whole = keys // BLOCK_N
+    narrow = ((keys - 1) % BLOCK_N < BLOCK_N // 2).to(gl.int32)
+    largest = gl.full((M, 8), MASKED, gl.int32, EIGHT)
+    for kind in gl.static_range(3):
+        start, stop = last_turns(kind, whole, tiles, narrow)
+        for tile in range(start, stop):
+            s = _scores(q, k_smem, tile, last_width(kind, BLOCK_N), WARPS)
+            if kind > 0:
+                s = padded_columns(s, keys - tile * BLOCK_N, MASKED)
+            largest = gl.maximum(largest, fold_columns(s, WARPS))
+    row_max = row_largest(largest)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
+    most = fine_probabilities(row_max, slope, begin, constant)
+    row_max = both_rows(row_max, M)
+    slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
+    accumulator = ()
+    for c in gl.static_range(COUNT):
+        accumulator = accumulator + (warpgroup_mma_init(_no_outputs(DV[c], WARPS)),)
+    total = gl.zeros((M, 4), gl.int32, quarter_layout(WARPS))
+    fine = total
+    for kind in gl.static_range(3):
+        start, stop = last_turns(kind, whole, tiles, narrow)
+        for tile in range(start, stop):
+            s = _scores(q, k_smem, tile, last_width(kind, BLOCK_N), WARPS)
+            s = raised_if_needed((s,), least, EIGHT, 1)[0]
+            if kind > 0:
+                s = padded_rows(s, keys - tile * BLOCK_N, row_max)
+            p, finer = stored(s, slope, begin, constant, OPERAND, 0, BLOCK_N, EXACT, WARPS, 1)
+            accumulator = add_values(accumulator, p, _tile_of(v_smem, tile, last_width(kind, BLOCK_N), 1), WARPS, 1)
+            total += quarter_sums(sums_of_four(p), WARPS)
+            if EXACT:
+                fine += quarter_sums(finer, WARPS)
+    count = tiles * BLOCK_N - narrow * (BLOCK_N // 2)
+    total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
+    if EXACT:
+        # few keys have the sum of rounded P, of which nothing is missing
+        fine = gl.where(keys > MOST_ROUNDED_KEYS, row_sum(fine) - (count - keys) * most, 0)
+    rows = row_inverses(total, fine, count, EXACT)
+    numerators = ()
+    for c in gl.static_range(COUNT):
+        numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
+        numerators = numerators + (numerator + sums_beside(sums[c], WARPS, 1),)
+    for c in gl.static_range(COUNT):
+        factor, offset = _beside_outputs(scales[c], WARPS), 0
+        if VALUE_OFFSET:
+            offset = _beside_outputs(offsets[c], WARPS)
+        store_span(
+            numerators[c], rows, usable, (factor, offset, 0), means[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c],
+            EXACT, WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=("share",))
+def packed_hopper_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_h: gl.constexpr, q_stride_n: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
+    v_stride_h: gl.constexpr, v_stride_n: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
+    constant_mantissa, constant_exponent, share,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
+    EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    MOST_BITS: gl.constexpr,
+):  # fmt: skip
+    """Attention of ``share`` blocks of queries of a head of packed sequence z, which has at most TILES tiles of BLOCK_N keys.
+
+    Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels).
+    """
+    z, h = gl.program_id(2), gl.program_id(1)
+    kv_head = h // GROUP
+    WARPS: gl.constexpr = BLOCK_M // 16
+    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(SPANS)
+    first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
+    queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
+    keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
+    q_base = q_ptr + first_q * q_stride_n + h * q_stride_h
+    o_base = o_ptr + first_q * o_stride_n + h * o_stride_h
+    k_base = k_ptr + first_k * k_stride_n + kv_head * k_stride_h
+    v_base = v_ptr + first_k * v_stride_n + kv_head * v_stride_h
+    block = gl.program_id(0) * share
+    blocks = gl.minimum(block + share, gl.cdiv(queries, BLOCK_M))
+    if (block >= blocks) | (keys == 0):
+        for each in range(block, blocks):
+            store_zeros(o_base, o_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS)
+        return
+    tiles = gl.cdiv(keys, BLOCK_N)
+    inverse_count = gl.minimum((1 << 31) // keys.to(gl.int64), 0x7FFFFFFF).to(gl.int32)
+    k_smem = ()
+    v_smem = ()
+    for c in gl.static_range(COUNT):
+        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [TILES, BLOCK_N, D[c]], shared_layout(D[c])),)
+        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [TILES, DV[c], BLOCK_N], shared_layout(BLOCK_N)),)
+    largest = 0
+    found = ()
+    for c in gl.static_range(COUNT):
+        amplitude, middle, value_middle, most, first_k_tile, first_v_tile = _stage_span(
+            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, tiles, keys, constant_mantissa, SPANS[c], CENTER,
+            VALUE_OFFSET, BLOCK_N, WARPS,
+        )  # fmt: skip
+        largest = gl.maximum(largest, amplitude)
+        found = found + ((middle, value_middle, most, first_k_tile, first_v_tile),)
+    key_scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
+    key_bits = key_scale.to(gl.int32, bitcast=True)
+    inverse = inverse_scale(key_scale, False)
+    scales = ()
+    offsets = ()
+    for c in gl.static_range(COUNT):
+        scale, offset = _fill_span(
+            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, k_smem[c], v_smem[c], tiles, keys, inverse, found[c],
+            SPANS[c], CENTER, VALUE_OFFSET, TILES, BLOCK_N, WARPS,
+        )  # fmt: skip
+        scales, offsets = scales + (scale,), offsets + (offset,)
+    fence_async_shared()
+    barrier()
+    sums = ()
+    means = ()
+    for c in gl.static_range(COUNT):
+        span_sums, span_means = _sums_of_span(v_smem[c], tiles, inverse_count, WARPS)
+        sums, means = sums + (span_sums,), means + (span_means,)
+    barrier()
+    keys_usable = usable_scale(key_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    memory = k_smem, v_smem
+    output = sums, means, scales, offsets, o_base
+    for each in range(block, blocks):
+        words = load_queries(q_base, q_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS, 1, "")
+        q, query_bits = read_queries(
+            words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, True, True, WARPS
+        )  # fmt: skip
+        _attend(
+            q, query_bits, keys_usable, units, memory, output, o_stride_n, each * BLOCK_M, queries, keys, HEAD_DIM, WARPS,
+            EXACT, VALUE_OFFSET, OFFSET, MOST, MOST_BITS, BLOCK_N,
+        )  # fmt: skip

@@ -262,6 +262,11 @@ def packed_sequences(card: str = CARD) -> list[str]:
     return lines
 
 
+def packed_ratios(chosen: Callable[[dict[str, Any]], bool], card: str = CARD) -> str:
+    """Return FlashAttention 2's times over ours of some batches of packed sequences."""
+    return span(row["us"]["flash varlen"] / row["us"]["qflash"] for row in rows_of("varlen", card) if chosen(row))
+
+
 def linear_layers(card: str = CARD) -> list[str]:
     """Linear layers of integer networks with their epilogues, beside cuBLAS without."""
     peers = ("cuBLAS float16", "cuBLAS float8", "cuBLAS int8 to int32")
@@ -558,6 +563,10 @@ def summary(card: str = CARD) -> list[str]:
         f"* **Long rows**: 4096 and 16384 keys {against(keys('4096', '16384'), 'qflash')} from fp16 and "
         f"{against(keys('4096', '16384'), 'qflash int8')} on int8; at 1024 keys {against(keys('1024'), 'qflash')} and "
         f"{against(keys('1024'), 'qflash int8')}: quantising takes a quarter of the time there.",
+        f"* **Packed sequences** of several lengths from fp16, against FA2's `varlen_attn`: heads of 64 channels "
+        f"{packed_ratios(lambda row: row['head_dim'] == 64)}, windows of 64 patches "
+        f"{packed_ratios(lambda row: max(row['lengths']) <= 64)}, longer sequences with 72 or 80 channels "
+        f"{packed_ratios(lambda row: row['head_dim'] != 64 and max(row['lengths']) > 64)}.",
         f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
         f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
         f"* **Whole models** ({MODELS_CARD.upper()}), patched against the fastest of timm's choice and SDPA's back ends: Swin "

@@ -197,7 +197,7 @@ def varlen_attention(
             does not fall, which is checked on a CPU alone. Sequences may be empty.
         cu_seqlens_k: the same of keys, of as many sequences.
         max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written.
-        max_seqlen_k: no sequence has more keys; checked on a CPU alone.
+        max_seqlen_k: no sequence has more keys; checked on a CPU alone. On a GPU the output of one that has more is NaN.
         is_causal: query i of a sequence sees its keys 0 to i, as in :func:`attention`. FlashAttention aligns the last query
             with the last key instead; the two differ where a sequence has not as many queries as keys.
         scale, enable_gqa, recipe, backend: see :func:`attention`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import random
 import re
@@ -292,14 +293,19 @@ def test_packed_sequences(
     call = varlen.VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
     expected = varlen.varlen_attention(query, key, value, *lengths, False, 0.2, recipe.key, "reference")
     monkeypatch.setattr(sm90, "takes_varlen", lambda call: target == "sm_90")
+    # longer than was said: that sequence is NaN, and nothing is read or written outside
+    short_call = dataclasses.replace(call, lengths=lengths._replace(most_keys=128))
+    without = torch.where(torch.arange(len(query))[:, None, None] < queries[0], math.nan, expected)
     if target == "sm_90":
         monkeypatch.setattr(sm90, "takes_packed", lambda call: True)
         assert same_bits(dispatch.launch_varlen(call), expected)
+        assert same_bits(dispatch.launch_varlen(short_call), without)
     monkeypatch.setattr(sm90, "takes_packed", lambda call: False)
     for short in (0, 1024):
         monkeypatch.setattr(quantize, "_SHORT", short)
         monkeypatch.setattr(quantize, "_PROGRAMS", 1)
         assert same_bits(dispatch.launch_varlen(call), expected), short
+        assert same_bits(dispatch.launch_varlen(short_call), without), short
 
 
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case in range(8) for target in TARGETS[case % 2 :: 2]])

@@ -399,12 +399,14 @@ APART = ["long_quantize_kernel", "long_hopper_kernel"]
         (64, 300, 32, {}, ["long_quantize_kernel", "long_kernel"]),
         (64, 200, 64, {"dtype": torch.float32}, ["long_quantize_kernel", "long_kernel"]),
         (64, 200, 64, {"recipe": ACCURATE}, ["long_kernel"]),
+        # packed V would reach past 32-bit offsets
+        (64, 200, 64, {"tokens": 1 << 24}, ["long_kernel"]),
     ],
 )
 def test_packed_sequences_take_few_launches(
     sequences: int, longest: int, dim: int, options: dict[str, Any], kernels: list[str]
 ) -> None:
-    x = torch.empty(sequences * 100, 12, dim, dtype=options.get("dtype", torch.float16), device="meta")
+    x = torch.empty(options.get("tokens", 6400), 12, dim, dtype=options.get("dtype", torch.float16), device="meta")
     cumulative = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     recipe = options.get("recipe", DEFAULT).key
     with LaunchRecorder(launching=False) as recording:

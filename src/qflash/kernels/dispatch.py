@@ -227,16 +227,26 @@ def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
     )  # fmt: skip
 
 
-def launch_varlen(call: VarlenCall) -> torch.Tensor:
-    """Quantise packed float sequences and attend to them, in two or three launches; or in PyTorch (:mod:`.segments`) and one.
+def _quantizes_varlen(call: VarlenCall) -> bool:
+    """Tell whether kernels quantise packed sequences: scales that they find, and packed V within 32-bit offsets."""
+    tokens, heads, channels = call.value.shape
+    # V has places for each sequence's keys up to a multiple of 128, and up to 128 channels or what it has
+    places = tokens + 128 * (call.lengths.sequences + 1)
+    fits = places * max(128, heads, channels) < 1 << 31
+    return tokens > 0 and fits and quantizes_long(call.recipe, call.lengths.sequences)
 
-    For Hopper keys and values are quantised before, and query on the way.
+
+def launch_varlen(call: VarlenCall) -> torch.Tensor:
+    """Quantise packed float sequences and attend to them.
+
+    On Hopper short ones are one launch; for long ones keys and values are quantised before, and query on the way. Elsewhere all
+    three are quantised before; by PyTorch (:mod:`.segments`) for recipes that the kernels do not know.
     """
     guard = call.query.device.type == "cpu"
     # the interpreter truncates to bfloat16 where that must round
     dtype = torch.float32 if guard and call.out_dtype == torch.bfloat16 else call.out_dtype
     out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=dtype, device=call.query.device)
-    if not quantizes_long(call.recipe, call.lengths.sequences) or call.key.shape[0] == 0:
+    if not _quantizes_varlen(call):
         launches = portable.varlen_launches(segments.quantize(segments.prepare(call)), out, guard)
     elif sm90.takes_packed(call):
         launches = [sm90.packed_launch(call, out)]

@@ -232,7 +232,8 @@ def long_kernel(
     With VARLEN z is a sequence of packed tensors, whose cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: strides of a
     batch are 0 but those of what there is for each sequence, and ``queries``, ``keys`` and ``inverse_count`` are found here.
     Unless VALUE_ROWS, values begin at :func:`.common.tile_ops.packed_start`.
-    Programs past the end of their sequence's queries take no keys and store nothing.
+    Programs past the end of their sequence's queries take no keys and store nothing. Outputs of sequences of more than ``keys``
+    keys are NaN.
     """
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
@@ -245,7 +246,9 @@ def long_kernel(
     if VARLEN:
         first_q, first_k = tl.load(cu_q_ptr + z).to(tl.int64), tl.load(cu_k_ptr + z).to(tl.int64)
         queries = (tl.load(cu_q_ptr + z + 1).to(tl.int64) - first_q).to(tl.int32)
+        most_keys = keys
         keys = (tl.load(cu_k_ptr + z + 1).to(tl.int64) - first_k).to(tl.int32)
+        too_many = keys > most_keys
         if CAUSAL:
             # keys past the last query do not exist
             keys = tl.minimum(keys, queries)
@@ -282,8 +285,8 @@ def long_kernel(
     usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
     usable = usable & usable_scale(query_bits)
     if VARLEN:
-        # without keys an output is 0, whatever the query
-        usable = usable | no_keys
+        # without keys an output is 0, whatever the query; where there are more than was said not all may be quantised
+        usable = (usable & (too_many == 0)) | no_keys
     multiplier, fraction_bits, drop = row_multiplier(
         query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
         MOST_BITS, GUARD,

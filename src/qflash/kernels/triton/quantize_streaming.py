@@ -1,4 +1,4 @@
-"""Quantisation of query, key and value for long rows in two launches, packing V for the tensor core (Triton).
+"""Quantisation of query, key and value for long rows, or packed sequences, packing V for the tensor core (Triton).
 
 Equations 1 and 2 (step 1 of ``docs/algorithm.md``), for a scale per query token, per key head and per value channel. In
 order:
@@ -10,7 +10,7 @@ A program takes tiles of BLOCK_N tokens by BLOCK_D channels in registers and loa
 last. V is written as (channels, keys), with the sums of its channels, as
 :func:`.triton.attention_streaming.pack_value_kernel` does: four neighbouring keys are interleaved in registers, so that
 they are stored as one word. One launch for all three tensors saves launches; the ranges cannot be part of it, because a
-scale needs those of all chunks.
+scale needs those of all chunks. Where a program has a whole head of a packed sequence, it finds them itself.
 """
 
 from __future__ import annotations

@@ -314,19 +314,20 @@ def _attend(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=("share",))
+@gluon.jit(do_not_specialize=("share", "most_keys"))
 def packed_hopper_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_h: gl.constexpr, q_stride_n: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
     v_stride_h: gl.constexpr, v_stride_n: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
-    constant_mantissa, constant_exponent, share,
+    constant_mantissa, constant_exponent, share, most_keys,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
     EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
     MOST_BITS: gl.constexpr,
 ):  # fmt: skip
     """Attention of ``share`` blocks of queries of a head of packed sequence z, which has at most TILES tiles of BLOCK_N keys.
 
-    Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels).
+    Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels). Outputs of sequences of more
+    than ``most_keys`` keys are NaN.
     """
     z, h = gl.program_id(2), gl.program_id(1)
     kv_head = h // GROUP
@@ -339,6 +340,8 @@ def packed_hopper_kernel(
     first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
     queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
     keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
+    too_many = keys > most_keys
+    keys = gl.minimum(keys, TILES * BLOCK_N)
     q_base = q_ptr + first_q * q_stride_n + h * q_stride_h
     o_base = o_ptr + first_q * o_stride_n + h * o_stride_h
     k_base = k_ptr + first_k * k_stride_n + kv_head * k_stride_h
@@ -384,7 +387,7 @@ def packed_hopper_kernel(
         span_sums, span_means = _sums_of_span(v_smem[c], tiles, inverse_count, WARPS)
         sums, means = sums + (span_sums,), means + (span_means,)
     barrier()
-    keys_usable = usable_scale(key_bits)
+    keys_usable = usable_scale(key_bits) & (too_many == 0)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     memory = k_smem, v_smem

@@ -159,7 +159,8 @@ def long_hopper_kernel(
     each.
 
     With VARLEN z is a sequence of packed tensors, as in :func:`.triton.attention_streaming.long_kernel`: strides of a batch are
-    0 but those of scales and sums, the last step is as wide as all, and values begin at :func:`.common.tile_ops.packed_start`.
+    0 but those of scales and sums, the last step is as wide as all, values begin at :func:`.common.tile_ops.packed_start`, and
+    outputs of sequences of more than ``keys`` keys are NaN.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
@@ -171,6 +172,7 @@ def long_hopper_kernel(
     if VARLEN:
         first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
         queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
+        most_keys = keys
         keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
         inverse_count = gl.minimum((1 << 31) // gl.maximum(keys, 1).to(gl.int64), 0x7FFFFFFF).to(gl.int32)
         q_base += first_q * q_stride_n
@@ -252,6 +254,8 @@ def long_hopper_kernel(
         fence_async_shared()
         barrier()
     usable = usable_scale(key_bits) & usable_scale(query_bits)
+    if VARLEN:
+        usable = usable & (keys <= most_keys)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)

@@ -286,6 +286,7 @@ def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
         "constant_mantissa": mantissa,
         "constant_exponent": exponent,
         "share": triton.cdiv(blocks, parts),
+        "most_keys": lengths.most_keys,
         "GROUP": heads // key.shape[1],
         "HEAD_DIM": query.shape[2],
         "BLOCK_M": block_m,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import execution, ops, plan_cache, sharding  # noqa: F401 - ops registers torch.ops.qflash
+from . import execution, ops, plan_cache, sharding, varlen  # noqa: F401 - ops registers torch.ops.qflash
 from .memory_format import as_four, as_four_mask, broadcast_heads, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
@@ -209,6 +209,11 @@ def varlen_attention(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
         NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative.
     """
+    given = varlen.given_tensors(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    options = "varlen", max_seqlen_q, max_seqlen_k, is_causal, scale, enable_gqa, recipe, backend
+    run = plan_cache.find_given(given, options)
+    if run is not None:
+        return run(*given)
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_k
     if has_torch_function(tensors):
         return handle_torch_function(
@@ -221,10 +226,12 @@ def varlen_attention(
     )
     check_backend(backend)
     sharding.prepare(query)
-    return torch.ops.qflash.varlen_attention(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, factor,
-        resolve_recipe(recipe).key, backend,
-    )  # fmt: skip
+    choices = max_seqlen_q, max_seqlen_k, is_causal, factor, resolve_recipe(recipe).key, backend
+    out = torch.ops.qflash.varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, *choices)
+    if query.is_cuda:  # elsewhere lengths are looked at in every call
+        taken = varlen.given_tensors(query, key, value, cu_seqlens_q, cu_seqlens_k)
+        plan_cache.remember(given, options, taken, out.shape, lambda: varlen.kept(taken, choices))
+    return out
 
 
 def quantize(

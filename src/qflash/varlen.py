@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import segments
+from . import plan_cache, segments
 from .attention_call import Scales, float_call
 from .backends import resolve_backend
 from .execution import attend
@@ -98,14 +98,55 @@ def varlen_attention(
     if query.device.type == "cpu":
         _check_on_the_host("cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q, "max_seqlen_q")
         _check_on_the_host("cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k, "max_seqlen_k")
-    lengths = Lengths(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
-    call = VarlenCall(
-        query, key, value, None, None, lengths, is_causal, scale, query.dtype, Recipe.from_key(recipe)
-    )  # fmt: skip
+    tensors = given_tensors(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    choices = max_seqlen_q, max_seqlen_k, is_causal, scale, recipe, backend
+    run = kept(tensors, choices)
+    if run is not None:
+        return run(*tensors)
+
+    def go(*tensors: torch.Tensor | None) -> torch.Tensor:
+        return _attend(call_of(tensors, choices), backend)
+
+    addresses = [x.data_ptr() for x in tensors if x is not None]
+    if not query.is_cuda or len(set(addresses)) < len(addresses) or plan_cache.place_of(tensors) is None:
+        return go(*tensors)
+    if plan_cache.is_unrepeatable(tensors, (varlen_attention, *choices)):
+        return go(*tensors)
+    from .kernels.launch_recorder import record
+
+    out, prepare = record(go, tensors)
+    plan_cache.remember(tensors, (varlen_attention, *choices), tensors, out.shape, prepare)
+    return out
+
+
+def given_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of a call as :mod:`.plan_cache` keeps it: lengths that serve both are there once."""
+    return query, key, value, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+
+
+def call_of(tensors: plan_cache.Tensors, choices: tuple[Any, ...]) -> VarlenCall:
+    """Return the call of :func:`given_tensors` and the other arguments of :func:`varlen_attention`."""
+    query, key, value, queries, keys = tensors
+    most_queries, most_keys, is_causal, scale, recipe, _ = choices
+    assert query is not None and key is not None and value is not None and queries is not None
+    queries = queries.contiguous()
+    lengths = Lengths(queries, queries if keys is None else keys.contiguous(), most_queries, most_keys)
+    return VarlenCall(query, key, value, None, None, lengths, is_causal, scale, query.dtype, Recipe.from_key(recipe))
+
+
+def kept(tensors: plan_cache.Tensors, choices: tuple[Any, ...]) -> plan_cache.Run | None:
+    """Return what an earlier :func:`varlen_attention` left for such tensors (:func:`given_tensors`), which it takes."""
+    return plan_cache.find(tensors, (varlen_attention, *choices))
+
+
+def _attend(call: VarlenCall, backend: str) -> torch.Tensor:
+    query, value, lengths = call.query, call.value, call.lengths
     resolved = resolve_backend(backend, query.device)
     if resolved == "reference":
         return _attend_each(call)
-    if query.shape[0] == 0 or 0 in (query.shape[1], value.shape[2], lengths.sequences, max_seqlen_q):
+    if query.shape[0] == 0 or 0 in (query.shape[1], value.shape[2], lengths.sequences, lengths.most_queries):
         return query.new_zeros((*query.shape[:2], value.shape[2]))
     if resolved == "cpu":
         from .kernels.cpu.launch import launch_varlen

@@ -451,6 +451,11 @@ def test_packed_sequences_have_the_bits_of_separate_calls(dtype: torch.dtype, re
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert same_bits(got.cpu(), expected)
+    # a call like those before, of other numbers
+    others = [x.flip(0).contiguous() for x in (query, key, value)]
+    expected = qflash.varlen_attention(*others, *lengths, *longest, **options, backend="reference")
+    again = qflash.varlen_attention(*(x.to(CUDA) for x in others), *there[3:], *longest, **options)
+    assert same_bits(again.cpu(), expected)
     x = torch.nested.nested_tensor_from_jagged(there[0], offsets=there[3]).transpose(1, 2)
     assert same_bits(
         qflash.attention(x, x, x, recipe=recipe).transpose(1, 2).values(),

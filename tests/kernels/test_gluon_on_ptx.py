@@ -159,6 +159,37 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
     assert same_bits(got, execution.attention(*others, None, False, 0.2, DEFAULT.key, "reference"))
 
 
+@pytest.mark.parametrize(
+    ("longest", "same", "kernels"),
+    [(70, True, ["packed_hopper_kernel"]), (300, False, ["long_range_kernel", "long_quantize_kernel", "long_hopper_kernel"])],
+)
+def test_calls_of_packed_sequences_are_repeated(
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, longest: int, same: bool, kernels: list[str]
+) -> None:
+    """On other tensors and other lengths, of queries and keys alike or not."""
+    emulated("kernels.test_launch_recorder")
+    launched: list[str] = []
+    monkeypatch.setattr(launch_recorder.KernelLaunch, "launcher", run_by_address(launched))
+    monkeypatch.setattr(sm90, "takes_packed", lambda call: longest == 70)
+    monkeypatch.setattr(sm90, "takes_varlen", lambda call: True)
+    choices = longest, longest, False, 0.2, DEFAULT.key, "triton"
+
+    def draw(seed: int, first: int) -> tuple[torch.Tensor | None, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(longest + 9, 1, 64, generator=generator).half() for _ in range(3)]
+        queries, keys = (torch.tensor([0, begin, longest + 9]) for begin in (first, first if same else 20))
+        return varlen.given_tensors(*tensors, queries, queries if same else keys)
+
+    _, prepare = record(lambda *tensors: dispatch.launch_varlen(varlen.call_of(tensors, choices)), draw(0, 9))
+    again = prepare()
+    assert again is not None and not launched
+    query, key, value, queries, keys = others = draw(1, 30)
+    got = again(*others)
+    assert launched == kernels and (keys is None) == same
+    lengths = queries, queries if keys is None else keys
+    assert same_bits(got, varlen.varlen_attention(query, key, value, *lengths, *choices[:-1], "reference"))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_window_bias(emulated: Load, target: str) -> None:
     module = emulated("integrations.test_swin_bias", target)

@@ -339,6 +339,46 @@ def test_packed_sequences(
         assert same_bits(dispatch.launch_varlen(short_call), without), short
 
 
+def draw_packed(case: int) -> varlen.VarlenCall:
+    """Return packed sequences with lengths next to the edges of tiles, of uneven channels, constants and numbers not finite."""
+    chance, generator = random.Random(case), torch.Generator().manual_seed(case)
+    head_dim, sequences = 8 * chance.randint(1, 16), chance.randint(1, 3)
+    edges = (0, 1, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 193, 256)
+    queries = [chance.randint(1, 20), *(min(chance.choice(edges), 130) for _ in range(sequences - 1))]
+    keys = [chance.randint(65, 200), *(chance.choice(edges) for _ in range(sequences - 1))]
+    group, heads = chance.choice(((1, 1), (2, 1), (1, 2)))
+    dtype = chance.choice((torch.float16, torch.bfloat16))
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        x = torch.randn(tokens, heads, head_dim + 8 * chance.randint(0, 1), generator=generator)[..., :head_dim]
+        kind = chance.randint(0, 7)
+        if kind == 0:
+            x *= torch.exp2(torch.randint(-12, 8, (head_dim,), generator=generator))
+        elif kind == 1:
+            x.fill_(chance.choice((0.0, 1.5)))
+        elif kind == 2:
+            x[chance.randrange(tokens), chance.randrange(heads), -1] = chance.choice((math.nan, math.inf, -math.inf))
+        return x.to(dtype)
+
+    tensors = draw(sum(queries), group * heads), draw(sum(keys), heads), draw(sum(keys), heads)
+    cumulative = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (queries, keys)]
+    recipe = DEFAULT.replace(smooth_value=chance.random() < 0.4, smooth_key=chance.random() < 0.8)
+    lengths, scale = varlen.Lengths(*cumulative, max(queries), max(keys)), chance.choice((head_dim**-0.5, 3.0, 0.01))
+    return varlen.VarlenCall(*tensors, None, None, lengths, False, scale, dtype, recipe)
+
+
+@pytest.mark.parametrize("case", range(16))
+def test_packed_sequences_of_any_kind(emulated: Load, monkeypatch: pytest.MonkeyPatch, case: int) -> None:
+    emulated("qflash.kernels.triton.quantize_streaming")
+    call = draw_packed(case)
+    tensors, choices = (call.query, call.key, call.value), (False, call.softmax_scale, call.recipe.key, "reference")
+    expected = varlen.varlen_attention(*tensors, *call.lengths, *choices)
+    for packed in (True, False):
+        monkeypatch.setattr(sm90, "takes_packed", lambda call, packed=packed: packed)
+        monkeypatch.setattr(sm90, "takes_varlen", lambda call: call.query.shape[2] > 32)
+        assert same_bits(dispatch.launch_varlen(call), expected), packed
+
+
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case in range(8) for target in TARGETS[case % 2 :: 2]])
 def test_general_kernels(emulated: Load, case: int, target: str) -> None:
     emulated("kernels.test_attention", target).test_kernel_has_the_reference_bits(case)

@@ -165,6 +165,11 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
     return _description(x, [rows, columns], [stride, 1], list(block))
 
 
+def _streaming_registers(head_dim: int) -> int:
+    """Return the most registers of a thread of :mod:`.sm90.attention_streaming`: three programs a processor, or wider two."""
+    return REGISTERS_OF_THREE if head_dim <= 64 else 0
+
+
 def streaming_steps(width: int, keys: int) -> tuple[int, int]:
     """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times a turn of its loops.
 
@@ -232,8 +237,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         value, sums, launches = pack_value(call.value, True)
         call = dataclasses.replace(call, value=value)
         request = dataclasses.replace(request, call=call)
-    # three programs a processor, or with wider heads two
-    tiles = tiles._replace(block_m=64, warps=4, registers=168 if call.head_dim <= 64 else 0)
+    tiles = tiles._replace(block_m=64, warps=4, registers=_streaming_registers(call.head_dim))
     constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
     constants["QUANTIZE"] = call.query.dtype != torch.int8
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
@@ -328,7 +332,7 @@ def varlen_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
     lengths, sums, kernel = call.lengths, call.value_sums, _streaming_kernel()
     assert sums is not None
     one = one_element(call)
-    tiles = Tiles(64, 128, 4, 1, registers=168 if one.head_dim <= 64 else 0)
+    tiles = Tiles(64, _STREAMING_TILE, 4, 1, _streaming_registers(one.head_dim))
     request = KernelRequest(one, out[None].transpose(1, 2), False, sums, True)
     rows = rows_of_keys(one.key)
     assert rows is not None

@@ -140,11 +140,7 @@ def measure(layer: Layer, device: torch.device, rounds: int) -> dict[str, Any]:
                 running[name] = timers.make_timer(prepare(layer, device), "kernel", device)
         except Exception as error:
             row["errors"][name] = errors.describe(error)
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in running}
-    for index in range(rounds):
-        for name in running if index % 2 == 0 else reversed(running):
-            samples[name].append(running[name].sample())
-    row["us"] = {name: timers.summarise(found)["median_us"] for name, found in samples.items()}
+    row["us"] = {name: found["median_us"] for name, found in timers.sample_by_turns(running, rounds).items()}
     card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     peaks = next((peak for name, peak in PEAK.items() if name in card), None)
     if peaks is not None and "qflash" in row["us"]:

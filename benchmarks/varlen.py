@@ -95,12 +95,8 @@ def measure(batch: Batch, device: torch.device, rounds: int) -> dict[str, Any]:
                 running |= {(mode, name): timers.make_timer(call, mode, device) for mode in modes}
         except Exception as error:
             row["errors"][name] = errors.describe(error)
-    samples: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in running}
-    for index in range(rounds):
-        for key in running if index % 2 == 0 else reversed(running):
-            samples[key].append(running[key].sample())
-    for (mode, name), found in samples.items():
-        row["us" if mode == "kernel" else "eager_us"][name] = timers.summarise(found)["median_us"]
+    for (mode, name), found in timers.sample_by_turns(running, rounds).items():
+        row["us" if mode == "kernel" else "eager_us"][name] = found["median_us"]
     del running
     timers.tidy(device)
     return row

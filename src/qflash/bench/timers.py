@@ -6,9 +6,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -152,6 +152,7 @@ class CpuTimer:
 
 
 Timer = GraphTimer | EagerTimer | CpuTimer
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 def make_timer(
@@ -164,6 +165,15 @@ def make_timer(
         return EagerTimer(call, context)
     with context():
         return GraphTimer(call)
+
+
+def sample_by_turns(running: Mapping[_Name, Timer], rounds: int) -> dict[_Name, dict[str, float]]:
+    """Sample several calls by turns, in every second round backwards; return a summary (:func:`summarise`) of each."""
+    samples: dict[_Name, list[dict[str, float]]] = {name: [] for name in running}
+    for index in range(rounds):
+        for name in running if index % 2 == 0 else reversed(list(running)):
+            samples[name].append(running[name].sample())
+    return {name: summarise(found) for name, found in samples.items()}
 
 
 def tidy(device: torch.device) -> None:

@@ -61,6 +61,7 @@ from .fixed_point import (
 from .quantize_ops import bias_base, bias_to_fixed
 
 MASKED = tl.constexpr(fp.SCORE_MASKED)
+MOST_ROUNDED_KEYS = tl.constexpr(fp.MOST_ROUNDED_KEYS)
 POISON = tl.constexpr(fp.SCORE_POISON)
 BIAS_LIMIT = tl.constexpr(fp.BIAS_LIMIT)
 BIAS_MASKED = tl.constexpr(fp.BIAS_MASKED)

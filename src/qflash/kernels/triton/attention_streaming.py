@@ -27,6 +27,7 @@ from ..common.fixed_point import multiply_high, release_factor, twice_mean, usab
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (
     MASKED,
+    MOST_ROUNDED_KEYS,
     accumulate,
     column_scales,
     finish,
@@ -44,7 +45,6 @@ from ..common.tile_ops import (
 )
 
 SECTION_KEYS = tl.constexpr(fp.SECTION_KEYS)
-MOST_ROUNDED_KEYS = tl.constexpr(fp.MOST_ROUNDED_KEYS)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
-from ...common.tile_ops import MASKED, inverse_key_order
+from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order
 from ..ptx_ops import (
     aside,
     barrier,
@@ -54,7 +54,6 @@ from .layouts import (
     value_widths,
 )
 from .query_block import (
-    MOST_ROUNDED_KEYS,
     add_values,
     finished,
     fold_columns,

@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ... import tiles
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
-from ...common.tile_ops import MASKED, channel_of_row, packed_start
+from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_start
 from ..ptx_ops import (
     aside,
     barrier,
@@ -62,8 +62,6 @@ from ..ptx_ops import (
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import kernel_width, output_layout, product_layout, quarter_layout, score_layout
 from .query_block import (
-    MOST_ROUNDED_KEYS,
-    TILE,
     allocate,
     beside_product,
     finished,
@@ -89,6 +87,8 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # At 64 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits after every
 # product (warning C7512). Queries in shared memory leave room. Where registers suffice, measured, this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
+# keys of a product
+TILE = gl.constexpr(128)
 
 
 @gluon.constexpr_function

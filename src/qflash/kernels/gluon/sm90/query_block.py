@@ -25,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .... import fixed_point as fp
 from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
@@ -47,10 +46,6 @@ from .layouts import (
     span_starts,
     stored_layout,
 )
-
-# keys of a whole tile
-TILE = gl.constexpr(128)
-MOST_ROUNDED_KEYS = gl.constexpr(fp.MOST_ROUNDED_KEYS)
 
 # the sum of four int8, each times its weight, in the first of four outputs, 0 in the other three
 SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")

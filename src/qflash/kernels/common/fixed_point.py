@@ -198,6 +198,12 @@ def twice_mean(sums, inverse_count, GUARD: tl.constexpr):
 
 
 @triton.jit
+def inverse_of_count(keys):
+    """:func:`qflash.fixed_point.inverse_count` of a number of keys that only the GPU knows; of 0 keys that of 1."""
+    return tl.minimum((1 << 31) // tl.maximum(keys, 1).to(tl.int64), 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def fine_bits(bits):
     """The bit length of a row sum with 7 fraction bits turned into that of its integer part; 0 stays 0."""
     return tl.maximum(bits - 7, 0)

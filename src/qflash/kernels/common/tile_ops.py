@@ -149,6 +149,13 @@ def channel_of_row(row, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def packed_sequence(cu_ptr, z):
+    """(first token, number of tokens) of packed sequence ``z``, of cumulative lengths."""
+    first = tl.load(cu_ptr + z).to(tl.int64)
+    return first, (tl.load(cu_ptr + z + 1).to(tl.int64) - first).to(tl.int32)
+
+
+@triton.jit
 def packed_start(first, z):
     """Where the values of packed sequence ``z``, whose first key is ``first``, begin in packed V: a multiple of 128.
 

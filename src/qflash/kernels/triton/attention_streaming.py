@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ... import fixed_point as fp
-from ..common.fixed_point import multiply_high, release_factor, twice_mean, usable_scale
+from ..common.fixed_point import inverse_of_count, multiply_high, release_factor, twice_mean, usable_scale
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (
     MASKED,
@@ -36,6 +36,7 @@ from ..common.tile_ops import (
     load_value,
     mask_pointer,
     output_factors,
+    packed_sequence,
     packed_start,
     probability_words,
     row_multiplier,
@@ -244,16 +245,15 @@ def long_kernel(
         qs_stride_n, ks_stride_n = tl.cast(qs_stride_n, tl.int64), tl.cast(ks_stride_n, tl.int64)
         mask_stride_m, mask_stride_n = tl.cast(mask_stride_m, tl.int64), tl.cast(mask_stride_n, tl.int64)
     if VARLEN:
-        first_q, first_k = tl.load(cu_q_ptr + z).to(tl.int64), tl.load(cu_k_ptr + z).to(tl.int64)
-        queries = (tl.load(cu_q_ptr + z + 1).to(tl.int64) - first_q).to(tl.int32)
         most_keys = keys
-        keys = (tl.load(cu_k_ptr + z + 1).to(tl.int64) - first_k).to(tl.int32)
+        first_q, queries = packed_sequence(cu_q_ptr, z)
+        first_k, keys = packed_sequence(cu_k_ptr, z)
         too_many = keys > most_keys
         if CAUSAL:
             # keys past the last query do not exist
             keys = tl.minimum(keys, queries)
         few_keys = keys <= MOST_ROUNDED_KEYS
-        inverse_count = tl.minimum((1 << 31) // tl.maximum(keys, 1).to(tl.int64), 0x7FFFFFFF).to(tl.int32)
+        inverse_count = inverse_of_count(keys)
         no_keys = keys == 0
         keys = tl.where(tl.program_id(0) * BLOCK_M < queries, keys, 0)
         q_ptr += first_q * q_stride_n

@@ -38,7 +38,7 @@ from ..common.quantize_ops import (
     round_to_int8,
     zero_point,
 )
-from ..common.tile_ops import interleave, inverse_key_order, packed_start, row_of_channel
+from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
 from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
 from ..tiles import kernel_width
@@ -69,18 +69,11 @@ def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFF
 
 # These are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
 @triton.jit
-def _sequence(cu_ptr, z):
-    """(first token, number of tokens) of packed sequence ``z``."""
-    first = tl.load(cu_ptr + z).to(tl.int64)
-    return first, (tl.load(cu_ptr + z + 1).to(tl.int64) - first).to(tl.int32)
-
-
-@triton.jit
 def _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL: tl.constexpr):
     """(first key, number of keys that a query sees) of packed sequence ``z``: :mod:`qflash.unseen_tokens`."""
-    first, keys = _sequence(cu_k_ptr, z)
+    first, keys = packed_sequence(cu_k_ptr, z)
     if CAUSAL:
-        _, queries = _sequence(cu_q_ptr, z)
+        _, queries = packed_sequence(cu_q_ptr, z)
         keys = tl.minimum(keys, queries)
     return first, keys
 
@@ -332,7 +325,7 @@ def long_quantize_kernel(
         base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT, WIDE_OFFSETS)
         place = (z * tl.num_programs(1) + h) * queries
         if VARLEN:
-            first, count = _sequence(cu_q_ptr, z)
+            first, count = packed_sequence(cu_q_ptr, z)
             base += first * stride_n
             # a head has all sequences' queries
             place = h * tl.cast(queries, tl.int64) + first

@@ -22,9 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
-from ...common.fixed_point import split_scale, twice_mean, usable_scale
+from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
-from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order
+from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order, packed_sequence
 from ..ptx_ops import (
     aside,
     barrier,
@@ -336,9 +336,8 @@ def packed_hopper_kernel(
     D: gl.constexpr = span_widths(HEAD_DIM)
     DV: gl.constexpr = value_widths(HEAD_DIM)
     COUNT: gl.constexpr = len(SPANS)
-    first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
-    queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
-    keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
+    first_q, queries = packed_sequence(cu_q_ptr, z)
+    first_k, keys = packed_sequence(cu_k_ptr, z)
     too_many = keys > most_keys
     keys = gl.minimum(keys, TILES * BLOCK_N)
     q_base = q_ptr + first_q * q_stride_n + h * q_stride_h
@@ -352,7 +351,7 @@ def packed_hopper_kernel(
             store_zeros(o_base, o_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS)
         return
     tiles = gl.cdiv(keys, BLOCK_N)
-    inverse_count = gl.minimum((1 << 31) // keys.to(gl.int64), 0x7FFFFFFF).to(gl.int32)
+    inverse_count = inverse_of_count(keys)
     k_smem = ()
     v_smem = ()
     for c in gl.static_range(COUNT):

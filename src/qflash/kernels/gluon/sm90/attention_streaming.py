@@ -44,9 +44,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import tiles
-from ...common.fixed_point import split_scale, twice_mean, usable_scale
+from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
-from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_start
+from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
     aside,
     barrier,
@@ -170,11 +170,10 @@ def long_hopper_kernel(
     k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, 0
     first = gl.program_id(0) * BLOCK_M
     if VARLEN:
-        first_q, first_k = gl.load(cu_q_ptr + z).to(gl.int64), gl.load(cu_k_ptr + z).to(gl.int64)
-        queries = (gl.load(cu_q_ptr + z + 1).to(gl.int64) - first_q).to(gl.int32)
         most_keys = keys
-        keys = (gl.load(cu_k_ptr + z + 1).to(gl.int64) - first_k).to(gl.int32)
-        inverse_count = gl.minimum((1 << 31) // gl.maximum(keys, 1).to(gl.int64), 0x7FFFFFFF).to(gl.int32)
+        first_q, queries = packed_sequence(cu_q_ptr, z)
+        first_k, keys = packed_sequence(cu_k_ptr, z)
+        inverse_count = inverse_of_count(keys)
         q_base += first_q * q_stride_n
         o_base += first_q * o_stride_n
         k_row += first_k.to(gl.int32)

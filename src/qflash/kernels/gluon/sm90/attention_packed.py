@@ -42,7 +42,6 @@ from .layouts import (
     channel_spans,
     float_piece,
     kernel_width,
-    output_layout,
     product_layout,
     quad_layout,
     quarter_layout,
@@ -60,6 +59,7 @@ from .query_block import (
     last_turns,
     load_channels,
     load_queries,
+    no_outputs,
     padded_columns,
     padded_rows,
     quarter_sums,
@@ -69,6 +69,7 @@ from .query_block import (
     store_span,
     store_zeros,
     stored,
+    stored_beside_outputs,
     sums_of_four,
     to_fragment_order,
 )
@@ -229,18 +230,6 @@ def _scores(q, k_smem, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _beside_outputs(smem, WARPS: gl.constexpr):
-    """One number per channel from shared memory, in the layout of outputs."""
-    return smem.load(gl.SliceLayout(0, output_layout(smem.shape[0], WARPS)))
-
-
-@gluon.jit
-def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr):
-    """An accumulator of zeros for one span of V."""
-    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS))
-
-
-@gluon.jit
 def _attend(
     q, query_bits, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries, keys,
     CHANNELS: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
@@ -278,7 +267,7 @@ def _attend(
     slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
     accumulator = ()
     for c in gl.static_range(COUNT):
-        accumulator = accumulator + (warpgroup_mma_init(_no_outputs(DV[c], WARPS)),)
+        accumulator = accumulator + (warpgroup_mma_init(no_outputs(DV[c], WARPS, 1)),)
     total = gl.zeros((M, 4), gl.int32, quarter_layout(WARPS))
     fine = total
     for kind in gl.static_range(3):
@@ -304,9 +293,9 @@ def _attend(
         numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
         numerators = numerators + (numerator + sums_beside(sums[c], WARPS, 1),)
     for c in gl.static_range(COUNT):
-        factor, offset = _beside_outputs(scales[c], WARPS), 0
+        factor, offset = stored_beside_outputs(scales[c], WARPS, 1), 0
         if VALUE_OFFSET:
-            offset = _beside_outputs(offsets[c], WARPS)
+            offset = stored_beside_outputs(offsets[c], WARPS, 1)
         store_span(
             numerators[c], rows, usable, (factor, offset, 0), means[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c],
             EXACT, WARPS,

@@ -84,6 +84,7 @@ from .query_block import (
     finished,
     fold_columns,
     load_queries,
+    no_outputs,
     part_sums,
     quarter_sums,
     read_queries,
@@ -92,6 +93,7 @@ from .query_block import (
     start_scores,
     store_span,
     stored,
+    stored_beside_outputs,
     stored_columns,
     sums_of_four,
     to_fragment_order,
@@ -221,12 +223,6 @@ def _parts_of_row(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """An accumulator of zeros for one span of V."""
-    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
-
-
-@gluon.jit
 def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """The accumulators at which products with the spans of V begin: -127 times the sums of its channels, or zeros."""
     spans = ()
@@ -234,15 +230,9 @@ def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexp
         if SUMS == "begin":
             span = beside_product(sums[c], WARPS, ACROSS)
         else:
-            span = _no_outputs(v[c].shape[0], WARPS, ACROSS)
+            span = no_outputs(v[c].shape[0], WARPS, ACROSS)
         spans = spans + (warpgroup_mma_init(span),)
     return spans
-
-
-@gluon.jit
-def _beside_outputs(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """One number per channel from shared memory, in the layout of outputs."""
-    return smem.load(gl.SliceLayout(0, output_layout(smem.shape[0], WARPS, ACROSS)))
 
 
 @gluon.jit
@@ -417,9 +407,9 @@ def _block(
             numerator = _less_missing(numerator, row_numbers[2], means[c], WARPS, ACROSS)
         factor, shift, half = factors[c]
         if QUANTIZE and WALK:
-            factor = _beside_outputs(factor, WARPS, ACROSS)
+            factor = stored_beside_outputs(factor, WARPS, ACROSS)
             if VALUE_OFFSET:
-                shift = _beside_outputs(shift, WARPS, ACROSS)
+                shift = stored_beside_outputs(shift, WARPS, ACROSS)
         store_span(
             numerator, row_numbers, usable, (factor, shift, half), mean, o_base + FROM[c], o_stride_n, first,
             queries, SPAN[c], ASIDE, WARPS, ACROSS,
@@ -605,10 +595,10 @@ def _head(
     if QUANTIZE:
         # Where a program has several blocks, each loads them when it stores its outputs: registers are short before.
         for c in gl.static_range(COUNT):
-            factor = scale_smem[c] if WALK else _beside_outputs(scale_smem[c], WARPS, ACROSS)
+            factor = scale_smem[c] if WALK else stored_beside_outputs(scale_smem[c], WARPS, ACROSS)
             offset = 0
             if VALUE_OFFSET:
-                offset = offset_smem[c] if WALK else _beside_outputs(offset_smem[c], WARPS, ACROSS)
+                offset = offset_smem[c] if WALK else stored_beside_outputs(offset_smem[c], WARPS, ACROSS)
             factors = factors + ((factor, offset, 0),)
     left = ()
     means = ()

@@ -264,6 +264,18 @@ def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
+def no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """An accumulator of zeros for one span of V."""
+    return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
+
+
+@gluon.jit
+def stored_beside_outputs(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """One number per channel from shared memory, in the layout of outputs."""
+    return smem.load(gl.SliceLayout(0, output_layout(smem.shape[0], WARPS, ACROSS)))
+
+
+@gluon.jit
 def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Start the products of a tile of probabilities with the spans of a tile of V; returns accumulators under way."""
     spans = ()

@@ -130,21 +130,26 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
 
 
 def one_element(call: VarlenCall) -> AttentionCall:
-    """Return packed int8 sequences as a call of one batch element, for what arguments of all calls are made of."""
-    assert call.scales is not None
+    """Return packed sequences as a call of one batch element, for what arguments of all calls are made of."""
     query, key, value = (x[None].transpose(1, 2) for x in (call.query, call.key, call.value))
-    scales = Scales(*(x if x is None else x[None].transpose(1, 2) for x in call.scales))  # type: ignore[arg-type]
+    scales = None
+    if call.scales is not None:
+        scales = Scales(*(x if x is None else x[None].transpose(1, 2) for x in call.scales))  # type: ignore[arg-type]
     return AttentionCall(query, key, value, scales, None, call.is_causal, call.softmax_scale, call.out_dtype, call.recipe)
 
 
 def varlen_arguments(call: VarlenCall, out: torch.Tensor) -> dict[str, Any]:
-    """Return pointers and strides of packed sequences; those of a batch are 0 but of what there is for each sequence."""
-    scales, sums, recipe = call.scales, call.value_sums, call.recipe
-    assert scales is not None and sums is not None
-    arguments: dict[str, Any] = {"cu_q_ptr": call.lengths.queries, "cu_k_ptr": call.lengths.keys, "sums_ptr": sums}
+    """Return pointers and strides of packed sequences; those of a batch are 0 but of what there is for each sequence.
+
+    Float tensors have no scales.
+    """
+    scales, recipe = call.scales, call.recipe
+    arguments: dict[str, Any] = {"cu_q_ptr": call.lengths.queries, "cu_k_ptr": call.lengths.keys, "sums_ptr": call.value_sums}
     for name, x in {"q": call.query, "k": call.key, "v": call.value, "o": out}.items():
         arguments |= {f"{name}_ptr": x, f"{name}_stride_z": 0, f"{name}_stride_h": x.stride(1)}
         arguments |= {f"{name}_stride_n": x.stride(0), f"{name}_stride_d": x.stride(2)}
+    if scales is None:
+        return arguments
     given = {"qs": call.query if scales.query is None else scales.query, "ks": scales.key, "vs": scales.value}
     given |= {"os": scales.value, "vo": scales.value if scales.offset is None else scales.offset}
     # a sequence may have a single token, which tells nothing of what shares a scale

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import torch
@@ -276,37 +275,22 @@ def takes_packed(call: VarlenCall) -> bool:
 def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
     """Spell out the launch of :mod:`.sm90.attention_packed`."""
     lengths, recipe, kernel = call.lengths, call.recipe, _packed_kernel()
-    query, key = call.query, call.key
-    block_m, tile = 64, 64 if lengths.most_keys <= 64 else 128
-    mantissa, exponent = fp.split_float(call.softmax_scale * math.log2(math.e))
-    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
-    most = fp.most_multiplier(query.shape[2], False)
-    heads, blocks = query.shape[1], triton.cdiv(lengths.most_queries, block_m)
-    parts = split_packed(blocks, heads * lengths.sequences, processors_of(query.device))
-    arguments: dict[str, Any] = {"cu_q_ptr": lengths.queries, "cu_k_ptr": lengths.keys}
-    for name, x in {"q": query, "k": key, "v": call.value, "o": out}.items():
-        arguments |= {f"{name}_ptr": x, f"{name}_stride_h": x.stride(1), f"{name}_stride_n": x.stride(0)}
+    tile = 64 if lengths.most_keys <= 64 else 128
+    tiles = Tiles(64, tile, 4, 1, REGISTERS_OF_THREE)
+    heads, blocks = call.query.shape[1], triton.cdiv(lengths.most_queries, tiles.block_m)
+    parts = split_packed(blocks, heads * lengths.sequences, processors_of(call.query.device))
+    request = KernelRequest(one_element(call), out[None].transpose(1, 2))
+    arguments = call_arguments(request, tiles) | varlen_arguments(call, out)
     arguments |= {
-        "constant_mantissa": mantissa,
-        "constant_exponent": exponent,
         "share": triton.cdiv(blocks, parts),
         "most_keys": lengths.most_keys,
-        "GROUP": heads // key.shape[1],
-        "HEAD_DIM": query.shape[2],
-        "BLOCK_M": block_m,
         "TILES": triton.cdiv(lengths.most_keys, tile),
-        "BLOCK_N": tile,
         "EXACT": recipe.takes_exact_sum(lengths.most_keys),
         "CENTER": recipe.smooth_key,
-        "VALUE_OFFSET": recipe.smooth_value,
-        "OFFSET": offset,
-        "MOST": most,
-        "MOST_BITS": most.bit_length(),
     }
     arguments = {name: arguments[name] for name in kernel.arg_names}
-    options = launch_options(Tiles(block_m, tile, 4, 1, REGISTERS_OF_THREE))
-    scores = ScoreTile(block_m, tile, whole=False)
-    return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, options, "sm90.packed", scores)
+    scores = ScoreTile(tiles.block_m, tile, whole=False)
+    return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, launch_options(tiles), "sm90.packed", scores)
 
 
 def takes_varlen(call: VarlenCall) -> bool:

@@ -28,8 +28,6 @@ FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel
 """This library's kernels of methods with int8 products and a float softmax."""
 CARD = "h100"
 """Whose results are shown."""
-MODELS_CARD = "h200"
-"""The card of whole models."""
 OLDER = "trials/{}_h200"
 """An earlier run on another card, where the paper authors' kernel was measured."""
 
@@ -391,7 +389,7 @@ MODEL_NAMES = {
 """What tables call timm's models."""
 
 
-def whole_models(card: str = MODELS_CARD) -> dict[tuple[str, int], dict[str, float]]:
+def whole_models(card: str = CARD) -> dict[tuple[str, int], dict[str, float]]:
     """Return images a second and SQNR of whole models, patched and not, by model and batch.
 
     ``eager`` and ``compiled`` are the fastest of PyTorch's ways to run a model's own attention, ``patched`` the faster of ours
@@ -417,7 +415,7 @@ def whole_models(card: str = MODELS_CARD) -> dict[tuple[str, int], dict[str, flo
     return result
 
 
-def models(card: str = MODELS_CARD) -> list[str]:
+def models(card: str = CARD) -> list[str]:
     """Whole models: images a second, patched and not, in graphs of eager calls and compiled."""
     columns = ["model", "timm", "fastest SDPA", "**qflash**", "ratio", "compiled", "**compiled qflash**", "ratio"]
     columns.append("SQNR dB of logits")
@@ -518,7 +516,7 @@ def readme(card: str = CARD) -> list[str]:
     add("energy, A2 batch 8", [uj])
     for name, which in (("Swin-T", "Swin-T"), ("DeiT", "DeiT-T, -S, -B")):
         eager, compiled = (patched_ratios(lambda model, name=name: model.startswith(name), compiled=of) for of in (False, True))
-        lines.append(f"| {which} as a whole ({MODELS_CARD.upper()}), batch 1, 8, 64 | {eager}; compiled {compiled} | |")
+        lines.append(f"| {which} as a whole, batch 1, 8, 64 | {eager}; compiled {compiled} | |")
     return lines
 
 
@@ -569,7 +567,7 @@ def summary(card: str = CARD) -> list[str]:
         f"{packed_ratios(lambda row: row['head_dim'] != 64 and max(row['lengths']) > 64)}.",
         f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
         f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
-        f"* **Whole models** ({MODELS_CARD.upper()}), patched against the fastest of timm's choice and SDPA's back ends: Swin "
+        f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends: Swin "
         f"{patched_ratios(swins, compiled=False)}, other transformers {patched_ratios(others_of, compiled=False)}; compiled "
         f"{patched_ratios(swins, compiled=True)} and {patched_ratios(others_of, compiled=True)}. "
         f"Slower: {', '.join(slower) or 'none'}.",
@@ -733,8 +731,8 @@ clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-se
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
 of up to 256 keys (384 where heads have 72 to 96 channels) are one launch; longer ones are quantised before, and heads of 72
 and 80 channels then take products of 128, which is why they lose. So do middle lengths, up to 324 keys by a fifth,
-and heads of 128 channels by a third ([other batches](../../benchmarks/results/trials/varlen_h100.json)). Eager times
-are those of calls that go the whole way; repeated ones have a plan now, and were not timed.""",
+and heads of 128 channels by a third ([other batches](../../benchmarks/results/trials/varlen_h100.json)). Eager calls
+are repeated ones, whose plan is kept.""",
         packed_sequences,
         (f"varlen_{CARD}",),
     ),
@@ -751,16 +749,15 @@ ours: operations against the card's dense int8 peak, and bytes that have to move
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """One H200 for each model and batch, not an H100: images a second of timm's models in fp16, one forward pass in a graph
-(`qflash models`, median of 11 rounds by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back
+        """Images a second of timm's models in fp16, one forward pass in a graph (`qflash models`, median of 11 rounds by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back
 ends, with every attention module made to call SDPA, which timm does not do in Swin. **qflash** is `qflash.patch`, with
 `keep_bias=True` where that is faster. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and
 without SDPA; each ratio is the patched model's images over those in the column before it. Swin V2 computes its
-attention without SDPA. DeiT-S, and Swin-T at batch 1, gave the same ratios within 0.02 on an H100 that day
-([data](../../benchmarks/results/trials/models_h100.json)). Weights are random: they change no kernel's speed. The SQNR
+attention without SDPA. On an H200 that day ratios were the same within 0.05, those of compiled Swin and Swin V2 up to
+0.1 higher ([data](../../benchmarks/results/trials/models_h200.json)). Weights are random: they change no kernel's speed. The SQNR
 is of the logits, or features of DINOv2, against float32.""",
         models,
-        (f"models_{MODELS_CARD}",),
+        (f"models_{CARD}",),
     ),
     Section(
         "Eager calls",

@@ -40,9 +40,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     from .. import __version__
     from ..versions import driver_version
 
+    program = pathlib.Path(sys.argv[0]).name
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["qflash", *sys.argv[1:]]),
+        "command": " ".join([program if program.endswith(".py") and program != "__main__.py" else "qflash", *sys.argv[1:]]),
         "qflash": __version__,
         "torch": torch.__version__,
         "triton": triton_version(),

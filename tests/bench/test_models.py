@@ -29,8 +29,8 @@ def twice_too_large(query, key, value, attn_mask=None, is_causal=False, scale=No
 def test_names_of_methods() -> None:
     on_gpu = [method.name for method in models.make_methods(torch.device("cuda"), ("default", "accurate"))]
     assert on_gpu[:5] == ["timm", "sdpa", "sdpa flash", "sdpa cudnn", "sdpa efficient"]
-    compiled = ["compile", "compile sdpa", "compile qflash"]
-    assert on_gpu[-6:] == ["qflash", "qflash accurate", "qflash kept bias", *compiled]
+    compiled = ["compile", "compile sdpa", "compile qflash", "compile qflash kept bias"]
+    assert on_gpu[-7:] == ["qflash", "qflash accurate", "qflash kept bias", *compiled]
     assert {"qattn", "int-flash-full", "int-flash-half"} < set(on_gpu)
     assert [method.name for method in models.make_methods(CPU)] == ["timm", "sdpa", "qflash", "qflash kept bias"]
     assert [method.name for method in models.make_methods(CPU, ("paper",))] == ["timm", "sdpa", "qflash paper"]
@@ -45,22 +45,24 @@ def test_names_of_methods() -> None:
 
 
 def test_compiled_methods_compile_what_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = []
+    layers, kept = [], []
 
     def compile_nothing(model: torch.nn.Module) -> torch.nn.Module:
         layers.append(len(qflash.coverage(model).integer))
+        kept.append(sum(getattr(module, "_qflash_kept", None) is not None for module in model.modules()))
         return model
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     model, size = models.load("digits-swin")
     images = models.draw_images(2, size, CPU)
-    names = ("qflash", "compile", "compile sdpa", "compile qflash")
-    rows = models.measure(
-        "digits", model, images, models.make_methods(torch.device("cuda"), only=names), dtype=torch.float32, rounds=1
-    )
-    assert layers == [0, 0, 3]
+    names = ("qflash", "compile", "compile sdpa", "compile qflash", "compile qflash kept bias")
+    methods = models.make_methods(torch.device("cuda"), only=names)
+    with torch.no_grad():
+        rows = models.measure("digits", model, images, methods, dtype=torch.float32, rounds=1)
+    assert layers == [0, 0, 3, 3]
+    assert kept == [0, 0, 0, 3]
     by = {row["method"]: row["sqnr_db"] for row in rows}
-    assert by["compile qflash"] == by["qflash"] < 60 < min(by["compile"], by["compile sdpa"])
+    assert by["compile qflash kept bias"] == by["compile qflash"] == by["qflash"] < 60 < min(by["compile"], by["compile sdpa"])
 
 
 @pytest.mark.parametrize("name", ["digits-vit", "digits-swin"])

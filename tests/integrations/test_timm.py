@@ -328,6 +328,36 @@ def test_a_kept_bias_follows_the_weights() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
+def test_compiled_code_takes_a_kept_bias() -> None:
+    """Nothing is looked up or added in the graph, but for masks that are others in every call."""
+    model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(2, 3, 28, 28)
+    wanted, _ = (model(x) for _ in range(2))
+    lookups: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        lookups.append(sum("index_select" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    def compiled() -> Callable[[torch.Tensor], torch.Tensor]:
+        torch.compiler.reset()
+        return torch.compile(model, backend=count, fullgraph=True)
+
+    run = compiled()
+    assert torch.equal(run(x), wanted) and lookups == [0]
+    for module in model.modules():
+        if isinstance(module, WindowAttention):
+            module.relative_position_bias_table.normal_()
+    # noticed once the model was called by itself, which keeps what it finds
+    changed, _ = (model(x) for _ in range(2))
+    assert torch.equal(run(x), changed) and not torch.equal(changed, wanted)
+    # other weights, of which nothing is kept yet
+    model.to(torch.bfloat16)
+    run = compiled()
+    assert torch.equal(run(x.bfloat16()), model(x.bfloat16())) and lookups[-1] > 0
+
+
+@torch.no_grad()
 def test_a_mask_of_each_call_is_added_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = WindowAttention(64, 2, window_size=7).eval()
     x = torch.randn(8, 49, 64)

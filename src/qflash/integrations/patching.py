@@ -247,8 +247,9 @@ def patch(
         keep_bias: for weights that stay as they are: look the bias of a Swin layer up, and add the mask of shifted windows
             to it, in the first calls only instead of in every one. It needs memory for the sum, (windows, heads, tokens,
             tokens) a layer. Weights that are loaded or changed later are noticed, but not by a CUDA graph captured before,
-            nor if they are written to through ``.data`` or in inference mode: then patch again. Without effect under
-            ``torch.compile`` and where the bias needs a gradient.
+            nor if they are written to through ``.data`` or in inference mode: then patch again. ``torch.compile`` takes what is
+            kept by then, so call the model twice before; its code notices changed weights once the model has been called
+            without it. Without effect where the bias needs a gradient.
         strict: raise instead of leaving any attention in floating point: here for what is known to stay, before anything
             changes, and a RuntimeError in the call for what turns out not to qualify.
 

@@ -24,23 +24,34 @@ class _Kept:
 
     Attributes:
         sources: what it was worked out from.
-        marks: where these lay, of what type, and how many times they had been written to.
+        kinds: of what type these were, and on which device.
+        marks: where they lay, and how many times they had been written to.
         result: the tensor.
     """
 
     sources: tuple[torch.Tensor, ...]
+    kinds: tuple[Any, ...]
     marks: tuple[Any, ...]
     result: torch.Tensor
 
+    def is_of(self, sources: tuple[torch.Tensor, ...]) -> bool:
+        """Tell whether it was worked out from these tensors, whatever has been written to them since."""
+        same = len(sources) == len(self.sources) and all(a is b for a, b in zip(sources, self.sources, strict=True))
+        return same and self.kinds == _kinds(sources)
+
     def holds(self, sources: tuple[torch.Tensor, ...]) -> bool:
         """Tell whether it would come out the same again."""
-        same = len(sources) == len(self.sources) and all(a is b for a, b in zip(sources, self.sources, strict=True))
-        return same and self.marks == _marks(sources)
+        return self.is_of(sources) and self.marks == _marks(sources)
+
+
+def _kinds(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    # Module.to() leaves a parameter's object and changes everything else of it
+    return tuple((x.dtype, x.device) for x in tensors)
 
 
 def _marks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    # Module.to() leaves a parameter's object and changes everything else of it; what is made in inference mode counts no writes
-    return tuple((x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version) for x in tensors)
+    # what is made in inference mode counts no writes
+    return tuple((x.data_ptr(), None if x.is_inference() else x._version) for x in tensors)
 
 
 def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -58,7 +69,7 @@ def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[...
             return result
         # from now on other streams may read it, and nobody reads the one before any more
         torch.cuda.synchronize(result.device)
-    module.__dict__["_qflash_kept"] = _Kept(sources, _marks(sources), result)
+    module.__dict__["_qflash_kept"] = _Kept(sources, _kinds(sources), _marks(sources), result)
     return result
 
 
@@ -99,9 +110,14 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
 def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
     """Return what a Swin layer adds to its scores: (1 or windows, heads, tokens, tokens).
 
-    With ``patch(..., keep_bias=True)`` it is worked out once, unless the mask is another tensor in every call.
+    With ``patch(..., keep_bias=True)`` it is worked out once, unless the mask is another tensor in every call. What was kept
+    before ``torch.compile`` is an input of the compiled code, which cannot look at marks.
     """
     table, index = module.relative_position_bias_table, module.relative_position_index
+    if torch.compiler.is_dynamo_compiling():
+        kept = module._qflash_kept if module._qflash_keep_bias else None
+        if kept is not None and kept.is_of((table, index) if mask is None else (table, index, mask)):
+            return kept.result
     keep = module._qflash_keep_bias and not torch.compiler.is_compiling() and not has_torch_function((table, index, mask))
     if keep and mask is not None and module._qflash_mask() is not mask:
         module.__dict__["_qflash_mask"] = weakref.ref(mask)

@@ -126,7 +126,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
             for call in dispatch.attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
                 call.run()
             return out
-        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.smooth_key, "fragments")
+        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
         for call in dispatch.attention_launches(
             int8_call(
                 query,
@@ -276,43 +276,28 @@ def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case:
     module.test_int8_attention_has_the_reference_bits(case)
 
 
-RESIDENT = Tiles(64, 128, 4, 3, kernel=SM90_RESIDENT)
-
-
 @pytest.mark.parametrize(
-    ("keys", "head_dim", "dtype", "recipe", "tiles"),
-    [
-        (300, 64, torch.float16, DEFAULT, LONG),
-        (512, 64, torch.float16, DEFAULT, LONG),
-        (520, 128, torch.bfloat16, DEFAULT, LONG),
-        (300, 64, torch.float16, DEFAULT, RESIDENT._replace(splits=1)),
-        (330, 64, torch.bfloat16, DEFAULT.replace(smooth_value=True), RESIDENT._replace(block_m=128, warps=8)),
-        (411, 80, torch.float16, DEFAULT, RESIDENT._replace(splits=2)),
-    ],
+    ("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (512, 64, torch.float16), (520, 128, torch.bfloat16)]
 )
-def test_floats_quantised_apart(
-    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, recipe: Recipe, tiles: Tiles
-) -> None:
+def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     """Keys and values quantised by two launches, queries by the third."""
     long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
-    order = "fragments" if tiles == LONG else "rows"
-    found = long_quantize.launch_quantize_long(None, key, value, recipe.smooth_key, order, recipe.smooth_value)
+    found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
     out = torch.empty_like(query)
     calls = dispatch.attention_launches(
         int8_call(
-            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out.dtype, recipe,
-            value_offset=found.value_offset,
+            query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out.dtype, DEFAULT
         ),
         out,
-        tiles=tiles,
+        tiles=LONG,
         value_sums=found.value_sums,
-        fragment_order=tiles == LONG,
-    )  # fmt: skip
-    assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel" if tiles == LONG else "hopper_kernel"]
+        fragment_order=True,
+    )
+    assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
     calls[0].run()
-    assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, recipe.key, "reference"))
+    assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .launch_recorder import KernelLaunch
 from .lengths import worth_compiling
 from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_short, most_queries, row_fits_registers
 from .triton import launch as portable
-from .triton.quantize_streaming import ValueOrder, launch_quantize_long, quantizes_long
+from .triton.quantize_streaming import launch_quantize_long, quantizes_long
 from .tuning_table import tiles_for
 
 
@@ -189,20 +189,17 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         return out.zero_().to(call.out_dtype)
     tiles = _tiles_for(call, False)
     plain = not call.is_masked and query.device.type != "cpu"
-    in_reach = plain and not needs_wide_offsets(query, call.key, call.value, out)
-    order: ValueOrder = "columns"
-    if in_reach and sm90.takes_resident(call, tiles) and side_by_side(out, 8):
-        order = "rows"
-    elif plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out):
-        order = "fragments"
-    late = order == "rows" or (order == "fragments" and query.element_size() == 2 and side_by_side(query))
-    found = launch_quantize_long(None if late else query, call.key, call.value, recipe.smooth_key, order, recipe.smooth_value)
+    fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out)
+    late = fragment_order and query.element_size() == 2 and side_by_side(query)
+    found = launch_quantize_long(
+        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value
+    )
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,
         value_offset=found.value_offset,
     )  # fmt: skip
-    return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=order == "fragments")
+    return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)
 
 
 def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
@@ -210,8 +207,8 @@ def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
     query, key, value = (x[None].transpose(1, 2) for x in (call.query, call.key, call.value))
     recipe = call.recipe
     found = launch_quantize_long(
-        None if fragment_order else query, key, value, recipe.smooth_key, "fragments" if fragment_order else "columns",
-        recipe.smooth_value, call.lengths, call.is_causal,
+        None if fragment_order else query, key, value, recipe.smooth_key, fragment_order, recipe.smooth_value, call.lengths,
+        call.is_causal,
     )  # fmt: skip
 
     def tokens_first(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ scale needs those of all chunks. Where a program has a whole head of a packed se
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,7 +43,6 @@ from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
 from ..tiles import kernel_width
 
-ValueOrder = Literal["rows", "columns", "fragments"]
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
 """Programs that find ranges, at least: fewer would leave SMs idle, more would leave more ranges to read."""
@@ -234,22 +233,6 @@ def _value_scale(low, high, d, channels, CENTER: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
-def _store_value_scale(
-    low, high, scale_ptr, offset_ptr, d, channels, begin, CENTER: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr
-):  # fmt: skip
-    """(inverse scales, zero points) of a head's value channels; the first chunk's program also writes scales and offsets."""
-    middle, scale = _value_scale(low, high, d, channels, CENTER, BLOCK_D)
-    first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
-    tl.store(scale_ptr + d[None, :], scale, mask=first)
-    inverse = inverse_scale(scale, GUARD)
-    zero = 0.0
-    if CENTER:
-        zero = zero_point(middle, inverse, GUARD)
-        tl.store(offset_ptr + d[None, :], zero * scale, mask=first)
-    return inverse, zero
-
-
-@triton.jit
 def _int8_values(x, n, tokens, inverse, zero, CENTER: tl.constexpr, GUARD: tl.constexpr):
     """Rows ``n`` of values as int8, 0 past the last token."""
     if CENTER:
@@ -294,7 +277,14 @@ def _values(
     low, high = _whole_range(
         low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
     )
-    inverse, zero = _store_value_scale(low, high, scale_ptr, offset_ptr, d, channels, begin, CENTER, BLOCK_D, GUARD)
+    middle, scale = _value_scale(low, high, d, channels, CENTER, BLOCK_D)
+    first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
+    tl.store(scale_ptr + d[None, :], scale, mask=first)
+    inverse = inverse_scale(scale, GUARD)
+    zero = 0.0
+    if CENTER:
+        zero = zero_point(middle, inverse, GUARD)
+        tl.store(offset_ptr + d[None, :], zero * scale, mask=first)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
     rows = row_of_channel(d, BLOCK_D) if PERMUTED else d
     for start in range(begin, end, BLOCK_N):
@@ -305,41 +295,21 @@ def _values(
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
 
 
-@triton.jit
-def _value_rows(
-    base, stride_n, stride_d, values, scale_ptr, offset_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, channels,
-    RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
-):  # fmt: skip
-    """Write values ``begin`` to ``end`` of a head as int8 where they stand, as :func:`_keys` does, and their scales."""
-    d = tl.arange(0, BLOCK_D)
-    n = begin + tl.arange(0, BLOCK_N)
-    x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
-    low, high = _whole_range(
-        low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
-    )
-    inverse, zero = _store_value_scale(low, high, scale_ptr, offset_ptr, d, channels, begin, CENTER, BLOCK_D, GUARD)
-    for _ in range(begin, end, BLOCK_N):
-        y = _int8_values(x, n, end, inverse, zero, CENTER, GUARD)
-        x = _load(base, stride_n, stride_d, n + BLOCK_N, end - 1, d, channels)
-        tl.store(values + n[:, None] * channels + d[None, :], y, mask=(n[:, None] < end) & (d[None, :] < channels))
-        n += BLOCK_N
-
-
 @triton.jit(do_not_specialize=("queries", "tokens"))
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
     k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n,
     value_channels, width, key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
-    CENTER_VALUE: tl.constexpr, ORDER: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
-    Program z modulo KINDS (2 or 3), counted from the last program, tells which. ORDER tells how values are written: in "rows",
-    as keys are, or as the tensor core reads them, in "columns" (``width`` channels, ``padded`` keys, zeros past the real ones),
-    with the channel sums of each chunk; in "fragments" these have the orders of
-    :func:`.triton.attention_streaming.pack_value_kernel`. If RANGES is 0 a program finds the ranges of its head itself.
+    Program z modulo KINDS (2 or 3), counted from the last program, tells which. Values are written as the tensor core
+    reads them, (``width`` channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
+    with PERMUTED in the orders of :func:`.triton.attention_streaming.pack_value_kernel`. If RANGES is 0 a program finds the
+    ranges of its head itself.
 
     With VARLEN z is a sequence of packed tensors, of which cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: scales and
     sums are those of sequences, and all else is that of one batch element with ``queries``, ``tokens`` and ``padded`` in all.
@@ -387,13 +357,7 @@ def long_quantize_kernel(
             base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
             scales, offsets = value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels
             sums = sums_ptr + (head * parts + part) * width
-            if ORDER == "rows":
-                _value_rows(
-                    base, stride_n, v_stride_d, packed_ptr + place * value_channels, scales, offsets, low_ptr, high_ptr, row,
-                    ranges, begin, tl.minimum(tokens, begin + chunk), tokens, value_channels, RANGES, CENTER_VALUE, BLOCK_N,
-                    BLOCK_D, GUARD,
-                )  # fmt: skip
-            elif empty:
+            if empty:
                 d = tl.arange(0, BLOCK_D)
                 tl.store(scales + d, 1.0, mask=d < value_channels)
                 tl.store(sums + d, 0, mask=d < width)
@@ -403,7 +367,7 @@ def long_quantize_kernel(
                 _values(
                     base + first * stride_n, stride_n, v_stride_d, packed, row_stride, scales, offsets, sums, low_ptr, high_ptr,
                     row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES,
-                    CENTER_VALUE, ORDER == "fragments", BLOCK_N, BLOCK_D, GUARD,
+                    CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
                 )  # fmt: skip
 
 
@@ -420,10 +384,10 @@ def quantizes_long(recipe: Recipe, batch: int) -> bool:
 
 
 class LongQuantized(NamedTuple):
-    """What :func:`launch_quantize_long` returns: int8 tensors, scales, channel sums.
+    """What :func:`launch_quantize_long` returns: int8 tensors (value contiguous along tokens), scales, channel sums.
 
-    The sums are per chunk of tokens, (batch, heads, chunks, channels), and None if value is in rows. Query is None if none was
-    given, the offset if the values are not centred.
+    The sums are per chunk of tokens, (batch, heads, chunks, channels). Query is None if none was given, the offset if the
+    values are not centred.
     """
 
     query: torch.Tensor | None
@@ -433,7 +397,7 @@ class LongQuantized(NamedTuple):
     value: torch.Tensor
     value_scale: torch.Tensor
     value_offset: torch.Tensor | None
-    value_sums: torch.Tensor | None
+    value_sums: torch.Tensor
 
 
 def finds_ranges(tokens: int, heads: int) -> bool:
@@ -462,7 +426,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool,
-    order: ValueOrder = "columns", center_value: bool = False, lengths: Lengths | None = None, is_causal: bool = False,
+    fragment_order: bool = False, center_value: bool = False, lengths: Lengths | None = None, is_causal: bool = False,
 ) -> LongQuantized:  # fmt: skip
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
@@ -473,9 +437,8 @@ def launch_quantize_long(
         key, value: the same, on the same device.
         center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
         center_value: give every value channel a zero point (:func:`qflash.quantization.quantize_centered`).
-        order: how V lies in memory: "rows", one token after the other; "columns", one channel after the other; "fragments",
-            the same in the orders that :mod:`.sm90.attention_streaming` takes (see
-            :func:`.triton.attention_streaming.pack_value_kernel`), and then rows of keys are padded to 16 bytes.
+        fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
+            :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
         lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
             :func:`.common.tile_ops.packed_start`. Many short sequences are one launch (:func:`finds_ranges`).
         is_causal: leave out the keys of a sequence past its last query.
@@ -493,8 +456,8 @@ def launch_quantize_long(
         cumulative = (lengths.queries, lengths.keys)
     block_d, guard = triton.next_power_of_2(max(channels, value_channels)), key.device.type == "cpu"
     # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
-    key_row = triton.cdiv(channels, 16) * 16 if order == "fragments" else channels
-    width = kernel_width(value_channels) if order == "fragments" else value_channels
+    key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
+    width = kernel_width(value_channels) if fragment_order else value_channels
     together = lengths is not None and finds_ranges(tokens, batch * key_heads)
     chunk = chunk_tokens(max(tokens, queries), max(_CHUNK, triton.next_power_of_2(tokens)) if together else _CHUNK)
     parts = max(1, triton.cdiv(tokens, chunk))
@@ -513,17 +476,16 @@ def launch_quantize_long(
         return x.stride() if lengths is None else (0, *x.stride()[1:])
 
     elements = key.shape[0]
-    rows = order == "rows"
-    packed = new(elements, key_heads, *((total, value_channels) if rows else (width, padded)), dtype=torch.int8)
+    packed = new(elements, key_heads, width, padded, dtype=torch.int8)
     found = LongQuantized(
         None if query is None else new(*query.shape, dtype=torch.int8),
         None if query is None else new(elements, heads, all_queries, 1),
         new(elements, key_heads, total, key_row, dtype=torch.int8)[..., :channels],
         new(batch, key_heads, 1, 1),
-        packed if rows else packed[:, :, :value_channels, : total if lengths is None else padded].mT,
+        packed[:, :, :value_channels, : total if lengths is None else padded].mT,
         new(batch, key_heads, 1, value_channels),
         new(batch, key_heads, 1, value_channels) if center_value else None,
-        None if rows else new(batch, key_heads, parts, width, dtype=torch.int32),
+        new(batch, key_heads, parts, width, dtype=torch.int32),
     )
     packs = {"VARLEN": lengths is not None, "CAUSAL": is_causal, "UNIT": unit, "WIDE_OFFSETS": wide, "GUARD": guard}
     ranges, low, high = 0, key, key
@@ -539,7 +501,7 @@ def launch_quantize_long(
         )  # fmt: skip
     kinds = 2 if query is None else 3
     chunks = parts if query is None else max(parts, triton.cdiv(queries, chunk))
-    # without queries, offsets or sums these pointers are not used; any tensors will do
+    # without queries these pointers are not used; any tensors will do
     query_out = (key, key) if found.query is None or found.query_scale is None else (found.query, found.query_scale)
     # Up to 16 ranges are one kernel: to read empty ones costs less than to compile for each number of them. Triton 3.6 also
     # miscompiles an address for a single range of 32 channels.
@@ -547,11 +509,10 @@ def launch_quantize_long(
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
-        found.value_scale if found.value_offset is None else found.value_offset,
-        found.value_scale if found.value_sums is None else found.value_sums, *cumulative,
+        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
         *strides(like), *strides(key), *strides(value), all_queries,
         total, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
         RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
-        ORDER=order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,
+        PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,
     )  # fmt: skip
     return found

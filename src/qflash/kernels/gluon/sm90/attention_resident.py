@@ -495,11 +495,10 @@ def _head(
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
     TWICE: gl.constexpr = TURN > 0
-    FLOAT_QUERIES: gl.constexpr = q_base.dtype.element_ty != gl.int8
 
     # prefetch: queries arrive while keys and values, or the block before, are computed
     following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
-    if TAIL and FLOAT_QUERIES:
+    if TAIL and QUANTIZE:
         last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
     v_smem = ()
     for i in gl.static_range(TILES):
@@ -576,10 +575,10 @@ def _head(
         last_smem = ()
         for c in gl.static_range(COUNT):
             last_smem = last_smem + (allocate(TAIL, D[c]),)
-        if not FLOAT_QUERIES:
+        if not QUANTIZE:
             last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
         last_bits = last_queries(
-            last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, FLOAT_QUERIES, QUERY_TOKEN, WARPS
+            last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
         )
     if EARLY:
         # the products with the keys run while the values are quantised
@@ -631,7 +630,7 @@ def _head(
             if WALK:
                 following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
             q, query_bits = read_queries(
-                words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, FLOAT_QUERIES, QUERY_TOKEN, WARPS, ACROSS
+                words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
             scores = ()
             if not TWICE:
@@ -680,8 +679,7 @@ def hopper_kernel(
 
     Constants of the kernel:
 
-    * QUANTIZE: query, key and value are float, their scales are found here and the output is float. Without it query may be
-      float, if it has a scale a token.
+    * QUANTIZE: query, key and value are float, their scales are found here and the output is float.
     * EXACT, INVERSE_COUNT: the row sum is that of probabilities before rounding; 2**31 / KEYS.
     * VALUE_OFFSET: float outputs get an offset per channel; with QUANTIZE the values are centred.
     * WALK: a program takes more than one block of queries.

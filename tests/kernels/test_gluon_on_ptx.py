@@ -277,7 +277,15 @@ def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case:
 
 
 @pytest.mark.parametrize(
-    ("keys", "head_dim", "dtype"), [(300, 64, torch.float16), (512, 64, torch.float16), (520, 128, torch.bfloat16)]
+    ("keys", "head_dim", "dtype"),
+    [
+        (300, 64, torch.float16),
+        (512, 64, torch.float16),
+        (520, 128, torch.bfloat16),
+        (300, 72, torch.float16),
+        (512, 80, torch.bfloat16),
+        (520, 96, torch.float16),
+    ],
 )
 def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     """Keys and values quantised by two launches, queries by the third."""
@@ -304,6 +312,7 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     ("head_dim", "dtype", "recipe", "target"),
     [
         (64, torch.float16, DEFAULT, "sm_90"),
+        (80, torch.float16, DEFAULT, "sm_90"),
         (104, torch.bfloat16, DEFAULT.replace(smooth_value=True), "sm_90"),
         (64, torch.float32, DEFAULT, "sm_80"),
     ],

@@ -84,7 +84,7 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
     assert same_bits(got, qflash.attention(query, key, value, backend="reference", **options))
 
 
-@pytest.mark.parametrize(("channels", "width"), [(64, 64), (40, 64), (72, 128)])
+@pytest.mark.parametrize(("channels", "width"), [(64, 64), (40, 64), (72, 80), (96, 96), (104, 128)])
 def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width: int) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=channels, dtype=torch.float16)]
     plain, permuted = (launch_quantize_long(*inputs, True, order) for order in (False, True))
@@ -97,8 +97,11 @@ def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width
     assert torch.equal(permuted.key, plain.key) and permuted.key.stride(2) % 16 == 0
     place = torch.arange(384, device=DEVICE)
     key = (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
-    row = torch.arange(width, device=DEVICE)
-    assert torch.equal(again, values[..., key][:, :, (row & 7) * (width // 8) + (row >> 3)])
+    # 72 to 96 channels are two spans, each permuted by itself
+    spans = (64, width - 64) if width in (80, 96) else (width,)
+    rows = [torch.arange(span, device=DEVICE) for span in spans]
+    channel = torch.cat([64 * place + (row & 7) * (len(row) // 8) + (row >> 3) for place, row in enumerate(rows)])
+    assert torch.equal(again, values[..., key][:, :, channel])
     assert torch.equal(permuted.value_sums, torch.nn.functional.pad(plain.value_sums, (0, width - channels)))
     packed, sums, calls = pack_value(plain.value.contiguous(), True)
     for call in calls:

@@ -179,11 +179,16 @@ def value_width(channels: int) -> int:
 
 
 def channel_spans(channels: int) -> tuple[int, ...]:
-    """Return the parts in which :mod:`.sm90.attention_resident` takes a head's channels, each of its own :func:`kernel_width`.
+    """Return the parts in which kernels for Hopper take a head's channels, each of its own :func:`kernel_width`.
 
-    Its products need powers of two, of which 64 and 32 are nearer to 72, 80 and 96 channels than 128.
+    Their products need powers of two, of which 64 and 32 are nearer to 72, 80 and 96 channels than 128.
     """
     return (64, channels - 64) if 64 < channels <= 96 else (channels,)
+
+
+def packed_width(channels: int) -> int:
+    """Return the rows that a head's channels of V take where :mod:`.sm90.attention_streaming` wants them: spans, padded."""
+    return sum(map(value_width, channel_spans(channels)))
 
 
 def widest_span(channels: int) -> int:

@@ -133,18 +133,24 @@ def inverse_key_order(n):
 
 
 @triton.jit
-def row_of_channel(channel, CHANNELS: tl.constexpr):
-    """The row of packed V for a channel in fragment order: channels permuted so that a lane's outputs are contiguous.
+def row_of_channel(channel, WIDTH: tl.constexpr):
+    """The row of packed V, of WIDTH, for a channel in fragment order: permuted so that a lane's outputs are contiguous.
 
     A lane has columns 2t, 2t + 1 of each eight of a product with V. With channel ``C / 8 * i + j`` in column ``8 j +
-    i`` these are C / 4 neighbouring channels, which take few wide stores.
+    i`` these are C / 4 neighbouring channels, which take few wide stores. Each span of C channels is permuted by itself.
     """
-    return channel % (CHANNELS // 8) * 8 + channel // (CHANNELS // 8)
+    FIRST: tl.constexpr = 64 if WIDTH > 64 and WIDTH < 128 else WIDTH
+    row = channel % (FIRST // 8) * 8 + channel // (FIRST // 8)
+    if FIRST < WIDTH:
+        LAST: tl.constexpr = WIDTH - FIRST
+        place = channel - FIRST
+        row = tl.where(place < 0, row, FIRST + place % (LAST // 8) * 8 + place // (LAST // 8))
+    return row
 
 
 @triton.jit
 def channel_of_row(row, CHANNELS: tl.constexpr):
-    """The channel in a row of packed V in fragment order: the inverse of :func:`row_of_channel`."""
+    """The channel in a row of a span of packed V in fragment order: the inverse of :func:`row_of_channel`."""
     return (row & 7) * (CHANNELS // 8) + (row >> 3)
 
 

@@ -24,7 +24,7 @@ from ..launch_arguments import (
     row_arguments,
 )
 from ..launch_recorder import KernelLaunch, ScoreTile
-from ..tiles import PORTABLE, SHORT_ROW, AttentionShape, Tiles, kernel_width
+from ..tiles import PORTABLE, SHORT_ROW, AttentionShape, Tiles, packed_width
 from .attention_resident import short_kernel
 from .attention_streaming import long_kernel, pack_value_kernel
 
@@ -100,7 +100,7 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
     channels).
     """
     batch, heads, keys, channels = value.shape
-    width = kernel_width(channels) if fragment_order else channels
+    width = packed_width(channels) if fragment_order else channels
     padded = triton.cdiv(keys, 128) * 128
     packed = torch.empty((batch, heads, width, padded), dtype=torch.int8, device=value.device)
     chunk = chunk_tokens(padded, _PACKED_KEYS)

@@ -41,7 +41,7 @@ from ..common.quantize_ops import (
 from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
 from ..launch_arguments import needs_wide_offsets
 from ..launch_recorder import launch_kernel
-from ..tiles import kernel_width
+from ..tiles import packed_width
 
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
@@ -263,10 +263,10 @@ def _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK
 @triton.jit
 def _values(
     base, stride_n, stride_d, packed, row_stride, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end,
-    tokens, padded, channels, width, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    tokens, padded, channels, WIDTH: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Write values ``begin`` to ``end`` of a head, with zeros up to ``width`` and ``padded``, their scales and sums."""
+    """Write values ``begin`` to ``end`` of a head, with zeros up to WIDTH and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
     # four tiles are interleaved in registers, so that four neighbouring keys of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)
@@ -286,13 +286,13 @@ def _values(
         zero = zero_point(middle, inverse, GUARD)
         tl.store(offset_ptr + d[None, :], zero * scale, mask=first)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
-    rows = row_of_channel(d, BLOCK_D) if PERMUTED else d
+    rows = row_of_channel(d, WIDTH) if PERMUTED else d
     for start in range(begin, end, BLOCK_N):
         four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, CENTER, GUARD)
         n += BLOCK_N
         v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
-        sums += _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK_N, BLOCK_D)
-    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < width)
+        sums += _store_values(packed, four, rows, start, padded, row_stride, d, WIDTH, BLOCK_N, BLOCK_D)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < WIDTH)
 
 
 @triton.jit(do_not_specialize=("queries", "tokens"))
@@ -300,14 +300,15 @@ def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
     value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
     k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n,
-    value_channels, width, key_heads, ranges, parts, chunk, KINDS: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
-    CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    value_channels, key_heads, ranges, parts, chunk, WIDTH: tl.constexpr, KINDS: tl.constexpr, RANGES: tl.constexpr,
+    CENTER: tl.constexpr, CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL:
+    tl.constexpr, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD:
+    tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
     Program z modulo KINDS (2 or 3), counted from the last program, tells which. Values are written as the tensor core
-    reads them, (``width`` channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
+    reads them, (WIDTH channels, ``padded`` keys, zeros past the real ones), with the channel sums of each chunk;
     with PERMUTED in the orders of :func:`.triton.attention_streaming.pack_value_kernel`. If RANGES is 0 a program finds the
     ranges of its head itself.
 
@@ -337,13 +338,13 @@ def long_quantize_kernel(
     elif h < key_heads and part < parts:
         head = z * key_heads + h
         row = (2 * z + kind) * key_heads + h
-        place, packed, row_stride = head * tokens, packed_ptr + head * width * padded, padded
+        place, packed, row_stride = head * tokens, packed_ptr + head * WIDTH * padded, padded
         first, inside, empty = 0, True, False
         if VARLEN:
             first, count = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
             inside, empty = begin < count, count == 0
             place = h * tl.cast(tokens, tl.int64) + first
-            packed = packed_ptr + h * tl.cast(padded, tl.int64) * width + packed_start(first, z)
+            packed = packed_ptr + h * tl.cast(padded, tl.int64) * WIDTH + packed_start(first, z)
             tokens, padded = count, tl.cdiv(count, 128) * 128
         if kind == 0:
             base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
@@ -356,17 +357,17 @@ def long_quantize_kernel(
         else:
             base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
             scales, offsets = value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels
-            sums = sums_ptr + (head * parts + part) * width
+            sums = sums_ptr + (head * parts + part) * WIDTH
             if empty:
                 d = tl.arange(0, BLOCK_D)
                 tl.store(scales + d, 1.0, mask=d < value_channels)
-                tl.store(sums + d, 0, mask=d < width)
+                tl.store(sums + d, 0, mask=d < WIDTH)
                 if CENTER_VALUE:
                     tl.store(offsets + d, 0.0, mask=d < value_channels)
             else:
                 _values(
                     base + first * stride_n, stride_n, v_stride_d, packed, row_stride, scales, offsets, sums, low_ptr, high_ptr,
-                    row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, width, RANGES,
+                    row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, WIDTH, RANGES,
                     CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
                 )  # fmt: skip
 
@@ -457,7 +458,7 @@ def launch_quantize_long(
     block_d, guard = triton.next_power_of_2(max(channels, value_channels)), key.device.type == "cpu"
     # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
     key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
-    width = kernel_width(value_channels) if fragment_order else value_channels
+    width = packed_width(value_channels) if fragment_order else value_channels
     together = lengths is not None and finds_ranges(tokens, batch * key_heads)
     chunk = chunk_tokens(max(tokens, queries), max(_CHUNK, triton.next_power_of_2(tokens)) if together else _CHUNK)
     parts = max(1, triton.cdiv(tokens, chunk))
@@ -511,7 +512,7 @@ def launch_quantize_long(
         found.key_scale, packed, found.value_scale,
         found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
         *strides(like), *strides(key), *strides(value), all_queries,
-        total, padded, channels, key_row, value_channels, width, key_heads, ranges, parts, chunk, KINDS=kinds,
+        total, padded, channels, key_row, value_channels, key_heads, ranges, parts, chunk, WIDTH=width, KINDS=kinds,
         RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
         PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,
     )  # fmt: skip

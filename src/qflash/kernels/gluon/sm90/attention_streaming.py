@@ -38,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
@@ -60,14 +59,24 @@ from ..ptx_ops import (
     row_factors,
 )
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
-from .layouts import kernel_width, output_layout, product_layout, quarter_layout, score_layout
+from .layouts import (
+    channel_spans,
+    product_layout,
+    quarter_layout,
+    score_layout,
+    span_starts,
+    span_widths,
+    value_widths,
+)
 from .query_block import (
+    add_values,
     allocate,
     beside_product,
     finished,
     fold_columns,
     last_turns,
-    load_query_span,
+    load_queries,
+    no_outputs,
     padded_columns,
     padded_rows,
     pairs_twice,
@@ -78,6 +87,7 @@ from .query_block import (
     store_span,
     store_zeros,
     stored,
+    stored_beside_outputs,
     sums_of_four,
 )
 
@@ -104,38 +114,100 @@ def turn_kinds(varlen):
 
 
 @gluon.constexpr_function
+def total_width(widths):
+    """Return the padded channels of all spans."""
+    return sum(widths)
+
+
+@gluon.constexpr_function
+def is_apart(kind):
+    """Tell whether what :func:`_put_aside` returned is in shared memory, by its type."""
+    return hasattr(kind, "layout")
+
+
+@gluon.constexpr_function
 def tile_count(columns):
     """Return the tiles of a step of ``columns``; all but the last tile are whole."""
     return -(-columns // TILE.value)
 
 
 @gluon.jit
-def _keys(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The keys of tile ``index`` of a step, (keys, channels) in shared memory."""
-    return smem.slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0)
+def _load_keys(descriptions, row, column, bar, smem, slot, wanted, HEAD_DIM: gl.constexpr):
+    """Start the copies of a step of keys, span by span, to a slot; ``bar`` says when they have arrived."""
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    for c in gl.static_range(len(smem)):
+        _load(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
 
 
 @gluon.jit
-def _values(smem, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The values of tile ``index`` of a step, (keys, channels) in shared memory, as the right operand."""
-    return smem.slice(0, min(TILE, COLUMNS - index * TILE), 1).permute((1, 0))
+def _load_values(descriptions, row, column, bar, smem, slot):
+    """Start the copies of a tile of packed values, span by span; see :func:`_load_keys`."""
+    first = row
+    for c in gl.static_range(len(smem)):
+        _load(descriptions[c], [first, column], bar, smem[c].index(slot))
+        first += smem[c].shape[1]
 
 
 @gluon.jit
-def _value_sums(base, parts, D: gl.constexpr, WARPS: gl.constexpr, FRAGMENT: gl.constexpr):
-    """Sums of V's channels, int32 (channels,), from those of its chunks; with FRAGMENT in the rows of packed V."""
+def _keys(smem, slot, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The keys of tile ``index`` of the step in a slot, (keys, channels) in shared memory, span by span."""
+    spans = ()
+    for c in gl.static_range(len(smem)):
+        spans = spans + (smem[c].index(slot).slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0),)
+    return spans
+
+
+@gluon.jit
+def _values(smem, slot, index: gl.constexpr, COLUMNS: gl.constexpr):
+    """The values of tile ``index`` of a step, (channels, keys) in shared memory, span by span."""
+    spans = ()
+    for c in gl.static_range(len(smem)):
+        spans = spans + (smem[c].index(slot).slice(0, min(TILE, COLUMNS - index * TILE), 1),)
+    return spans
+
+
+@gluon.jit
+def _value_sums(base, parts, WIDTH: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr, FRAGMENT: gl.constexpr):
+    """Sums of D of V's channels, int32 (channels,), from those of its chunks, which are WIDTH apart.
+
+    With FRAGMENT they are in the order of the rows of packed V.
+    """
     L: gl.constexpr = gl.BlockedLayout([CHUNKS, 1], [1, 32], [1, WARPS], [1, 0])
     part = gl.arange(0, CHUNKS, layout=gl.SliceLayout(1, L))[:, None]
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
     if FRAGMENT:
         channel = channel_of_row(channel, D)
-    return gl.sum(gl.load(base + (part * D + channel), mask=part < parts, other=0), 0)
+    return gl.sum(gl.load(base + (part * WIDTH + channel), mask=part < parts, other=0), 0)
+
+
+@gluon.jit
+def _put_aside(numbers):
+    """Numbers of channels to shared memory, scalars as they are."""
+    found = ()
+    for i in gl.static_range(len(numbers)):
+        if numbers[i].type.is_block():
+            found = found + (aside(numbers[i]),)
+        else:
+            found = found + (numbers[i],)
+    return found
+
+
+@gluon.jit
+def _taken_back(numbers, WARPS: gl.constexpr):
+    """What :func:`_put_aside` returned, in the layout of outputs."""
+    found = ()
+    for i in gl.static_range(len(numbers)):
+        if is_apart(numbers[i].type):
+            found = found + (stored_beside_outputs(numbers[i], WARPS, 1),)
+        else:
+            found = found + (numbers[i],)
+    return found
 
 
 # Compiled once for all lengths: Triton would otherwise specialise these on multiples of 16.
 @gluon.jit(do_not_specialize=("k_rows_z", "k_rows_h", "queries", "keys", "parts", "inverse_count"))
 def long_hopper_kernel(
-    q_ptr, k_desc, v_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, sums_ptr,
+    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, sums_ptr,
     q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
     k_rows_z, k_rows_h, k_columns_h,
     o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
@@ -154,9 +226,9 @@ def long_hopper_kernel(
 
     Keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h``
     on, in the columns from ``h * k_columns_h`` on. The channels of packed V are rows of another (``v_desc``); their
-    sums come in ``parts`` chunks. SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their
-    number is even. The last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale
-    each.
+    sums come in ``parts`` chunks. A head's last span, if it has two, is described once more (``k_last_desc``,
+    ``v_last_desc``). SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. The
+    last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale each.
 
     With VARLEN z is a sequence of packed tensors, as in :func:`.triton.attention_streaming.long_kernel`: strides of a batch are
     0 but those of scales and sums, the last step is as wide as all, values begin at :func:`.common.tile_ops.packed_start`, and
@@ -182,74 +254,87 @@ def long_hopper_kernel(
             store_zeros(o_base, o_stride_n, first, queries, HEAD_DIM, BLOCK_M // 16)
             return
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-    D: gl.constexpr = kernel_width(HEAD_DIM)
+    SPANS: gl.constexpr = channel_spans(HEAD_DIM)
+    FROM: gl.constexpr = span_starts(HEAD_DIM)
+    D: gl.constexpr = span_widths(HEAD_DIM)
+    DV: gl.constexpr = value_widths(HEAD_DIM)
+    COUNT: gl.constexpr = len(SPANS)
+    WIDTH: gl.constexpr = total_width(DV)
     WARPS: gl.constexpr = BLOCK_M // 16
     S: gl.constexpr = product_layout(TILE, WARPS)
-    PV: gl.constexpr = product_layout(D, WARPS)
     EIGHT: gl.constexpr = score_layout(8, WARPS)
     RL: gl.constexpr = gl.SliceLayout(1, EIGHT)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
-    CO: gl.constexpr = gl.SliceLayout(0, output_layout(D, WARPS))
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
     HALVES: gl.constexpr = SPAN // TILE
     steps = gl.cdiv(keys, SPAN)
     k_column = kv_head * k_columns_h
 
     # steps of keys in shared memory in the first pass, arrived or under way; the second pass takes longer and uses two
     SLOTS: gl.constexpr = 2 * UNROLL
-    k_smem = gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(gl.int8, [2 * HALVES, D, TILE], v_desc.layout)
+    k_smem = (gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D[0]], k_desc.layout),)
+    v_smem = (gl.allocate_shared_memory(gl.int8, [2 * HALVES, DV[0], TILE], v_desc.layout),)
+    k_descs = (k_desc,)
+    v_descs = (v_desc,)
+    if COUNT > 1:
+        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D[1]], k_last_desc.layout),)
+        v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [2 * HALVES, DV[1], TILE], v_last_desc.layout),)
+        k_descs = (k_desc, k_last_desc)
+        v_descs = (v_desc, v_last_desc)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     first_values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    SIZE: gl.constexpr = SPAN * D
+    KEY_BYTES: gl.constexpr = SPAN * total_width(D)
+    VALUE_BYTES: gl.constexpr = SPAN * total_width(DV)
     for index in gl.static_range(SLOTS):
         mbarrier.init(ready.index(index), count=1)
     mbarrier.init(first_values, count=1)
     barrier()
     for index in gl.static_range(SLOTS):
-        mbarrier.expect(ready.index(index), SIZE)
+        mbarrier.expect(ready.index(index), KEY_BYTES)
         step = index
         if VARLEN:
             # after a single step the second pass begins with the other slot
             step = gl.minimum(index, steps - 1)
-        _load(k_desc, [k_row + step * SPAN, k_column], ready.index(index), k_smem.index(index))
-    mbarrier.expect(first_values, SIZE)
+        _load_keys(k_descs, k_row + step * SPAN, k_column, ready.index(index), k_smem, index, True, HEAD_DIM)
+    mbarrier.expect(first_values, VALUE_BYTES)
     for half in gl.static_range(HALVES):
-        _load(v_desc, [v_row * D, v_column + half * TILE], first_values, v_smem.index(half))
-    words = load_query_span(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
-    sums = -127 * _value_sums(sums_ptr + head * parts * D, parts, D, WARPS, True)
-    mean = 0
-    if EXACT:
-        mean = aside(twice_mean(_value_sums(sums_ptr + head * parts * D, parts, D, WARPS, False), inverse_count, False))
+        _load_values(v_descs, v_row * WIDTH, v_column + half * TILE, first_values, v_smem, half)
+    words = load_queries(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
     # measured: at 64 channels products that begin at the sums are 1 to 2 % faster, at 128 sums that are added at the end
-    BEGIN: gl.constexpr = D == 64
-    sums = aside(pairs_twice(sums)) if BEGIN else aside(sums)
-    factor, shift, rounding = output_factors(
-        o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h, vs_stride_d, os_ptr + z * os_stride_z + h * os_stride_h,
-        os_stride_d, vo_ptr + z * vo_stride_z + kv_head * vo_stride_h, vo_stride_d, HEAD_DIM, D, VALUE_CHANNEL, OUTPUT_CHANNEL,
-        VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
-    )  # fmt: skip
-    CHANNELS: gl.constexpr = factor.type.is_block()
-    SHIFTS: gl.constexpr = shift.type.is_block()
-    ROUNDINGS: gl.constexpr = rounding.type.is_block()
-    if CHANNELS:
-        factor = aside(factor)
-    if SHIFTS:
-        shift = aside(shift)
-    if ROUNDINGS:
-        rounding = aside(rounding)
+    BEGIN: gl.constexpr = HEAD_DIM <= 64
+    sums = ()
+    means = ()
+    factors = ()
+    for c in gl.static_range(COUNT):
+        of_span = sums_ptr + head * parts * WIDTH + FROM[c]
+        of_rows = -127 * _value_sums(of_span, parts, WIDTH, DV[c], WARPS, True)
+        sums = sums + (aside(pairs_twice(of_rows)) if BEGIN else aside(of_rows),)
+        if EXACT:
+            mean = twice_mean(_value_sums(of_span, parts, WIDTH, DV[c], WARPS, False), inverse_count, False)
+            means = means + (aside(mean),)
+        else:
+            means = means + (0,)
+        found = output_factors(
+            o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h + FROM[c] * vs_stride_d, vs_stride_d,
+            os_ptr + z * os_stride_z + h * os_stride_h + FROM[c] * os_stride_d, os_stride_d,
+            vo_ptr + z * vo_stride_z + kv_head * vo_stride_h + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c],
+            VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+        )  # fmt: skip
+        factors = factors + (_put_aside(found),)
     head_bits = 0
     if not QUERY_TOKEN:
         head_bits = gl.load(qs_base)
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
     spans, query_bits = read_queries(
-        (words,), q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
+        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
     )
-    q = gl.convert_layout(spans[0], gl.DotOperandLayout(0, S, 4), assert_trivial=True)
-    IN_MEMORY: gl.constexpr = D == 64 and (QUANTIZE or SHORT_OF_REGISTERS)
+    q = ()
+    for c in gl.static_range(COUNT):
+        q = q + (gl.convert_layout(spans[c], gl.DotOperandLayout(0, S, 4), assert_trivial=True),)
+    IN_MEMORY: gl.constexpr = HEAD_DIM <= 64 and (QUANTIZE or SHORT_OF_REGISTERS)
     operand = q
     if IN_MEMORY:
-        operand = allocate(BLOCK_M, D)
-        operand.store(q)
+        operand = (allocate(BLOCK_M, D[0]),)
+        operand[0].store(q[0])
         fence_async_shared()
         barrier()
     usable = usable_scale(key_bits) & usable_scale(query_bits)
@@ -276,12 +361,12 @@ def long_hopper_kernel(
                 slot = turn % 2 * UNROLL + place
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    scores = scores + (start_scores((operand,), (k,), k.shape[0], WARPS, 1),)
+                    k = _keys(k_smem, slot, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    scores = scores + (start_scores(operand, k, k[0].shape[0], WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
-                s = finished(scores[tile], len(scores) - 1 - tile, WARPS)
+                s = finished(scores[tile], COUNT * (len(scores) - 1 - tile), WARPS)
                 if last and not WHOLE:
                     s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
@@ -291,10 +376,13 @@ def long_hopper_kernel(
                     more = turn + 2 < turns
                     following = gl.where(more, step + SLOTS, tile if UNROLL == 2 else step + SLOTS - steps)
                     wanted = more | (turn % 2 == 0) if UNROLL == 2 else True
-                    mbarrier.expect(ready.index(slot), SIZE, pred=wanted)
-                    _load(k_desc, [k_row + following * SPAN, k_column], ready.index(slot), k_smem.index(slot), pred=wanted)
+                    mbarrier.expect(ready.index(slot), KEY_BYTES, pred=wanted)
+                    _load_keys(k_descs, k_row + following * SPAN, k_column, ready.index(slot), k_smem, slot, wanted, HEAD_DIM)
     row_max = row_largest(largest)
-    magnitude = one_row(beside_rows(gl.convert_layout(magnitudes(q), RL, assert_trivial=True), EIGHT) + largest * 0)
+    sizes = magnitudes(q[0])
+    for c in gl.static_range(1, COUNT):
+        sizes += gl.convert_layout(magnitudes(q[c]), sizes.type.layout, assert_trivial=True)
+    magnitude = one_row(beside_rows(gl.convert_layout(sizes, RL, assert_trivial=True), EIGHT) + largest * 0)
     wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
     least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
@@ -302,8 +390,10 @@ def long_hopper_kernel(
     most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, BLOCK_M)
     slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
-    accumulator = beside_product(sums, WARPS) if BEGIN else gl.zeros((BLOCK_M, D), gl.int32, PV)
-    accumulator = warpgroup_mma_init(accumulator)
+    accumulator = ()
+    for c in gl.static_range(COUNT):
+        start_at = beside_product(sums[c], WARPS) if BEGIN else no_outputs(DV[c], WARPS, 1)
+        accumulator = accumulator + (warpgroup_mma_init(start_at),)
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
     fine = total
     # steps that the first two slots had in the first pass, for the parity of their mbarriers
@@ -325,17 +415,19 @@ def long_hopper_kernel(
                 slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = _keys(k_smem.index(slot), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    s = finished(start_scores((operand,), (k,), k.shape[0], WARPS, 1), 0, WARPS)
+                    k = _keys(k_smem, slot, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    s = finished(start_scores(operand, k, k[0].shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # these keys are read, and so are the values of the step before: refill both
                         barrier()
                         if step + 1 < steps:
-                            mbarrier.expect(ready.index(slot), 2 * SIZE)
-                            _load(k_desc, [k_row + (step + 2) * SPAN, k_column], ready.index(slot), k_smem.index(slot))
+                            mbarrier.expect(ready.index(slot), KEY_BYTES + VALUE_BYTES)
+                            row = k_row + (step + 2) * SPAN
+                            _load_keys(k_descs, row, k_column, ready.index(slot), k_smem, slot, True, HEAD_DIM)
                             for tile in gl.static_range(HALVES):
                                 column = v_column + (step + 1) * SPAN + tile * TILE
-                                _load(v_desc, [v_row * D, column], ready.index(slot), v_smem.index(HALVES - v_slot + tile))
+                                v_other = HALVES - v_slot + tile
+                                _load_values(v_descs, v_row * WIDTH, column, ready.index(slot), v_smem, v_other)
                     if last:
                         s = raised(s, least)
                         if not WHOLE:
@@ -347,20 +439,11 @@ def long_hopper_kernel(
                     if half == 0:
                         # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
-                    v = _values(v_smem.index(v_slot + half), half, step_columns(place, UNROLL, last, SPAN, LEFT))
-                    accumulator = warpgroup_mma(p, v, accumulator, is_async=True)
+                    v = _values(v_smem, v_slot + half, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    accumulator = add_values(accumulator, p, v, WARPS, 1)
                     total += quarter_sums(sums_of_four(p), WARPS)
                     if EXACT:
                         fine += quarter_sums(finer, WARPS)
-    if CHANNELS:
-        factor = factor.load(CO)
-    if SHIFTS:
-        shift = shift.load(CO)
-    if ROUNDINGS:
-        rounding = rounding.load(CO)
-    numerator = warpgroup_mma_wait(0, [accumulator])
-    if not BEGIN:
-        numerator += sums.load(gl.SliceLayout(0, PV))[None, :]
     count = (steps - 1) * SPAN + LEFT
     if VARLEN:
         count -= narrow * (TILE // 2)
@@ -375,7 +458,12 @@ def long_hopper_kernel(
         o_base = o_ptr + z * (o_stride_z // 8 * 8) + h * (o_stride_h // 8 * 8)
         if VARLEN:
             o_base += first_q * o_stride_n
-    store_span(
-        numerator, row_inverses(total, fine, count, EXACT), usable, (factor, shift, rounding), mean, o_base, o_stride_n, first,
-        queries, HEAD_DIM, EXACT, WARPS,
-    )  # fmt: skip
+    row_numbers = row_inverses(total, fine, count, EXACT)
+    for c in gl.static_range(COUNT):
+        numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
+        if not BEGIN:
+            numerator += sums[c].load(gl.SliceLayout(0, product_layout(DV[c], WARPS)))[None, :]
+        store_span(
+            numerator, row_numbers, usable, _taken_back(factors[c], WARPS), means[c], o_base + FROM[c], o_stride_n, first,
+            queries, SPANS[c], EXACT, WARPS,
+        )  # fmt: skip

@@ -46,11 +46,14 @@ from ...tiles import (
     SM90_STREAMING,
     AttentionShape,
     Tiles,
+    channel_spans,
     fits_block,
     fits_sm90_resident,
     fits_sm90_streaming,
     kernel_width,
+    packed_width,
     row_widths,
+    value_width,
 )
 from ...triton.launch import one_element, pack_value, varlen_arguments
 
@@ -193,14 +196,19 @@ def _streaming_arguments(
     ``rows`` is from :func:`rows_of_keys`, ``steps`` as from :func:`streaming_steps`.
     """
     batch, heads, keys, channels = key.shape
-    width = kernel_width(channels)
+    widths, value_widths = ([width(part) for part in channel_spans(channels)] for width in (kernel_width, value_width))
+    packed_rows = batch * heads * packed_width(channels)
     span, unroll = steps
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
+    k_descs = [_matrix(key, count, columns, key.stride(2), (span, width)) for width in widths]
+    v_descs = [_matrix(value, packed_rows, padded, padded, (width, _STREAMING_TILE)) for width in value_widths]
     return {
-        "k_desc": _matrix(key, count, columns, key.stride(2), (span, width)),
-        "v_desc": _matrix(value, batch * heads * width, padded, padded, (width, _STREAMING_TILE)),
+        "k_desc": k_descs[0],
+        "k_last_desc": k_descs[-1],
+        "v_desc": v_descs[0],
+        "v_last_desc": v_descs[-1],
         "SPAN": span,
         "UNROLL": unroll,
         "k_rows_z": rows_z,

@@ -119,7 +119,7 @@ def test_queries_can_be_left_to_the_attention_kernel() -> None:
 
 
 @pytest.mark.parametrize("keys", [257, 289, 384, 385, 577, 700, 1024, 1100, 2100, 4096])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_steps_of_the_hopper_kernel(head_dim: int, keys: int) -> None:
     span, unroll = streaming_steps(head_dim, keys)
     steps = -(-keys // span)

@@ -225,8 +225,8 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
 def most_packed_keys(head_dim: int) -> int:
     """Return the longest of packed sequences that :mod:`.gluon.sm90.attention_packed` takes, measured on an H100.
 
-    Longer ones are quantised by a launch of their own, once for all blocks of queries and by more programs at a time. Its
-    attention has products of 128 channels where a head has two spans, which takes longer.
+    Longer ones are quantised by a launch of their own, once for all blocks of queries and by more programs at a time. Heads of
+    two spans were measured while the attention behind that launch took them as 128 channels.
     """
     return 384 if len(channel_spans(head_dim)) > 1 else 256
 

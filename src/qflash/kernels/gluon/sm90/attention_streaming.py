@@ -6,7 +6,8 @@ step 1 for the queries, for the default recipe without a mask, with the bits of 
 *Work.* A program takes one block of queries of one head, sixteen rows per warp; a quad of lanes shares rows r and r + 8
 (drawing in :mod:`.gluon.row_ops`). "Streaming": the keys pass through shared memory twice, for the row maximum and for
 the rest. A step is SPAN keys in tiles of 128, each a wgmma of its own; only the last tile of the last step may be
-narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and their number is even.
+narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and their number is even. 72 to 96 channels are
+two spans (:mod:`.sm90.layouts`), each with copies and products of its own.
 
 *Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
 ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do

@@ -54,6 +54,7 @@ from ...tiles import (
     packed_width,
     row_widths,
     value_width,
+    widest_span,
 )
 from ...triton.launch import one_element, pack_value, varlen_arguments
 
@@ -169,17 +170,18 @@ def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[
 
 def _streaming_registers(head_dim: int) -> int:
     """Return the most registers of a thread of :mod:`.sm90.attention_streaming`: three programs a processor, or wider two."""
-    return REGISTERS_OF_THREE if head_dim <= 64 else 0
+    return REGISTERS_OF_THREE if widest_span(head_dim) <= 64 else 0
 
 
-def streaming_steps(width: int, keys: int) -> tuple[int, int]:
+def streaming_steps(channels: int, keys: int) -> tuple[int, int]:
     """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times a turn of its loops.
 
-    Two tiles at a time where they fit; else two steps a turn where their number is even.
+    Two tiles at a time where they fit; else two steps a turn where their number is even. Heads of two spans would spill then.
     """
-    if width <= 64:
+    if channels <= 64:
         return 2 * _STREAMING_TILE, 1
-    return _STREAMING_TILE, 2 if triton.cdiv(keys, _STREAMING_TILE) % 2 == 0 else 1
+    even = triton.cdiv(keys, _STREAMING_TILE) % 2 == 0
+    return _STREAMING_TILE, 2 if even and len(channel_spans(channels)) == 1 else 1
 
 
 def last_step(keys: int, span: int) -> int:
@@ -249,7 +251,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     constants["QUANTIZE"] = call.query.dtype != torch.int8
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None
-    steps = streaming_steps(kernel_width(call.value_dim), call.keys)
+    steps = streaming_steps(call.value_dim, call.keys)
     constants |= {"LEFT": last_step(call.keys, steps[0]), "WHOLE": call.keys % steps[0] == 0}
     constants |= {"VARLEN": False, "cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):

@@ -61,9 +61,6 @@ from ...triton.launch import one_element, pack_value, varlen_arguments
 _STREAMING_TILE = 128
 """Keys a tile of :mod:`.sm90.attention_streaming`."""
 
-_FEW_KEYS = 64
-"""So few keys of packed sequences leave half of such a tile empty: :mod:`.triton.attention_streaming` has them."""
-
 
 @functools.cache
 def _resident_kernel() -> Any:
@@ -264,16 +261,20 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     return launches
 
 
+def _takes_sequences(call: VarlenCall) -> bool:
+    """Tell whether kernels of this family take packed sequences of this type, on this device."""
+    query = call.query
+    on_hopper = query.device.type != "cpu" and capability_of(query.device) == (9, 0)
+    return on_hopper and query.element_size() == 2 and not call.is_causal
+
+
 def takes_packed(call: VarlenCall) -> bool:
     """Tell whether :mod:`.sm90.attention_packed` takes packed float sequences, and is the fastest."""
     query, key, value, lengths = call.query, call.key, call.value, call.lengths
     views = [x[None].transpose(1, 2) for x in (query, key, value)]
     shape = AttentionShape(call.recipe, query.shape[2], value.shape[2], 64, SHORT_ROW)
     return (
-        query.device.type != "cpu"
-        and capability_of(query.device) == (9, 0)
-        and query.element_size() == 2
-        and not call.is_causal
+        _takes_sequences(call)
         and 0 < lengths.most_keys <= most_packed_keys(query.shape[2])
         and lengths.sequences <= MOST_BLOCKS
         and fits_sm90_resident(shape)
@@ -310,11 +311,7 @@ def takes_varlen(call: VarlenCall) -> bool:
         call.recipe, query.shape[2], value.shape[2], max(64, lengths.most_queries), max(SHORT_ROW + 1, lengths.most_keys)
     )  # fmt: skip
     return (
-        query.device.type != "cpu"
-        and capability_of(query.device) == (9, 0)
-        and query.element_size() == 2
-        and not call.is_causal
-        and lengths.most_keys > _FEW_KEYS
+        _takes_sequences(call)
         and fits_sm90_streaming(shape)
         and side_by_side(query[None].transpose(1, 2))
         and not needs_wide_offsets(query[None].transpose(1, 2))

@@ -114,17 +114,16 @@ def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
     before ``torch.compile`` is an input of the compiled code, which cannot look at marks.
     """
     table, index = module.relative_position_bias_table, module.relative_position_index
-    if torch.compiler.is_dynamo_compiling():
-        kept = module._qflash_kept if module._qflash_keep_bias else None
-        if kept is not None and kept.is_of((table, index) if mask is None else (table, index, mask)):
-            return kept.result
-    keep = module._qflash_keep_bias and not torch.compiler.is_compiling() and not has_torch_function((table, index, mask))
+    sources = (table, index) if mask is None else (table, index, mask)
+    keep, needs_gradient = module._qflash_keep_bias, torch.is_grad_enabled() and table.requires_grad
+    if keep and torch.compiler.is_dynamo_compiling():
+        kept = None if needs_gradient else module._qflash_kept
+        return kept.result if kept is not None and kept.is_of(sources) else window_bias(*sources)
+    keep = keep and not torch.compiler.is_compiling() and not has_torch_function((table, index, mask))
     if keep and mask is not None and module._qflash_mask() is not mask:
         module.__dict__["_qflash_mask"] = weakref.ref(mask)
         keep = False
-    if not keep or (torch.is_grad_enabled() and table.requires_grad):
-        return window_bias(table, index, mask)
-    return _keep(module, (table, index) if mask is None else (table, index, mask), window_bias)
+    return _keep(module, sources, window_bias) if keep and not needs_gradient else window_bias(*sources)
 
 
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

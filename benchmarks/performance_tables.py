@@ -755,8 +755,9 @@ made to call SDPA, which timm does not do in Swin. **qflash** is `qflash.patch`,
 faster. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and without SDPA; each ratio is
 the patched model's images over those in the column before it. Compiled Swin-T is faster still with a kept bias:
 1.33, 1.50 and 1.54 times as fast as unpatched, measured apart
-([data](../../benchmarks/results/trials/compiled_kept_bias_h100.json)). Swin V2 computes its attention without SDPA.
-On an H200 that day ratios were the same within 0.05, those of compiled Swin and Swin V2 up to 0.1 higher
+([data](../../benchmarks/results/trials/compiled_kept_bias_h100.json)). Swin V2 computes its attention without SDPA;
+it was measured before `qflash.patch` had a forward of its own for it. On an H200 that day ratios were the same
+within 0.05, those of compiled Swin and Swin V2 up to 0.1 higher
 ([data](../../benchmarks/results/trials/models_h200.json)). Weights are random: they change no kernel's speed. The
 SQNR is of the logits, or features of DINOv2, against float32.""",
         models,

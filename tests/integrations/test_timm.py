@@ -24,6 +24,8 @@ from qflash.integrations import timm as timm_adapters
 
 timm = pytest.importorskip("timm")
 from timm.models.swin_transformer import SwinTransformer, WindowAttention  # noqa: E402
+from timm.models.swin_transformer_v2 import SwinTransformerV2  # noqa: E402
+from timm.models.swin_transformer_v2 import WindowAttention as CosineWindowAttention  # noqa: E402
 from timm.models.vision_transformer import Attention, VisionTransformer  # noqa: E402
 
 
@@ -44,7 +46,25 @@ def build_swin(**options: object) -> nn.Module:
     return model
 
 
-BUILDERS = {"vit": (build_vit, 32), "swin": (build_swin, 28)}
+def build_swin_v2(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    settings: dict = {"img_size": 28, "patch_size": 2, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)}
+    model = SwinTransformerV2(**{**settings, "window_size": 7, "num_classes": 10, **options}).eval()
+    for name, parameter in model.named_parameters():
+        # otherwise all biases would be alike, and so would the scales of the heads; blocks would add nothing
+        if name.endswith(("cpb_mlp.2.weight", "logit_scale", "q_bias", "v_bias", "norm1.weight", "norm2.weight")):
+            nn.init.normal_(parameter, mean=0.0 if name.endswith(("bias", "mlp.2.weight")) else 1.0, std=0.3)
+    return model
+
+
+def bias_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of each layer's relative position bias."""
+    found = dict(model.named_parameters())
+    return [found[name] for name in found if name.endswith(("relative_position_bias_table", "cpb_mlp.2.weight"))]
+
+
+KINDS = (Attention, WindowAttention, CosineWindowAttention)
+BUILDERS = {"vit": (build_vit, 32), "swin": (build_swin, 28), "swin v2": (build_swin_v2, 28)}
 
 
 @pytest.fixture(params=sorted(BUILDERS))
@@ -67,11 +87,10 @@ def test_patched_logits_are_close(case: tuple[nn.Module, torch.Tensor]) -> None:
 @torch.no_grad()
 def test_every_attention_module_is_replaced(case: tuple[nn.Module, torch.Tensor]) -> None:
     model, _ = case
-    kinds = (Attention, WindowAttention)
-    before = [m for m in model.modules() if isinstance(m, kinds)]
+    before = [m for m in model.modules() if isinstance(m, KINDS)]
     modules = list(model.modules())
     assert qflash.patch(model) is model
-    after = [m for m in model.modules() if isinstance(m, kinds)]
+    after = [m for m in model.modules() if isinstance(m, KINDS)]
     assert before == after
     assert before
     assert all(isinstance(m, patching._Patched) for m in after)
@@ -128,7 +147,7 @@ def test_copies_and_pickles_stay_patched(case: tuple[nn.Module, torch.Tensor]) -
 def test_hooks_survive(case: tuple[nn.Module, torch.Tensor]) -> None:
     model, x = case
     seen: list[torch.Size] = []
-    module = next(m for m in model.modules() if isinstance(m, (Attention, WindowAttention)))
+    module = next(m for m in model.modules() if isinstance(m, KINDS))
     handle = module.register_forward_hook(lambda m, args, out: seen.append(out.shape))
     qflash.patch(model)(x)
     qflash.unpatch(model)(x)
@@ -288,13 +307,13 @@ def test_a_kept_bias_is_worked_out_once(monkeypatch: pytest.MonkeyPatch, inferen
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_a_kept_bias_follows_the_weights() -> None:
-    model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(2, 3, 28, 28)
-    other = build_swin()
-    for module in other.modules():
-        if isinstance(module, WindowAttention):
-            module.relative_position_bias_table.normal_()
-    tables = [module.relative_position_bias_table for module in model.modules() if isinstance(module, WindowAttention)]
+@pytest.mark.parametrize("build", [build_swin, build_swin_v2])
+def test_a_kept_bias_follows_the_weights(build: Callable[[], nn.Module]) -> None:
+    model, x = qflash.patch(build(), keep_bias=True), torch.randn(2, 3, 28, 28)
+    other = build()
+    for table in bias_weights(other):
+        table.normal_()
+    tables = bias_weights(model)
 
     def check(x: torch.Tensor) -> torch.Tensor:
         fresh = qflash.patch(copy.deepcopy(model))
@@ -329,9 +348,10 @@ def test_a_kept_bias_follows_the_weights() -> None:
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_compiled_code_takes_a_kept_bias() -> None:
+@pytest.mark.parametrize("build", [build_swin, build_swin_v2])
+def test_compiled_code_takes_a_kept_bias(build: Callable[[], nn.Module]) -> None:
     """Nothing is looked up or added in the graph, but for masks that are others in every call."""
-    model, x = qflash.patch(build_swin(), keep_bias=True), torch.randn(2, 3, 28, 28)
+    model, x = qflash.patch(build(), keep_bias=True), torch.randn(2, 3, 28, 28)
     wanted, _ = (model(x) for _ in range(2))
     lookups: list[int] = []
 
@@ -345,9 +365,8 @@ def test_compiled_code_takes_a_kept_bias() -> None:
 
     run = compiled()
     assert torch.equal(run(x), wanted) and lookups == [0]
-    for module in model.modules():
-        if isinstance(module, WindowAttention):
-            module.relative_position_bias_table.normal_()
+    for table in bias_weights(model):
+        table.normal_()
     # noticed once the model was called by itself, which keeps what it finds
     changed, _ = (model(x) for _ in range(2))
     assert torch.equal(run(x), changed) and not torch.equal(changed, wanted)
@@ -484,7 +503,7 @@ def remove_hook(module: Any) -> None:
 
 
 def find_attention(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, (Attention, WindowAttention))]
+    return [module for module in model.modules() if isinstance(module, KINDS)]
 
 
 @torch.no_grad()

@@ -57,7 +57,9 @@ class ModelInputs:
 
 
 def _has_bias(model: nn.Module) -> bool:
-    return any(hasattr(module, "relative_position_bias_table") for module in model.modules())
+    # timm's Swin, and Swin V2
+    names = "relative_position_bias_table", "cpb_mlp"
+    return any(hasattr(module, name) for module in model.modules() for name in names)
 
 
 def _use_sdpa(model: nn.Module) -> None:

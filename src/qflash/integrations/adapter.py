@@ -58,12 +58,13 @@ def refuse_dropout(rate: float) -> NoReturn:
 
 
 def attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
-) -> torch.Tensor:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *,
+    scale: float, is_causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Call the attention an adapter's module was patched to; arguments and shapes are those of :func:`qflash.attention`."""
     if module.training and module.attn_drop.p > 0.0:
         refuse_dropout(module.attn_drop.p)
-    return call_chosen(module, query, key, value, mask, is_causal, module.scale, False)
+    return call_chosen(module, query, key, value, mask, is_causal, scale, False)
 
 
 def call_chosen(

@@ -226,9 +226,9 @@ def patch(
 ) -> ModelT:
     """Make the attention of ``model`` compute with :func:`qflash.attention`, in place.
 
-    Every module that attends is found, whatever library it is of: by an adapter (timm's ``Attention`` and Swin's
-    ``WindowAttention``), or by its calls of ``scaled_dot_product_attention``, or of a softmax between two products, which are
-    answered while its own ``forward`` runs. :func:`qflash.coverage` lists them.
+    Every module that attends is found, whatever library it is of: by an adapter (timm's ``Attention`` and the
+    ``WindowAttention`` of Swin and Swin V2), or by its calls of ``scaled_dot_product_attention``, or of a softmax between
+    two products, which are answered while its own ``forward`` runs. :func:`qflash.coverage` lists them.
 
     Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
     that is said here, and drops the static scales of :func:`qflash.calibrate`. The patched model is for inference: attention
@@ -244,12 +244,12 @@ def patch(
             ``attention(query, key, value, attn_mask=mask, scale=scale)``: float tensors (batch, heads, tokens,
             head_dim), a bool or additive mask broadcastable to (batch, heads, queries, keys) or None, and the factor
             of the scores. It returns (batch, heads, queries, head_dim). Excludes ``recipe`` and ``backend``.
-        keep_bias: for weights that stay as they are: look the bias of a Swin layer up, and add the mask of shifted windows
-            to it, in the first calls only instead of in every one. It needs memory for the sum, (windows, heads, tokens,
-            tokens) a layer. Weights that are loaded or changed later are noticed, but not by a CUDA graph captured before,
-            nor if they are written to through ``.data`` or in inference mode: then patch again. ``torch.compile`` takes what is
-            kept by then, so call the model twice before; its code notices changed weights once the model has been called
-            without it. Without effect where the bias needs a gradient.
+        keep_bias: for weights that stay as they are: work the bias of a layer of timm's Swin or Swin V2 out, and add the
+            mask of shifted windows to it, in the first calls only instead of in every one. It needs memory for the sum,
+            (windows, heads, tokens, tokens) a layer. Weights that are loaded or changed later are noticed, but not by a
+            CUDA graph captured before, nor if they are written to through ``.data`` or in inference mode: then patch again.
+            ``torch.compile`` takes what is kept by then, so call the model twice before; its code notices changed weights
+            once the model has been called without it. Without effect where the bias needs a gradient.
         strict: raise instead of leaving any attention in floating point: here for what is known to stay, before anything
             changes, and a RuntimeError in the call for what turns out not to qualify.
 

@@ -6,6 +6,7 @@ All other classes of timm are patched by what their forward calls (:mod:`qflash.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +18,24 @@ from .. import plan_cache
 from .adapter import Adapter, attend
 from .swin_bias import window_bias
 
+_Tensors = tuple[torch.Tensor, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A tensor worked out from others, which are looked at again whenever it is asked for.
+    """Tensors worked out from others, which are looked at again whenever they are asked for.
 
     Attributes:
         sources: what it was worked out from.
         kinds: of what type these were, and on which device.
         marks: where they lay, and how many times they had been written to.
-        result: the tensor.
+        result: the tensors.
     """
 
     sources: tuple[torch.Tensor, ...]
     kinds: tuple[Any, ...]
     marks: tuple[Any, ...]
-    result: torch.Tensor
+    result: _Tensors
 
     def is_of(self, sources: tuple[torch.Tensor, ...]) -> bool:
         """Tell whether it was worked out from these tensors, whatever has been written to them since."""
@@ -54,21 +57,25 @@ def _marks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     return tuple((x.data_ptr(), None if x.is_inference() else x._version) for x in tensors)
 
 
-def _keep(module: Any, sources: tuple[torch.Tensor, ...], function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return ``function(*sources)``, or what it returned the last time if the sources were the same."""
+def _needs_gradient(tensors: _Tensors) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _keep(module: Any, sources: _Tensors, function: Callable[[], _Tensors]) -> _Tensors:
+    """Return ``function()``, or what it returned the last time if its sources were the same."""
     kept = module._qflash_kept
     if kept is not None and kept.holds(sources):
         return kept.result
-    result = function(*sources)
+    result = function()
     if plan_cache.place_of([source.detach() for source in sources]) is None:
         # something else than a kernel was on the way, such as a trace or a fake tensor, to which the result belongs
         return result
-    if result.is_cuda:
+    if sources[0].is_cuda:
         if torch.cuda.is_current_stream_capturing():
             # not there before the graph has run, and then the graph's own
             return result
         # from now on other streams may read it, and nobody reads the one before any more
-        torch.cuda.synchronize(result.device)
+        torch.cuda.synchronize(sources[0].device)
     module.__dict__["_qflash_kept"] = _Kept(sources, _kinds(sources), _marks(sources), result)
     return result
 
@@ -97,7 +104,7 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     """
     query, key, value = _heads(self, x)
     query, key = self.q_norm(query), self.k_norm(key)
-    out = attend(self, query, key, value, attn_mask, is_causal).transpose(1, 2).flatten(2)
+    out = attend(self, query, key, value, attn_mask, scale=self.scale, is_causal=is_causal).transpose(1, 2).flatten(2)
     # Releases differ: neither of these two is there in all of them, and either may be None.
     norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
     if norm is not None:
@@ -107,23 +114,42 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     return self.proj_drop(self.proj(out))
 
 
-def _window_bias(module: Any, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return what a Swin layer adds to its scores: (1 or windows, heads, tokens, tokens).
+def _worked_out(module: Any, weights: _Tensors, mask: torch.Tensor | None, function: Callable[[], _Tensors]) -> _Tensors:
+    """Return ``function()``, what a Swin layer works out from its weights and a mask, such as a bias.
 
     With ``patch(..., keep_bias=True)`` it is worked out once, unless the mask is another tensor in every call. What was kept
     before ``torch.compile`` is an input of the compiled code, which cannot look at marks.
     """
-    table, index = module.relative_position_bias_table, module.relative_position_index
-    sources = (table, index) if mask is None else (table, index, mask)
-    keep, needs_gradient = module._qflash_keep_bias, torch.is_grad_enabled() and table.requires_grad
+    sources = weights if mask is None else (*weights, mask)
+    keep = module._qflash_keep_bias
     if keep and torch.compiler.is_dynamo_compiling():
-        kept = None if needs_gradient else module._qflash_kept
-        return kept.result if kept is not None and kept.is_of(sources) else window_bias(*sources)
-    keep = keep and not torch.compiler.is_compiling() and not has_torch_function((table, index, mask))
+        kept = None if _needs_gradient(weights) else module._qflash_kept
+        return kept.result if kept is not None and kept.is_of(sources) else function()
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or has_torch_function(sources)
+    keep = keep and not traced
     if keep and mask is not None and module._qflash_mask() is not mask:
         module.__dict__["_qflash_mask"] = weakref.ref(mask)
         keep = False
-    return _keep(module, sources, window_bias) if keep and not needs_gradient else window_bias(*sources)
+    return _keep(module, sources, function) if keep and not _needs_gradient(weights) else function()
+
+
+def _attend_windows(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attend within windows, (images * windows, heads, tokens, head_dim), and join the heads: (..., tokens, channels).
+
+    The bias has the mask in it, where there is one.
+    """
+    if mask is None:
+        out = attend(module, query, key, value, bias, scale=scale)
+    else:
+        # With the windows in a dimension of their own the mask broadcasts over the images: its size does not
+        # depend on the batch.
+        windows = mask.shape[0]
+        query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
+        out = attend(module, query, key, value, bias, scale=scale).flatten(0, 1)
+    return module.proj_drop(module.proj(out.transpose(1, 2).flatten(2)))
 
 
 def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,16 +167,42 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
         RuntimeError: in training mode with attention dropout.
     """
     query, key, value = _heads(self, x)
-    bias = _window_bias(self, mask)
-    if mask is None:
-        out = attend(self, query, key, value, bias)
+    table, index = self.relative_position_bias_table, self.relative_position_index
+    (bias,) = _worked_out(self, (table, index), mask, lambda: (window_bias(table, index, mask),))
+    return _attend_windows(self, query, key, value, bias, mask, self.scale)
+
+
+def _cosine_constants(module: Any, mask: torch.Tensor | None) -> _Tensors:
+    """Return what a Swin V2 layer works out from its weights: bias and mask, scales of heads, bias of the projection if any.
+
+    The network of the continuous bias gives a number for each distance, which a sigmoid bounds before it is looked up.
+    """
+    table = 16 * torch.sigmoid(module.cpb_mlp(module.relative_coords_table).view(-1, module.num_heads))
+    bias = window_bias(table, module.relative_position_index, mask)
+    scale = module.logit_scale.clamp(max=math.log(100.0)).exp()
+    if module.q_bias is None:
+        return bias, scale
+    return bias, scale, torch.cat((module.q_bias, module.k_bias, module.v_bias))
+
+
+def _timm_cosine_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Stand in for the forward of timm's Swin V2 ``WindowAttention``: queries and keys of length one, a scale a head.
+
+    Arguments, result and error are those of :func:`_timm_window_attention`.
+    """
+    weights = (self.logit_scale, self.relative_coords_table, self.relative_position_index, *self.cpb_mlp.parameters())
+    if self.q_bias is not None:
+        weights = (*weights, self.q_bias, self.k_bias, self.v_bias)
+    bias, scale, *rest = _worked_out(self, weights, mask, lambda: _cosine_constants(self, mask))
+    if self.qkv_bias_separate or not rest:
+        packed = self.qkv(x)
+        packed = packed + rest[0] if rest else packed
     else:
-        # With the windows in a dimension of their own the mask broadcasts over the images: its size does not
-        # depend on the batch.
-        windows = mask.shape[0]
-        query, key, value = (part.unflatten(0, (-1, windows)) for part in (query, key, value))
-        out = attend(self, query, key, value, bias).flatten(0, 1)
-    return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+        packed = torch.nn.functional.linear(x, self.qkv.weight, rest[0])
+    packed = packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    # queries and keys in one go
+    query, key = torch.nn.functional.normalize(packed[:2], dim=-1).unbind(0)
+    return _attend_windows(self, query * scale, key, packed[2], bias, mask, 1.0)
 
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -161,7 +213,11 @@ ADAPTERS: tuple[Adapter, ...] = (
         _timm_attention,
     ),
     Adapter("timm WindowAttention (Swin)", "timm", ("timm.models.swin_transformer:WindowAttention",), _timm_window_attention),
-)
+    Adapter(
+        "timm WindowAttention (Swin V2)", "timm", ("timm.models.swin_transformer_v2:WindowAttention",),
+        _timm_cosine_window_attention,
+    ),
+)  # fmt: skip
 """The supported families."""
 
 

@@ -377,6 +377,18 @@ def test_compiled_code_takes_a_kept_bias(build: Callable[[], nn.Module]) -> None
 
 
 @torch.no_grad()
+def test_a_kept_bias_is_that_of_autocast() -> None:
+    """Swin V2's comes from products, which autocast computes in another type."""
+    model, fresh = qflash.patch(build_swin_v2(), keep_bias=True), qflash.patch(build_swin_v2())
+    attention, plain = (next(m for m in x.modules() if isinstance(m, CosineWindowAttention)) for x in (model, fresh))
+    x = torch.randn(8, 49, 32)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for _ in range(2):
+                assert torch.equal(attention(x), plain(x)), enabled
+
+
+@torch.no_grad()
 def test_a_mask_of_each_call_is_added_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = WindowAttention(64, 2, window_size=7).eval()
     x = torch.randn(8, 49, 64)

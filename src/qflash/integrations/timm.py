@@ -26,33 +26,35 @@ class _Kept:
     """Tensors worked out from others, which are looked at again whenever they are asked for.
 
     Attributes:
-        sources: what it was worked out from.
-        kinds: of what type these were, and on which device.
+        sources: what they were worked out from.
+        kinds: of what type these were, on which device, and to which type autocast would have brought products.
         marks: where they lay, and how many times they had been written to.
         result: the tensors.
     """
 
-    sources: tuple[torch.Tensor, ...]
+    sources: _Tensors
     kinds: tuple[Any, ...]
     marks: tuple[Any, ...]
     result: _Tensors
 
-    def is_of(self, sources: tuple[torch.Tensor, ...]) -> bool:
+    def is_of(self, sources: _Tensors) -> bool:
         """Tell whether it was worked out from these tensors, whatever has been written to them since."""
         same = len(sources) == len(self.sources) and all(a is b for a, b in zip(sources, self.sources, strict=True))
         return same and self.kinds == _kinds(sources)
 
-    def holds(self, sources: tuple[torch.Tensor, ...]) -> bool:
+    def holds(self, sources: _Tensors) -> bool:
         """Tell whether it would come out the same again."""
         return self.is_of(sources) and self.marks == _marks(sources)
 
 
-def _kinds(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+def _kinds(tensors: _Tensors) -> tuple[Any, ...]:
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     # Module.to() leaves a parameter's object and changes everything else of it
-    return tuple((x.dtype, x.device) for x in tensors)
+    return autocast, *((x.dtype, x.device) for x in tensors)
 
 
-def _marks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+def _marks(tensors: _Tensors) -> tuple[Any, ...]:
     # what is made in inference mode counts no writes
     return tuple((x.data_ptr(), None if x.is_inference() else x._version) for x in tensors)
 

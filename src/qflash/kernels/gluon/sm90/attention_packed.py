@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
@@ -54,12 +54,12 @@ from .layouts import (
 )
 from .query_block import (
     add_values,
+    begin_outputs,
     finished,
     fold_columns,
     last_turns,
     load_channels,
     load_queries,
-    no_outputs,
     padded_columns,
     padded_rows,
     quarter_sums,
@@ -265,9 +265,7 @@ def _attend(
     most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, M)
     slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
-    accumulator = ()
-    for c in gl.static_range(COUNT):
-        accumulator = accumulator + (warpgroup_mma_init(no_outputs(DV[c], WARPS, 1)),)
+    accumulator = begin_outputs((), DV, False, WARPS, 1)
     total = gl.zeros((M, 4), gl.int32, quarter_layout(WARPS))
     fine = total
     for kind in gl.static_range(3):

@@ -80,11 +80,10 @@ from .layouts import (
 from .query_block import (
     add_values,
     allocate,
-    beside_product,
+    begin_outputs,
     finished,
     fold_columns,
     load_queries,
-    no_outputs,
     part_sums,
     quarter_sums,
     read_queries,
@@ -223,19 +222,6 @@ def _parts_of_row(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _begin(sums, v, SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """The accumulators at which products with the spans of V begin: -127 times the sums of its channels, or zeros."""
-    spans = ()
-    for c in gl.static_range(len(v)):
-        if SUMS == "begin":
-            span = beside_product(sums[c], WARPS, ACROSS)
-        else:
-            span = no_outputs(v[c].shape[0], WARPS, ACROSS)
-        spans = spans + (warpgroup_mma_init(span),)
-    return spans
-
-
-@gluon.jit
 def _means_of(x, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Twice the means of V's channels, int32 (rows, channels) like ``x``, -127 times V's sums in every row."""
     M: gl.constexpr = x.shape[0]
@@ -292,7 +278,7 @@ def _block(
     BEHIND: gl.constexpr = TILES if PRODUCTS else 0
     accumulator = ()
     if PRODUCTS:
-        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+        accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
         for t in gl.static_range(TILES):
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
@@ -337,7 +323,7 @@ def _block(
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
     if TWICE:
-        accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+        accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
         accumulator, total, fine = _second_walk(
             q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, EXACT,
             WARPS, OPERAND,
@@ -352,7 +338,7 @@ def _block(
         p, finer = stored(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
-                accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+                accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
@@ -379,7 +365,7 @@ def _block(
         fence_async_shared()
         barrier()
         if not PRODUCTS:
-            accumulator = _begin(sums, v_smem[0], SUMS, WARPS, ACROSS)
+            accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)

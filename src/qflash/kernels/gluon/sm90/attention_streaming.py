@@ -39,7 +39,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -72,12 +71,11 @@ from .layouts import (
 from .query_block import (
     add_values,
     allocate,
-    beside_product,
+    begin_outputs,
     finished,
     fold_columns,
     last_turns,
     load_queries,
-    no_outputs,
     padded_columns,
     padded_rows,
     pairs_twice,
@@ -391,10 +389,7 @@ def long_hopper_kernel(
     most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, BLOCK_M)
     slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
-    accumulator = ()
-    for c in gl.static_range(COUNT):
-        start_at = beside_product(sums[c], WARPS) if BEGIN else no_outputs(DV[c], WARPS, 1)
-        accumulator = accumulator + (warpgroup_mma_init(start_at),)
+    accumulator = begin_outputs(sums, DV, BEGIN, WARPS, 1)
     total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
     fine = total
     # steps that the first two slots had in the first pass, for the parity of their mbarriers

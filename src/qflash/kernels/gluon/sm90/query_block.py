@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
 from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
@@ -264,9 +264,25 @@ def beside_product(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
-def no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+def _no_outputs(D: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """An accumulator of zeros for one span of V."""
     return gl.zeros((16 * WARPS, D), gl.int32, product_layout(D, WARPS, ACROSS))
+
+
+@gluon.jit
+def begin_outputs(sums, WIDTHS: gl.constexpr, AT_SUMS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The accumulators at which products with the spans of V, of WIDTHS channels, begin.
+
+    With AT_SUMS they are ``sums``, -127 times those of V's channels (:func:`beside_product`), else zeros.
+    """
+    spans = ()
+    for c in gl.static_range(len(WIDTHS)):
+        if AT_SUMS:
+            span = beside_product(sums[c], WARPS, ACROSS)
+        else:
+            span = _no_outputs(WIDTHS[c], WARPS, ACROSS)
+        spans = spans + (warpgroup_mma_init(span),)
+    return spans
 
 
 @gluon.jit

@@ -71,6 +71,7 @@ from .query_block import (
     stored,
     stored_beside_outputs,
     sums_of_four,
+    tile_of,
     to_fragment_order,
 )
 from .stage_kv import (
@@ -215,18 +216,9 @@ def last_width(kind, tile):
 
 
 @gluon.jit
-def _tile_of(smem, tile, WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """The first WIDTH keys of a tile, along dimension DIM, span by span."""
-    spans = ()
-    for c in gl.static_range(len(smem)):
-        spans = spans + (smem[c].index(tile).slice(0, WIDTH, DIM),)
-    return spans
-
-
-@gluon.jit
 def _scores(q, k_smem, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """Scores of a block of queries and the first WIDTH keys of a tile, int32."""
-    return finished(start_scores(q, _tile_of(k_smem, tile, WIDTH, 0), WIDTH, WARPS, 1), 0, WARPS)
+    return finished(start_scores(q, tile_of(k_smem, tile, 0, WIDTH, 0), WIDTH, WARPS, 1), 0, WARPS)
 
 
 @gluon.jit
@@ -276,7 +268,7 @@ def _attend(
             if kind > 0:
                 s = padded_rows(s, keys - tile * BLOCK_N, row_max)
             p, finer = stored(s, slope, begin, constant, OPERAND, 0, BLOCK_N, EXACT, WARPS, 1)
-            accumulator = add_values(accumulator, p, _tile_of(v_smem, tile, last_width(kind, BLOCK_N), 1), WARPS, 1)
+            accumulator = add_values(accumulator, p, tile_of(v_smem, tile, 0, last_width(kind, BLOCK_N), 1), WARPS, 1)
             total += quarter_sums(sums_of_four(p), WARPS)
             if EXACT:
                 fine += quarter_sums(finer, WARPS)

@@ -88,6 +88,7 @@ from .query_block import (
     stored,
     stored_beside_outputs,
     sums_of_four,
+    tile_of,
 )
 
 # the names differ between releases of Triton
@@ -130,6 +131,12 @@ def tile_count(columns):
     return -(-columns // TILE.value)
 
 
+@gluon.constexpr_function
+def tile_width(index, columns):
+    """Return the keys of tile ``index`` of a step of ``columns``."""
+    return min(TILE.value, columns - index * TILE.value)
+
+
 @gluon.jit
 def _load_keys(descriptions, row, column, bar, smem, slot, wanted, HEAD_DIM: gl.constexpr):
     """Start the copies of a step of keys, span by span, to a slot; ``bar`` says when they have arrived."""
@@ -145,24 +152,6 @@ def _load_values(descriptions, row, column, bar, smem, slot):
     for c in gl.static_range(len(smem)):
         _load(descriptions[c], [first, column], bar, smem[c].index(slot))
         first += smem[c].shape[1]
-
-
-@gluon.jit
-def _keys(smem, slot, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The keys of tile ``index`` of the step in a slot, (keys, channels) in shared memory, span by span."""
-    spans = ()
-    for c in gl.static_range(len(smem)):
-        spans = spans + (smem[c].index(slot).slice(index * TILE, min(TILE, COLUMNS - index * TILE), 0),)
-    return spans
-
-
-@gluon.jit
-def _values(smem, slot, index: gl.constexpr, COLUMNS: gl.constexpr):
-    """The values of tile ``index`` of a step, (channels, keys) in shared memory, span by span."""
-    spans = ()
-    for c in gl.static_range(len(smem)):
-        spans = spans + (smem[c].index(slot).slice(0, min(TILE, COLUMNS - index * TILE), 1),)
-    return spans
 
 
 @gluon.jit
@@ -360,7 +349,7 @@ def long_hopper_kernel(
                 slot = turn % 2 * UNROLL + place
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = _keys(k_smem, slot, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
                     scores = scores + (start_scores(operand, k, k[0].shape[0], WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
@@ -411,7 +400,7 @@ def long_hopper_kernel(
                 slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = _keys(k_smem, slot, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
                     s = finished(start_scores(operand, k, k[0].shape[0], WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # these keys are read, and so are the values of the step before: refill both
@@ -435,7 +424,7 @@ def long_hopper_kernel(
                     if half == 0:
                         # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
-                    v = _values(v_smem, v_slot + half, half, step_columns(place, UNROLL, last, SPAN, LEFT))
+                    v = tile_of(v_smem, v_slot + half, 0, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 1)
                     accumulator = add_values(accumulator, p, v, WARPS, 1)
                     total += quarter_sums(sums_of_four(p), WARPS)
                     if EXACT:

@@ -292,6 +292,15 @@ def stored_beside_outputs(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(smem, index, START: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """WIDTH keys from START on, along dimension DIM, of piece ``index`` of shared memory, span by span."""
+    spans = ()
+    for c in gl.static_range(len(smem)):
+        spans = spans + (smem[c].index(index).slice(START, WIDTH, DIM),)
+    return spans
+
+
+@gluon.jit
 def add_values(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Start the products of a tile of probabilities with the spans of a tile of V; returns accumulators under way."""
     spans = ()

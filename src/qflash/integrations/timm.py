@@ -82,11 +82,9 @@ def _keep(module: Any, sources: _Tensors, function: Callable[[], _Tensors]) -> _
     return result
 
 
-def _heads(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Project (batch, tokens, channels) to query, key and value, each a view (batch, heads, tokens, head_dim)."""
-    packed = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
-    query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    return query, key, value
+def _heads(module: Any, packed: torch.Tensor) -> torch.Tensor:
+    """Return query, key and value of a projection (batch, tokens, channels): a view (3, batch, heads, tokens, head_dim)."""
+    return packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
 def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
@@ -104,7 +102,7 @@ def _timm_attention(self: Any, x: torch.Tensor, attn_mask: torch.Tensor | None =
     Raises:
         RuntimeError: in training mode with attention dropout.
     """
-    query, key, value = _heads(self, x)
+    query, key, value = _heads(self, self.qkv(x)).unbind(0)
     query, key = self.q_norm(query), self.k_norm(key)
     out = attend(self, query, key, value, attn_mask, scale=self.scale, is_causal=is_causal).transpose(1, 2).flatten(2)
     # Releases differ: neither of these two is there in all of them, and either may be None.
@@ -139,7 +137,7 @@ def _attend_windows(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend within windows, (images * windows, heads, tokens, head_dim), and join the heads: (..., tokens, channels).
+    """Attend within windows, (images * windows, heads, tokens, head_dim), join the heads and project: (..., tokens, channels).
 
     The bias has the mask in it, where there is one.
     """
@@ -168,7 +166,7 @@ def _timm_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor | None
     Raises:
         RuntimeError: in training mode with attention dropout.
     """
-    query, key, value = _heads(self, x)
+    query, key, value = _heads(self, self.qkv(x)).unbind(0)
     table, index = self.relative_position_bias_table, self.relative_position_index
     (bias,) = _worked_out(self, (table, index), mask, lambda: (window_bias(table, index, mask),))
     return _attend_windows(self, query, key, value, bias, mask, self.scale)
@@ -196,15 +194,16 @@ def _timm_cosine_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor
     if self.q_bias is not None:
         weights = (*weights, self.q_bias, self.k_bias, self.v_bias)
     bias, scale, *rest = _worked_out(self, weights, mask, lambda: _cosine_constants(self, mask))
-    if self.qkv_bias_separate or not rest:
+    if not rest:
         packed = self.qkv(x)
-        packed = packed + rest[0] if rest else packed
+    elif self.qkv_bias_separate:
+        packed = self.qkv(x) + rest[0]
     else:
         packed = torch.nn.functional.linear(x, self.qkv.weight, rest[0])
-    packed = packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    heads = _heads(self, packed)
     # queries and keys in one go
-    query, key = torch.nn.functional.normalize(packed[:2], dim=-1).unbind(0)
-    return _attend_windows(self, query * scale, key, packed[2], bias, mask, 1.0)
+    query, key = torch.nn.functional.normalize(heads[:2], dim=-1).unbind(0)
+    return _attend_windows(self, query * scale, key, heads[2], bias, mask, 1.0)
 
 
 ADAPTERS: tuple[Adapter, ...] = (

@@ -90,6 +90,7 @@ from .query_block import (
     sums_of_four,
     tile_of,
 )
+from .stage_kv import sums_beside
 
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -447,7 +448,7 @@ def long_hopper_kernel(
     for c in gl.static_range(COUNT):
         numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
         if not BEGIN:
-            numerator += sums[c].load(gl.SliceLayout(0, product_layout(DV[c], WARPS)))[None, :]
+            numerator += sums_beside(sums[c], WARPS, 1)
         store_span(
             numerator, row_numbers, usable, _taken_back(factors[c], WARPS), means[c], o_base + FROM[c], o_stride_n, first,
             queries, SPANS[c], EXACT, WARPS,

@@ -388,6 +388,19 @@ def test_packed_sequences_of_any_kind(emulated: Load, monkeypatch: pytest.Monkey
         assert same_bits(dispatch.launch_varlen(call), expected), packed
 
 
+@pytest.mark.parametrize(("sequences", "most", "units"), [(5, 64, 2), (64, 64, 12), (70, 256, 10)])
+def test_programs_take_long_sequences_first(emulated: Load, sequences: int, most: int, units: int) -> None:
+    emulated("qflash.kernels.triton.quantize_streaming")
+    from kernels.order_kernel import order_kernel
+
+    chance = random.Random(sequences)
+    lengths = [chance.choice((0, 1, 63, 64, 65, 128, 300, chance.randint(1, 700))) for _ in range(sequences)]
+    found = torch.full((sequences,), -1, dtype=torch.int32)
+    arguments = {"cu_ptr": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), "o_ptr": found, "MOST": most, "UNITS": units}
+    launch_recorder.KernelLaunch(order_kernel, (sequences, 1, 1), arguments, {"num_warps": 4}).run()
+    assert found.tolist() == sorted(range(sequences), key=lambda i: -min(math.ceil(lengths[i] / 64), units))
+
+
 @pytest.mark.parametrize(("case", "target"), [(case, target) for case in range(8) for target in TARGETS[case % 2 :: 2]])
 def test_general_kernels(emulated: Load, case: int, target: str) -> None:
     emulated("kernels.test_attention", target).test_kernel_has_the_reference_bits(case)

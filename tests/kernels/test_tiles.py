@@ -389,14 +389,15 @@ APART = ["long_quantize_kernel", "long_hopper_kernel"]
 @pytest.mark.parametrize(
     ("sequences", "longest", "dim", "options", "kernels"),
     [
-        (64, 256, 64, {}, ["packed_hopper_kernel"]),
-        (64, 257, 64, {}, APART),
-        (64, 384, 80, {}, ["packed_hopper_kernel"]),
-        (64, 385, 80, {}, APART),
-        (1, 300, 64, {}, ["long_range_kernel", *APART]),
+        (64, 768, 64, {}, ["packed_hopper_kernel"]),
+        (64, 769, 64, {}, APART),
+        (64, 640, 80, {}, ["packed_hopper_kernel"]),
+        (64, 641, 80, {}, APART),
+        (64, 257, 128, {}, APART),
+        (1, 800, 64, {}, ["long_range_kernel", *APART]),
         (64, 2000, 64, {}, ["long_range_kernel", *APART]),
         (64, 200, 64, {"causal": True}, ["long_quantize_kernel", "long_kernel"]),
-        (64, 300, 32, {}, ["long_quantize_kernel", "long_kernel"]),
+        (64, 800, 32, {}, ["long_quantize_kernel", "long_kernel"]),
         (64, 200, 64, {"dtype": torch.float32}, ["long_quantize_kernel", "long_kernel"]),
         (64, 200, 64, {"recipe": ACCURATE}, ["long_kernel"]),
         # packed V would reach past 32-bit offsets
@@ -419,6 +420,14 @@ def test_packed_sequences_take_few_launches(
 @pytest.mark.parametrize(("blocks", "heads", "parts"), [(4, 768, 1), (4, 132, 2), (4, 48, 4), (1, 1, 1), (6, 60, 4)])
 def test_packed_heads_are_shared_where_processors_would_be_idle(blocks: int, heads: int, parts: int) -> None:
     assert heuristics.split_packed(blocks, heads, 132) == parts
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "most"),
+    [(1, 300, 0), (256, 64, 0), (2, 65, 64), (64, 700, 64), (65, 700, 256), (257, 99, 1024), (1025, 99, 0)],
+)  # fmt: skip
+def test_few_kernels_put_packed_sequences_in_order(sequences: int, longest: int, most: int) -> None:
+    assert heuristics.packed_order(sequences, longest) == most
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])

@@ -253,6 +253,11 @@ def _make_clz(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return _plain(lambda a: (32 - np.frexp(a.astype(np.float64))[1]).astype(np.uint32), "b32", operands)
 
 
+def _make_popc(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    assert _type(modifiers) == "b32"
+    return _plain(lambda a: np.unpackbits(a.copy()[:, None].view(np.uint8), axis=1).sum(1, dtype=np.uint32), "b32", operands)
+
+
 def _make_prmt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     def permute(a: Bits, b: Bits, selector: Bits) -> Bits:
         source = np.stack((a, b), axis=1).view(np.uint8)

@@ -52,6 +52,7 @@ from .layouts import (
     value_width,
     value_widths,
 )
+from .packed_order import sequence_by_length
 from .query_block import (
     add_values,
     begin_outputs,
@@ -111,18 +112,26 @@ def _without_padding(x, tile, keys, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _stage_span(
-    k_base, v_base, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, tiles, keys, mantissa, CHANNELS: gl.constexpr,
+def _load_tiles(
+    k_base, v_base, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, tile, keys, CHANNELS: gl.constexpr,
+    BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of a span of keys, and of values."""
+    k = _load_tile(k_base, k_stride_n, tile, keys, CHANNELS, True, BLOCK_N, WARPS)
+    return k, _load_tile(v_base, v_stride_n, tile, keys, CHANNELS, False, BLOCK_N, WARPS)
+
+
+@gluon.jit
+def _ranges_of_span(
+    k_base, v_base, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, first, tiles, keys, mantissa, CHANNELS: gl.constexpr,
     CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What quantising a span needs, and its first tile of keys and values.
+    """What quantising a span needs, whose first tiles of keys and values are loaded.
 
     Returns:
-        bits of the keys' largest magnitude, their midranges; midranges and largest magnitudes (or least scales) of values; both
-        tiles.
+        bits of the keys' largest magnitude, their midranges; midranges and largest magnitudes (or least scales) of values.
     """
-    first_k = _load_tile(k_base, k_stride_n, 0, keys, CHANNELS, True, BLOCK_N, WARPS)
-    first_v = _load_tile(v_base, v_stride_n, 0, keys, CHANNELS, False, BLOCK_N, WARPS)
+    first_k, first_v = first
     low, high = own_extremes(first_k, lower, WARPS), own_extremes(first_k, higher, WARPS)
     if VALUE_OFFSET:
         v_low, v_high = own_extremes(first_v, lower, WARPS), own_extremes(first_v, higher, WARPS)
@@ -130,8 +139,7 @@ def _stage_span(
         v_high = own_extremes(gl.abs(first_v), higher, WARPS)
         v_low = v_high
     for tile in range(1, tiles):
-        k = _load_tile(k_base, k_stride_n, tile, keys, CHANNELS, True, BLOCK_N, WARPS)
-        v = _load_tile(v_base, v_stride_n, tile, keys, CHANNELS, False, BLOCK_N, WARPS)
+        k, v = _load_tiles(k_base, v_base, k_stride_n, v_stride_n, tile, keys, CHANNELS, BLOCK_N, WARPS)
         low = lower(low, own_extremes(k, lower, WARPS), False)
         high = higher(high, own_extremes(k, higher, WARPS), False)
         if VALUE_OFFSET:
@@ -145,7 +153,7 @@ def _stage_span(
     else:
         left = (value_maxima(v_high, WARPS),)
     value_middle, most, _ = value_scales(left, v_high, VALUE_OFFSET, True, WARPS)
-    return amplitude, middle, value_middle, most, first_k, first_v
+    return amplitude, middle, value_middle, most
 
 
 @gluon.jit
@@ -173,9 +181,10 @@ def _fill_span(
 ):  # fmt: skip
     """Write a span of all keys and values as int8 to shared memory; return scales, offsets (else scales) of V's channels.
 
-    ``found`` is what :func:`_stage_span` returns behind the keys' magnitude. A single tile is not loaded again.
+    ``found`` is what :func:`_ranges_of_span` returns behind the keys' magnitude, and the first tiles. Single ones are not
+    loaded again.
     """
-    middle, value_middle, most, first_k, first_v = found
+    middle, value_middle, most, first = found
     if VALUE_OFFSET:
         scale = least_to_scale(most)
     else:
@@ -186,11 +195,10 @@ def _fill_span(
         zero = zero_point(value_middle, value_inverse)
     scaling = inverse, middle, value_inverse, zero
     if TILES == 1:
-        _fill_tile(first_k, first_v, k_smem, v_smem, 0, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
+        _fill_tile(first[0], first[1], k_smem, v_smem, 0, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
     else:
         for tile in range(tiles):
-            k = _load_tile(k_base, k_stride_n, tile, keys, CHANNELS, True, BLOCK_N, WARPS)
-            v = _load_tile(v_base, v_stride_n, tile, keys, CHANNELS, False, BLOCK_N, WARPS)
+            k, v = _load_tiles(k_base, v_base, k_stride_n, v_stride_n, tile, keys, CHANNELS, BLOCK_N, WARPS)
             _fill_tile(k, v, k_smem, v_smem, tile, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
     offsets = aside(scale)
     scales = offsets
@@ -299,17 +307,20 @@ def packed_hopper_kernel(
     v_stride_h: gl.constexpr, v_stride_n: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
     constant_mantissa, constant_exponent, share, most_keys,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
-    EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr,
+    ORDERED: gl.constexpr, EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
+    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of ``share`` blocks of queries of a head of packed sequence z, which has at most TILES tiles of BLOCK_N keys.
+    """Attention of ``share`` blocks of queries of a head of a packed sequence, which has at most TILES tiles of BLOCK_N keys.
 
-    Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels). Outputs of sequences of more
+    Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels). ORDERED is the most
+    sequences that :mod:`.sm90.packed_order` puts in order, or 0 if they are taken as they lie. Outputs of sequences of more
     than ``most_keys`` keys are NaN.
     """
     z, h = gl.program_id(2), gl.program_id(1)
     kv_head = h // GROUP
     WARPS: gl.constexpr = BLOCK_M // 16
+    if ORDERED:
+        z = sequence_by_length(cu_k_ptr, z, gl.num_programs(2), ORDERED, TILES * BLOCK_N // 64, WARPS)
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     D: gl.constexpr = span_widths(HEAD_DIM)
@@ -336,15 +347,20 @@ def packed_hopper_kernel(
     for c in gl.static_range(COUNT):
         k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [TILES, BLOCK_N, D[c]], shared_layout(D[c])),)
         v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [TILES, DV[c], BLOCK_N], shared_layout(BLOCK_N)),)
+    # those of all spans, before any of them is waited for
+    firsts = ()
+    for c in gl.static_range(COUNT):
+        first = _load_tiles(k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, 0, keys, SPANS[c], BLOCK_N, WARPS)
+        firsts = firsts + (first,)
     largest = 0
     found = ()
     for c in gl.static_range(COUNT):
-        amplitude, middle, value_middle, most, first_k_tile, first_v_tile = _stage_span(
-            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, tiles, keys, constant_mantissa, SPANS[c], CENTER,
-            VALUE_OFFSET, BLOCK_N, WARPS,
+        amplitude, middle, value_middle, most = _ranges_of_span(
+            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, firsts[c], tiles, keys, constant_mantissa, SPANS[c],
+            CENTER, VALUE_OFFSET, BLOCK_N, WARPS,
         )  # fmt: skip
         largest = gl.maximum(largest, amplitude)
-        found = found + ((middle, value_middle, most, first_k_tile, first_v_tile),)
+        found = found + ((middle, value_middle, most, firsts[c]),)
     key_scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
     key_bits = key_scale.to(gl.int32, bitcast=True)
     inverse = inverse_scale(key_scale, False)

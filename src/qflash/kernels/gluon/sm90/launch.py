@@ -23,6 +23,7 @@ from ...heuristics import (
     division,
     eviction_policy,
     most_packed_keys,
+    packed_order,
     split_packed,
     split_sm90_resident,
 )
@@ -296,6 +297,7 @@ def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
         "share": triton.cdiv(blocks, parts),
         "most_keys": lengths.most_keys,
         "TILES": triton.cdiv(lengths.most_keys, tile),
+        "ORDERED": packed_order(lengths.sequences, lengths.most_keys),
         "EXACT": recipe.takes_exact_sum(lengths.most_keys),
         "CENTER": recipe.smooth_key,
     }

@@ -729,10 +729,10 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
         """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
 clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
-of up to 256 keys (384 where heads have 72 to 96 channels) are one launch; longer ones are quantised before, and heads of 72
-and 80 channels then took products of 128, which is why they lose; now they take 96, which was not measured. So do
-middle lengths, up to 324 keys by a fifth, and heads of 128 channels by a third
-([other batches](../../benchmarks/results/trials/varlen_h100.json)). Eager calls are repeated ones, whose plan is kept.""",
+of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are quantised
+before. One launch takes the longest sequences first ([with and without, and other
+batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 and 80 channels by up to a
+fourteenth, and, not in the table, heads of 128 channels with 64 to 256 patches, by a quarter to a third. Eager calls are repeated ones, whose plan is kept.""",
         packed_sequences,
         (f"varlen_{CARD}",),
     ),

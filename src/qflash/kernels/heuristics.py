@@ -222,15 +222,21 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
     return keys > APART_KEYS and head_dim <= 64 and triton.cdiv(queries, 128) * heads <= processors
 
 
-def most_packed_keys(head_dim: int) -> int:
+def most_packed_keys(head_dim: int, heads: int, processors: int) -> int:
     """Return the longest of packed sequences that :mod:`.gluon.sm90.attention_packed` takes, measured on an H100.
 
     Longer ones are quantised by a launch of their own, once for all blocks of queries and by more programs at a time. With 64
-    images of 64 to 675 patches, one launch took 141 us and two 155; with 64 to 552 patches of 72 channels, 167 and 225.
+    images of 64 to 675 patches and 12 heads, one launch took 140 us and two 152; with 16 such images, 60 and 49.
+
+    Args:
+        head_dim: channels.
+        heads: of all sequences.
+        processors: of the GPU.
     """
-    if head_dim > 96:
-        return 256
-    return 640 if len(channel_spans(head_dim)) > 1 else 768
+    spans = len(channel_spans(head_dim))
+    if head_dim <= 96 and heads >= 4 * processors:
+        return 640 if spans > 1 else 768
+    return 384 if spans > 1 else 256
 
 
 def packed_order(sequences: int, keys: int) -> int:

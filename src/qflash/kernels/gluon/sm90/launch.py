@@ -274,9 +274,10 @@ def takes_packed(call: VarlenCall) -> bool:
     query, key, value, lengths = call.query, call.key, call.value, call.lengths
     views = [x[None].transpose(1, 2) for x in (query, key, value)]
     shape = AttentionShape(call.recipe, query.shape[2], value.shape[2], 64, SHORT_ROW)
+    heads = query.shape[1] * lengths.sequences
     return (
         _takes_sequences(call)
-        and 0 < lengths.most_keys <= most_packed_keys(query.shape[2])
+        and 0 < lengths.most_keys <= most_packed_keys(query.shape[2], heads, processors_of(query.device))
         and lengths.sequences <= MOST_BLOCKS
         and fits_sm90_resident(shape)
         and all(side_by_side(x, 8) for x in views)

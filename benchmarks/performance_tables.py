@@ -729,10 +729,11 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
         """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
 clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
-of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are quantised
-before. One launch takes the longest sequences first ([with and without, and other
+of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
+quantised before. One launch takes the longest sequences first ([with and without, and other
 batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 and 80 channels by up to a
-fourteenth, and, not in the table, heads of 128 channels with 64 to 256 patches, by a quarter to a third. Eager calls are repeated ones, whose plan is kept.""",
+fourteenth, and, not in the table, heads of 128 channels with 64 to 256 patches, by a quarter to a third. Eager calls are
+repeated ones, whose plan is kept.""",
         packed_sequences,
         (f"varlen_{CARD}",),
     ),
@@ -756,7 +757,9 @@ faster. **Compiled** is `torch.compile` in its default mode, of Swin the faster 
 the patched model's images over those in the column before it. Compiled Swin-T is faster still with a kept bias:
 1.33, 1.50 and 1.54 times as fast as unpatched, measured apart
 ([data](../../benchmarks/results/trials/compiled_kept_bias_h100.json)). Swin V2 computes its attention without SDPA;
-it was measured before `qflash.patch` had a forward of its own for it. On an H200 that day ratios were the same
+it was measured before `qflash.patch` had a forward of its own for it, with which, and a kept bias, it is 1.51 and 1.32
+times as fast at batch 8 and 64, compiled 1.63 and 1.33
+([data](../../benchmarks/results/trials/windows_kept_bias_h100.json)). On an H200 that day ratios were the same
 within 0.05, those of compiled Swin and Swin V2 up to 0.1 higher
 ([data](../../benchmarks/results/trials/models_h200.json)). Weights are random: they change no kernel's speed. The
 SQNR is of the logits, or features of DINOv2, against float32.""",

@@ -95,8 +95,8 @@ from .stage_kv import sums_beside
 # the names differ between releases of Triton
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# At 64 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits after every
-# product (warning C7512). Queries in shared memory leave room. Where registers suffice, measured, this is 1 to 4 % slower.
+# Below 96 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits for
+# every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
 # keys of a product
 TILE = gl.constexpr(128)
@@ -319,11 +319,13 @@ def long_hopper_kernel(
     q = ()
     for c in gl.static_range(COUNT):
         q = q + (gl.convert_layout(spans[c], gl.DotOperandLayout(0, S, 4), assert_trivial=True),)
-    IN_MEMORY: gl.constexpr = HEAD_DIM <= 64 and (QUANTIZE or SHORT_OF_REGISTERS)
+    IN_MEMORY: gl.constexpr = HEAD_DIM < 96 and (QUANTIZE or SHORT_OF_REGISTERS)
     operand = q
     if IN_MEMORY:
-        operand = (allocate(BLOCK_M, D[0]),)
-        operand[0].store(q[0])
+        operand = ()
+        for c in gl.static_range(COUNT):
+            operand = operand + (allocate(BLOCK_M, D[c]),)
+            operand[c].store(q[c])
         fence_async_shared()
         barrier()
     usable = usable_scale(key_bits) & usable_scale(query_bits)

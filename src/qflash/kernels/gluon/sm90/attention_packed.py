@@ -4,7 +4,8 @@ Computes steps 1 to 9 of ``docs/algorithm.md`` (Equations 1 to 11, Algorithm 1 w
 default recipe without a mask, with the bits of :mod:`.triton.attention_streaming` on each sequence.
 
 *Work.* A program takes a few blocks of queries of one head of one sequence, sixteen rows per warp; a quad of lanes shares
-rows r and r + 8 (drawing in :mod:`.gluon.row_ops`). Programs past the end of their sequence store nothing.
+rows r and r + 8 (drawing in :mod:`.gluon.row_ops`). Programs past the end of their sequence store nothing. The longest
+sequences come first (:mod:`.sm90.packed_order`).
 
 *Memory.* All keys and values of the head lie in shared memory as int8, in tiles of 128 keys (or one of 64), as in
 :mod:`.sm90.attention_resident`, of which this is the form for lengths that only the GPU knows: loops over tiles instead of

@@ -39,13 +39,15 @@ def race_kernel(out_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def divergent_barrier_kernel(out_ptr, BLOCK: tl.constexpr):
-    """Half of the warps wait at a barrier of all threads; the others end, which lets them go on."""
+    """Every second thread of a warp waits at a barrier of all threads; the others go on and end."""
     at = tl.arange(0, BLOCK)
     found = tl.inline_asm_elementwise(
         """{
-            .reg .pred early;
-            setp.lt.s32 early, $1, 64;
-            @early bar.sync 0;
+            .reg .pred even;
+            .reg .b32 low;
+            and.b32 low, $1, 1;
+            setp.eq.s32 even, low, 0;
+            @even bar.sync 0;
             mov.b32 $0, $1;
         }""",
         "=r,r", [at], tl.int32, False, 1,

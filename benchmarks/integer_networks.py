@@ -271,8 +271,9 @@ def summary(result: dict[str, Any]) -> list[str]:
     joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
     models = ", ".join(dict.fromkeys(row["model"] for row in ours))
     batches = ", ".join(str(batch) for batch in dict.fromkeys(row["batch"] for row in ours))
+    card = result["environment"]["device"].split()[1]
     return pages.wrap(
-        f"[Whole networks in integers](docs/integer_network.md) ({models}, batch {batches}): {min(ratios):.2f} to "
+        f"[Whole networks in integers](docs/integer_network.md) ({models}, batch {batches}, {card}): {min(ratios):.2f} to "
         f"{max(ratios):.2f} times the images a second of `torch.compile` in float16, {min(joules):.2f} to {max(joules):.2f} of "
         "its energy an image."
     )

@@ -26,10 +26,10 @@ FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 """PyTorch's fused 16-bit kernels. Ratios are against the fastest of them that a run has."""
 FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
 """This library's kernels of methods with int8 products and a float softmax."""
-CARD = "h100"
+CARD = "h200"
 """Whose results are shown."""
-OLDER = "trials/{}_h200"
-"""An earlier run on another card, where the paper authors' kernel was measured."""
+ELSEWHERE = {"shapes": "h100", "bench_eager": "h100"}
+"""Runs that are another card's, by name."""
 
 
 READ: list[str] = []
@@ -43,9 +43,19 @@ def results(name: str) -> dict[str, Any]:
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
-def rows_of(name: str, card: str = CARD) -> list[dict[str, Any]]:
-    """Return the rows of a run's result file for a card."""
-    return results(f"{name}_{card}")["rows"]
+def file_of(run: str) -> str:
+    """Return the name of a run's result file."""
+    return f"{run}_{ELSEWHERE.get(run, CARD)}"
+
+
+def note(run: str) -> str:
+    """Return what stands behind figures of another card's run: its name in brackets."""
+    return f" ({ELSEWHERE[run].upper()})" if run in ELSEWHERE else ""
+
+
+def rows_of(run: str) -> list[dict[str, Any]]:
+    """Return the rows of a run's result file."""
+    return results(file_of(run))["rows"]
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -85,14 +95,14 @@ def span(values: Iterable[float], digits: int = 2) -> str:
     return " to ".join(dict.fromkeys(number(value, digits) for value in (ordered[0], ordered[-1])))
 
 
-def unbiased(card: str, *names: str) -> dict[str, dict[str, dict[str, Any]]]:
+def unbiased(*names: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of runs without a bias, the last that has a shape."""
-    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run, card)).items() if not bias}
+    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run)).items() if not bias}
 
 
-def latencies(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
+def latencies() -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
-    return unbiased(card, "bench", "bench_1024", "bench_long")
+    return unbiased("bench", "bench_1024", "bench_long")
 
 
 FROM_FLOATS = {"sdpa flash": "FA2", "sdpa cudnn": "cuDNN", "sdpa efficient": "efficient"}
@@ -131,14 +141,14 @@ def int8_in(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def latency(card: str = CARD) -> list[str]:
+def latency() -> list[str]:
     """From fp16 to fp16 on every shape."""
-    return end_to_end(latencies(card))
+    return end_to_end(latencies())
 
 
-def int8_latency(card: str = CARD) -> list[str]:
+def int8_latency() -> list[str]:
     """From int8 tensors on every shape."""
-    return int8_in(latencies(card))
+    return int8_in(latencies())
 
 
 OTHERS = {
@@ -158,14 +168,14 @@ OTHERS = {
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
 
-def other_shapes(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
+def other_shapes() -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run of other vision transformers."""
-    return unbiased(card, "shapes")
+    return unbiased("shapes")
 
 
-def ratios(card: str = CARD) -> list[str]:
+def ratios() -> list[str]:
     """The fastest 16-bit kernel's time divided by ours, by model."""
-    found = other_shapes(card)
+    found = other_shapes()
     lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
     for name, shape in OTHERS.items():
         cells = []
@@ -183,21 +193,21 @@ def by_size(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     return dict(sorted(found.items(), key=lambda of: [int(part) for part in of[0].split("x")]))
 
 
-def shapes(card: str = CARD) -> list[str]:
+def shapes() -> list[str]:
     """Other shapes of vision transformers from fp16."""
-    return end_to_end(by_size(other_shapes(card)))
+    return end_to_end(by_size(other_shapes()))
 
 
-def int8_shapes(card: str = CARD) -> list[str]:
+def int8_shapes() -> list[str]:
     """Other shapes of vision transformers from int8 tensors."""
-    return int8_in(by_size(other_shapes(card)))
+    return int8_in(by_size(other_shapes()))
 
 
-def tuned_baselines(card: str = CARD) -> list[str]:
+def tuned_baselines() -> list[str]:
     """The baselines' kernels with their rules' tiles and with the best that were measured."""
     titles = {name.removesuffix(" kernel"): title for name, title in FROM_INT8.items()}
     lines = ["| method | shape | rule, µs | tuned, µs | rule ÷ tuned | tiles, rule | tiles, tuned |", "|" + "---|" * 7]
-    for row in rows_of("baselines_tuned", card):
+    for row in rows_of("baselines_tuned"):
         before, after = row["rule_us"], row["best_us"]
         rule, best = (", ".join("x".join(map(str, tiles)) for tiles in row[which]) for which in ("rule", "best"))
         cells = [titles[row["method"]], row["label"], number(before), number(after), number(before / after)]
@@ -206,9 +216,9 @@ def tuned_baselines(card: str = CARD) -> list[str]:
     return lines
 
 
-def tuned_baselines_section(card: str = CARD) -> tuple[Section, ...]:
+def tuned_baselines_section() -> tuple[Section, ...]:
     """Return the section of :func:`tuned_baselines`; none where that was not measured."""
-    name = f"baselines_tuned_{card}"
+    name = file_of("baselines_tuned")
     if not (HERE / "results" / f"{name}.json").is_file():
         return ()
     about = """Quantisation is outside the clock. `python benchmarks/tune_baselines.py` measures every kernel of the compared
@@ -216,19 +226,19 @@ methods with its rule's tiles and with others ([baselines](../baselines.md#tiles
 alternation. A candidate has to be 2 % faster to displace the rule. Tiles are queries x keys x warps x stages of the fused
 kernels; of I-ViT rows x columns x sum x warps x stages of the first product, rows x warps of Shiftmax, and the second
 product's."""
-    return (Section("Baselines before and after tuning", REPLAY, about, functools.partial(tuned_baselines, card), (name,)),)
+    return (Section("Baselines before and after tuning", REPLAY, about, tuned_baselines, (name,)),)
 
 
-def biased(card: str = CARD) -> dict[str, dict[str, dict[str, Any]]]:
+def biased() -> dict[str, dict[str, dict[str, Any]]]:
     """Return every method's row, by shape, of the run with a bias."""
-    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias", card)).items() if bias}
+    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias")).items() if bias}
 
 
-def biased_times(method: str, card: str) -> list[str]:
+def biased_times(method: str) -> list[str]:
     """Swin with its bias and shift mask: PyTorch's kernels and one of ours."""
     title = {"qflash": "QFlash fp16", "qflash int8": "QFlash int8"}[method]
     lines = [f"| shape | cuDNN | efficient | **{title}** | fastest ÷ ours | cost of the bias |", "|" + "---|" * 6]
-    for name, methods in biased(card).items():
+    for name, methods in biased().items():
         time = medians(methods)
         cells = [number(time[peer]) for peer in ("sdpa cudnn", "sdpa efficient")]
         cells += [number(time[method]), number(fastest_fp16(time) / time[method]), number(methods[method]["bias_cost"])]
@@ -236,23 +246,23 @@ def biased_times(method: str, card: str) -> list[str]:
     return lines
 
 
-def bias(card: str = CARD) -> list[str]:
+def bias() -> list[str]:
     """Swin with its bias and shift mask from fp16."""
-    return biased_times("qflash", card)
+    return biased_times("qflash")
 
 
-def int8_bias(card: str = CARD) -> list[str]:
+def int8_bias() -> list[str]:
     """Swin with its bias and shift mask from int8 tensors; PyTorch's kernels take fp16."""
-    return biased_times("qflash int8", card)
+    return biased_times("qflash int8")
 
 
-def packed_sequences(card: str = CARD) -> list[str]:
+def packed_sequences() -> list[str]:
     """Attention of packed sequences beside FlashAttention 2."""
     lines = [
         "| batch | tokens | heads x channels | FA2 varlen | **QFlash** | FA2 ÷ ours | eager, FA2 | eager, QFlash |",
         "|" + "---|" * 8,
     ]
-    for row in rows_of("varlen", card):
+    for row in rows_of("varlen"):
         flash, ours, slow, eager = (row[of].get(name) for of in ("us", "eager_us") for name in ("flash varlen", "qflash"))
         cells = [str(sum(row["lengths"])), f"{row['heads']} x {row['head_dim']}", number(flash, 1), number(ours, 1)]
         cells += [number(flash / ours if flash and ours else None), number(slow, 1), number(eager, 1)]
@@ -260,12 +270,12 @@ def packed_sequences(card: str = CARD) -> list[str]:
     return lines
 
 
-def packed_ratios(chosen: Callable[[dict[str, Any]], bool], card: str = CARD) -> str:
+def packed_ratios(chosen: Callable[[dict[str, Any]], bool]) -> str:
     """Return FlashAttention 2's times over ours of some batches of packed sequences."""
-    return span(row["us"]["flash varlen"] / row["us"]["qflash"] for row in rows_of("varlen", card) if chosen(row))
+    return span(row["us"]["flash varlen"] / row["us"]["qflash"] for row in rows_of("varlen") if chosen(row))
 
 
-def linear_layers(card: str = CARD) -> list[str]:
+def linear_layers() -> list[str]:
     """Linear layers of integer networks with their epilogues, beside cuBLAS without."""
     peers = ("cuBLAS float16", "cuBLAS float8", "cuBLAS int8 to int32")
     lines = [
@@ -273,7 +283,7 @@ def linear_layers(card: str = CARD) -> list[str]:
         "| of bandwidth |",
         "|" + "---|" * (len(peers) + 7),
     ]
-    for row in rows_of("linear_layers", card):
+    for row in rows_of("linear_layers"):
         time = row["us"]
         cells = [f"{row['rows']} x {row['inputs']} x {row['outputs']}", row["epilogue"]]
         cells += [number(time.get(name)) for name in (*peers, "qflash")]
@@ -283,16 +293,16 @@ def linear_layers(card: str = CARD) -> list[str]:
     return lines
 
 
-def eager_rows(card: str = CARD) -> dict[str, dict[str, Any]]:
+def eager_rows() -> dict[str, dict[str, Any]]:
     """Return the rows of eager calls on A2, batch 8, by method."""
-    rows = (row for row in rows_of("bench_eager", card) if row["mode"] == "eager" and row["median_us"] is not None)
+    rows = (row for row in rows_of("bench_eager") if row["mode"] == "eager" and row["median_us"] is not None)
     return {row["method"]: row for row in rows if (row["workload"], row["batch"]) == ("A2", 8)}
 
 
-def eager(card: str = CARD) -> list[str]:
+def eager() -> list[str]:
     """Eager calls on A2, batch 8."""
     lines = ["| method | takes | until the device is done, µs | issuing, µs |", "|---|---|---|---|"]
-    for name, row in eager_rows(card).items():
+    for name, row in eager_rows().items():
         takes = "int8" if name.endswith("kernel") or name == "qflash int8" else "fp16"
         lines.append(f"| {name} | {takes} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
     return lines
@@ -300,7 +310,7 @@ def eager(card: str = CARD) -> list[str]:
 
 def issued() -> dict[str, list[tuple[str, float]]]:
     """Return the time of issuing a call divided by SDPA's, with the shape, of the newest state that was measured."""
-    rows = results(f"trials/eager_calls_{CARD}")["calls"]["rows"]
+    rows = results("trials/eager_calls_h100")["calls"]["rows"]
     rows = [row for row in rows if row["commit"] == NEWEST_EAGER]
     return {
         kind: [(row["shape"], row[f"{kind} issued_us"] / row["sdpa issued_us"]) for row in rows] for kind in ("fp16", "int8")
@@ -311,22 +321,23 @@ NEWEST_EAGER = "7791367"
 """The last commit of which ``trials/eager_calls_h100`` has calls."""
 
 
-def eager_line(card: str = CARD) -> str:
+def eager_line() -> str:
     """What eager calls take, in a sentence: on A2, batch 8, and the range of issuing over shapes."""
-    of = eager_rows(card)
+    of = eager_rows()
     times = ", ".join(f"{title} {number(of[name]['median_us'], 1)}" for name, title in FROM_FLOATS.items())
     ours = f"QFlash {number(of['qflash']['median_us'], 1)} from fp16 and {number(of['qflash int8']['median_us'], 1)} from int8"
     ranges = {kind: span(ratio for _, ratio in found) for kind, found in issued().items()}
     count = len({shape for shape, _ in issued()["fp16"]})
     return (
-        f"Eager calls, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes {ranges['fp16']} "
+        f"Eager calls{note('bench_eager')}, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes "
+        f"{ranges['fp16']} "
         f"(fp16) and {ranges['int8']} (int8) times as long as PyTorch's over {count} shapes."
     )
 
 
-def energy(card: str = CARD) -> list[str]:
+def energy() -> list[str]:
     """Microjoules a call."""
-    rows = rows_of("energy", card)
+    rows = rows_of("energy")
     uj = {row["method"]: row["uj"] for row in rows if row["uj"] is not None}
     lines = ["| method | takes | µJ a call | ÷ FA2 | ÷ the least of 16 bits | SQNR dB |", "|---|---|---|---|---|---|"]
     for row in rows:
@@ -345,7 +356,9 @@ def profile() -> list[str]:
         "|" + "---|" * 11,
     ]
     percents = ("duration_us", "imma_percent", "hmma_percent", "tensor_percent", "issue_percent")
-    for row in rows_of("profile", CARD):
+    for row in rows_of("profile"):
+        if row["method"] not in {*FROM_FLOATS, *FROM_INT8, "qflash int8", "qflash"}:
+            continue
         cells = [number(row[field], 1) for field in percents]
         cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
         lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
@@ -369,7 +382,7 @@ def newer() -> list[str]:
     columns = "int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9"
     lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     found: dict[str, dict[str, float]] = {}
-    for row in rows_of("trials/triton39", "h200"):
+    for row in rows_of("trials/triton39"):
         if used_by := row.get("used_by"):
             column = row["kind"] if used_by == "3.6" else f"{row['kind']}, form for 3.9"
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
@@ -389,7 +402,7 @@ MODEL_NAMES = {
 """What tables call timm's models."""
 
 
-def whole_models(card: str = CARD) -> dict[tuple[str, int], dict[str, float]]:
+def whole_models() -> dict[tuple[str, int], dict[str, float]]:
     """Return images a second and SQNR of whole models, patched and not, by model and batch.
 
     ``eager`` and ``compiled`` are the fastest of PyTorch's ways to run a model's own attention, ``patched`` the faster of ours
@@ -397,7 +410,7 @@ def whole_models(card: str = CARD) -> dict[tuple[str, int], dict[str, float]]:
     are patched over unpatched.
     """
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in rows_of("models", card):
+    for row in rows_of("models"):
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     result = {}
     for key, methods in found.items():
@@ -415,12 +428,12 @@ def whole_models(card: str = CARD) -> dict[tuple[str, int], dict[str, float]]:
     return result
 
 
-def models(card: str = CARD) -> list[str]:
+def models() -> list[str]:
     """Whole models: images a second, patched and not, in graphs of eager calls and compiled."""
     columns = ["model", "timm", "fastest SDPA", "**qflash**", "ratio", "compiled", "**compiled qflash**", "ratio"]
     columns.append("SQNR dB of logits")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for (model, batch), of in whole_models(card).items():
+    for (model, batch), of in whole_models().items():
         digits = {"ratio": 3, "compiled ratio": 3, "sqnr": 1}
         names = ("timm", "eager", "patched", "ratio", "compiled", "compiled patched", "compiled ratio", "sqnr")
         cells = [number(of[name], digits.get(name, 0)) for name in names]
@@ -434,12 +447,12 @@ def patched_ratios(chosen: Callable[[str], bool], *, compiled: bool) -> str:
     return span(of[ratio] for (model, _), of in whole_models().items() if chosen(model))
 
 
-def aims(card: str = CARD) -> list[str]:
+def aims() -> list[str]:
     """What this library set out to reach on this GPU, and what was measured."""
-    found = {name: medians(methods) for name, methods in latencies(card).items()}
+    found = {name: medians(methods) for name, methods in latencies().items()}
     vit = {name: time for name, time in found.items() if name.startswith("A")}
-    energy_of = {row["method"]: row["uj"] for row in rows_of("energy", card)}
-    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager", card) if row["mode"] == "eager"}
+    energy_of = {row["method"]: row["uj"] for row in rows_of("energy")}
+    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager") if row["mode"] == "eager"}
 
     def long_rows(head_dim: int, least: int) -> list[dict[str, float]]:
         shapes = {name: [int(part) for part in name.split("x")] for name in found if name not in vit}
@@ -469,7 +482,7 @@ def aims(card: str = CARD) -> list[str]:
     for head_dim, aim in ((64, 1.05), (128, 1.25)):
         rows = long_rows(head_dim, 4096)
         add(f"rows of 4096 keys and more, d = {head_dim}, fp16, against cuDNN", aim, ratio(rows, "qflash", "sdpa cudnn"))
-    runs = biased(card).values()
+    runs = biased().values()
     rows = [medians(methods) for methods in runs]
     for method, name in (("qflash int8", "int8"), ("qflash", "fp16")):
         costs = [methods[method]["bias_cost"] for methods in runs]
@@ -477,23 +490,26 @@ def aims(card: str = CARD) -> list[str]:
         add(f"the same against the fastest SDPA with the bias, {name}", 2, ratio(rows, method, "sdpa cudnn", "sdpa efficient"))
     add("energy, A2 batch 8, int8 ÷ FA2", 0.6, [energy_of["qflash int8"] / energy_of["sdpa flash"]], at_most=True)
     for method, name in (("qflash", "fp16"), ("qflash int8", "int8")):
-        add(f"issuing an eager call, A2 batch 8, {name} ÷ FA2", 2, [issue_of[method] / issue_of["sdpa flash"]], at_most=True)
+        add(
+            f"issuing an eager call, A2 batch 8, {name} ÷ FA2{note('bench_eager')}",
+            2,
+            [issue_of[method] / issue_of["sdpa flash"]],
+            at_most=True,
+        )
     record = results("authors_kernel_h200")
     column = record["methods"].index("authors' QFlash")
     theirs = {f"{name} b{batch}": times[column] for name, of in record["latency_us"].items() for batch, times in of.items()}
-    shapes_then = by_shape(results(OLDER.format("bench"))["rows"]).items()
-    older = {name: medians(methods) for (name, with_bias), methods in shapes_then if not with_bias}
     for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
-        quotients = [theirs[name] / time["qflash int8"] for name, time in older.items() if name[1] in keep]
-        add(f"{head}, int8, against the paper authors' kernel (both on an H200, runs of their own)", aim, quotients)
+        quotients = [theirs[name] / time["qflash int8"] for name, time in vit.items() if name[1] in keep]
+        add(f"{head}, int8, against the paper authors' kernel, in a run of its own", aim, quotients)
     return lines
 
 
-def readme(card: str = CARD) -> list[str]:
+def readme() -> list[str]:
     """README's table: ratios to the fastest 16-bit kernel, the two ways of calling apart."""
-    found = {name: medians(methods) for name, methods in latencies(card).items()}
+    found = {name: medians(methods) for name, methods in latencies().items()}
     lines = [
-        f"| {card.upper()}, CUDA-graph replay | fp16 in and out, quantisation included "
+        f"| {CARD.upper()}, CUDA-graph replay | fp16 in and out, quantisation included "
         "| int8 in and out, quantised before the clock starts |",
         "|---|---|---|",
     ]
@@ -505,14 +521,14 @@ def readme(card: str = CARD) -> list[str]:
 
     add("A1 to A3, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")))
     add("A4 to A7, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")))
-    add("A4 to A7 with Swin's bias and mask", (medians(methods) for methods in biased(card).values()))
-    others = [medians(methods) for methods in other_shapes(card).values()]
-    add("12 other ViT shapes, batch 1, 8, 64", others)
+    add("A4 to A7 with Swin's bias and mask", (medians(methods) for methods in biased().values()))
+    others = [medians(methods) for methods in other_shapes().values()]
+    add(f"12 other ViT shapes, batch 1, 8, 64{note('shapes')}", others)
     for keys in ("1024", "4096", "16384"):
         add(f"{keys} keys, 64 and 128 channels", (time for name, time in found.items() if name.split("x")[2:3] == [keys]))
-    eager_of = {name: row["median_us"] for name, row in eager_rows(card).items()}
-    add("eager call without a graph, A2 batch 8, until the device is done", [eager_of])
-    uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
+    eager_of = {name: row["median_us"] for name, row in eager_rows().items()}
+    add(f"eager call without a graph, A2 batch 8, until the device is done{note('bench_eager')}", [eager_of])
+    uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
     add("energy, A2 batch 8", [uj])
     for name, which in (("Swin-T", "Swin-T"), ("DeiT", "DeiT-T, -S, -B")):
         eager, compiled = (patched_ratios(lambda model, name=name: model.startswith(name), compiled=of) for of in (False, True))
@@ -520,12 +536,12 @@ def readme(card: str = CARD) -> list[str]:
     return lines
 
 
-def summary(card: str = CARD) -> list[str]:
+def summary() -> list[str]:
     """What the tables say, in a few sentences with their figures."""
-    found = {name: medians(methods) for name, methods in latencies(card).items()}
+    found = {name: medians(methods) for name, methods in latencies().items()}
     vit = [time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")]
     swin = [time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")]
-    others = [medians(methods) for methods in other_shapes(card).values()]
+    others = [medians(methods) for methods in other_shapes().values()]
 
     def against(times: Iterable[dict[str, float]], ours: str, peers: Iterable[str] = FP16) -> str:
         return span(fastest(time, peers) / time[ours] for time in times)
@@ -536,9 +552,9 @@ def summary(card: str = CARD) -> list[str]:
     def keys(*counts: str) -> list[dict[str, float]]:
         return [time for name, time in found.items() if name.split("x")[2:3] and name.split("x")[2] in counts]
 
-    runs = biased(card).values()
+    runs = biased().values()
     rows = [medians(methods) for methods in runs]
-    uj = {row["method"]: row["uj"] for row in rows_of("energy", card) if row["uj"] is not None}
+    uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
     slower = [
         f"{MODEL_NAMES.get(model, model)} b{batch} ({of['ratio']:.3f}, {of['compiled ratio']:.3f})"
         for (model, batch), of in whole_models().items()
@@ -548,11 +564,11 @@ def summary(card: str = CARD) -> list[str]:
     lines = [
         f"* **From fp16, quantisation included**: A1 to A3 {against(vit, 'qflash')} times as fast as the fastest of FA2, cuDNN "
         f"and the memory-efficient kernel, A4 to A7 {against(swin, 'qflash')}; with Swin's bias and mask "
-        f"{against(rows, 'qflash')}. {ahead(others, 'qflash').capitalize()} other ViT shapes and batches are ahead "
-        f"({against(others, 'qflash')}).",
+        f"{against(rows, 'qflash')}. {ahead(others, 'qflash').capitalize()} other ViT shapes and "
+        f"batches{note('shapes')} are ahead ({against(others, 'qflash')}).",
         f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {against(vit, 'qflash int8')}, A4 to A7 "
-        f"{against(swin, 'qflash int8')}, with the bias {against(rows, 'qflash int8')}, other ViT shapes "
-        f"{against(others, 'qflash int8')} times as fast as those kernels from fp16.",
+        f"{against(swin, 'qflash int8')}, with the bias {against(rows, 'qflash int8')}, other ViT shapes"
+        f"{note('shapes')} {against(others, 'qflash int8')} times as fast as those kernels from fp16.",
         f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
         f"{against(vit, 'qflash int8', FLOAT_SOFTMAX)}, A4 to A7 {against(swin, 'qflash int8', FLOAT_SOFTMAX)}, 1024 keys and "
         f"more {against(keys('1024', '4096', '16384'), 'qflash int8', FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
@@ -571,7 +587,7 @@ def summary(card: str = CARD) -> list[str]:
         f"{patched_ratios(swins, compiled=False)}, other transformers {patched_ratios(others_of, compiled=False)}; compiled "
         f"{patched_ratios(swins, compiled=True)} and {patched_ratios(others_of, compiled=True)}. "
         f"Slower: {', '.join(slower) or 'none'}.",
-        f"* **{eager_line(card).split(',')[0]}**,{eager_line(card).split(',', 1)[1]}",
+        f"* **{eager_line().split(',')[0]}**,{eager_line().split(',', 1)[1]}",
         f"* **Energy**, A2 batch 8: an int8 call takes {uj['qflash int8'] / uj['sdpa flash']:.2f} of FA2's and "
         f"{uj['qflash int8'] / fastest(uj, FP16):.2f} of cuDNN's, the least of 16 bits; from fp16 "
         f"{uj['qflash'] / uj['sdpa flash']:.2f} and {uj['qflash'] / fastest(uj, FP16):.2f}.",
@@ -662,7 +678,7 @@ class Section(NamedTuple):
 
 
 REPLAY = "CUDA-graph replay, microseconds"
-LATENCY_FILES = (f"bench_{CARD}", f"bench_1024_{CARD}", f"bench_long_{CARD}")
+LATENCY_FILES = (file_of("bench"), file_of("bench_1024"), file_of("bench_long"))
 
 SECTIONS = (
     Section(
@@ -693,35 +709,35 @@ against these; the last ratio is against PyTorch's fp16 kernels of the table abo
         """An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned (`qflash.align_bias`)
 for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the time without it.""",
         bias,
-        (f"bench_bias_{CARD}",),
+        (file_of("bench_bias"),),
     ),
     Section(
         "Swin with its bias and shift mask, from int8 tensors",
         REPLAY,
         "The same run; quantisation is outside the clock, PyTorch's kernels take fp16.",
         int8_bias,
-        (f"bench_bias_{CARD}",),
+        (file_of("bench_bias"),),
     ),
     Section(
         "Other vision transformers, ratios",
-        "CUDA-graph replay, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by ours",
+        "CUDA-graph replay on an H100, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by ours",
         "Medians of nine rounds; the int8 columns leave quantisation out.",
         ratios,
-        (f"shapes_{CARD}",),
+        (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from fp16",
-        REPLAY,
+        "CUDA-graph replay on an H100, microseconds",
         "The run of the table above, quantisation inside the clock.",
         shapes,
-        (f"shapes_{CARD}",),
+        (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from int8 tensors",
-        REPLAY,
+        "CUDA-graph replay on an H100, microseconds",
         "The same run, quantisation outside the clock.",
         int8_shapes,
-        (f"shapes_{CARD}",),
+        (file_of("shapes"),),
     ),
     Section(
         "Packed sequences of several lengths",
@@ -731,11 +747,12 @@ clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-se
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
 of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
 quantised before. One launch takes the longest sequences first ([with and without, and other
-batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 and 80 channels by up to a
-fourteenth, and, not in the table, heads of 128 channels with 64 to 256 patches, by a quarter to a third. Eager calls are
-repeated ones, whose plan is kept.""",
+batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
+not in the table, those of 72 and 80 with other mixes of lengths by up to an eighth
+([data](../../benchmarks/results/trials/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches by a quarter to a
+third. Eager calls are repeated ones, whose plan is kept.""",
         packed_sequences,
-        (f"varlen_{CARD}",),
+        (file_of("varlen"),),
     ),
     Section(
         "Linear layers of integer networks",
@@ -745,34 +762,27 @@ residual added in int16. cuBLAS without any of that: float16 with a bias, float8
 int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds by turns). The last two columns are
 ours: operations against the card's dense int8 peak, and bytes that have to move against its bandwidth, by its data sheet.""",
         linear_layers,
-        (f"linear_layers_{CARD}",),
+        (file_of("linear_layers"),),
     ),
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
         """Images a second of timm's models in fp16, one forward pass in a graph (`qflash models`, median of 11 rounds by
 turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
-made to call SDPA, which timm does not do in Swin. **qflash** is `qflash.patch`, with `keep_bias=True` where that is
-faster. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and without SDPA; each ratio is
-the patched model's images over those in the column before it. Compiled Swin-T is faster still with a kept bias:
-1.33, 1.50 and 1.54 times as fast as unpatched, measured apart
-([data](../../benchmarks/results/trials/compiled_kept_bias_h100.json)). Swin V2 computes its attention without SDPA;
-it was measured before `qflash.patch` had a forward of its own for it, with which, and a kept bias, it is 1.51 and 1.32
-times as fast at batch 8 and 64, compiled 1.63 and 1.33
-([data](../../benchmarks/results/trials/windows_kept_bias_h100.json)). On an H200 that day ratios were the same
-within 0.05, those of compiled Swin and Swin V2 up to 0.1 higher
-([data](../../benchmarks/results/trials/models_h200.json)). Weights are random: they change no kernel's speed. The
-SQNR is of the logits, or features of DINOv2, against float32.""",
+made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, with `keep_bias=True`
+where that is faster, compiled too. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and
+without SDPA; each ratio is the patched model's images over those in the column before it. Weights are random: they change
+no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
         models,
-        (f"models_{CARD}",),
+        (file_of("models"),),
     ),
     Section(
         "Eager calls",
-        "Eager calls, no CUDA graph, A2 batch 8",
+        "Eager calls on an H100, no CUDA graph, A2 batch 8",
         """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
 quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
         eager,
-        (f"bench_eager_{CARD}",),
+        (file_of("bench_eager"),),
     ),
     Section(
         "Energy",
@@ -780,7 +790,7 @@ quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in lau
         """NVML's energy counter over two seconds of replay, two rounds, idle power included. Methods that take int8 leave
 quantisation out.""",
         energy,
-        (f"energy_{CARD}",),
+        (file_of("energy"),),
     ),
     Section(
         "Utilisation",
@@ -788,7 +798,7 @@ quantisation out.""",
         """Durations are longer than under replay. Methods are as in the tables of latency: `kernel` and `qflash int8` take int8
 tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-profile).""",
         profile,
-        (f"profile_{CARD}",),
+        (file_of("profile"),),
     ),
     Section(
         "Instructions per score",
@@ -813,7 +823,7 @@ all scores of its queries at once, else of one iteration of its loops over the k
     ),
     Section(
         "Machine code of Triton 3.9",
-        "CUDA-graph replay on an H200, time divided by the time with Triton 3.6's code",
+        "CUDA-graph replay, time divided by the time with Triton 3.6's code",
         """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's cache
 and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared
 with the output of Triton 3.6's code, which tests compare with the reference). `form for 3.9` is the form that is used
@@ -852,9 +862,10 @@ Written by `python benchmarks/performance_tables.py` from the result files named
 quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
 what they are: [limits](limits.md). What was tried: [experiments](experiments.md).
 
-Unless a section says otherwise: one NVIDIA H100 (80 GB, HBM3), torch 2.11.0+cu130, Triton 3.6.0, driver 580.159;
-inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond of calls behind an untimed replay. Earlier
-runs on an H200 are in `benchmarks/results/trials/`.
+Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
+2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond
+of calls behind an untimed replay. What is marked H100 (80 GB, HBM3) is of commit db19148. Other runs, among them an
+H100's of most tables, are in `benchmarks/results/trials/`.
 """
 
 

@@ -105,9 +105,9 @@ def energy() -> list[str]:
         row = next(row for row in rows if row["method"] == name)
         lines.append(f"| {label} | | | {row['uj']:.0f} | {row['uj'] / here['uj']:.2f} |")
     authors = found()["authors"][0]["energy_uj"]
-    lines.append(f"| on an H200, FlashAttention-2 | | | {authors['sdpa flash']} | 1.00 |")
+    lines.append(f"| another H200, FlashAttention-2 | | | {authors['sdpa flash']} | 1.00 |")
     theirs = authors["authors' QFlash"]
-    lines.append(f"| on an H200, the authors' kernel | | | {theirs} | {theirs / authors['sdpa flash']:.2f} |")
+    lines.append(f"| another H200, the authors' kernel | | | {theirs} | {theirs / authors['sdpa flash']:.2f} |")
     return lines
 
 

@@ -67,7 +67,8 @@ def test_tuned_baselines_have_a_section_once_they_are_measured(
 ) -> None:
     monkeypatch.setattr(tables, "HERE", tmp_path)
     monkeypatch.setattr(tables, "READ", [])
-    assert tables.tuned_baselines_section("card") == ()
+    monkeypatch.setattr(tables, "CARD", "card")
+    assert tables.tuned_baselines_section() == ()
     fused = {
         "method": "qattn",
         "label": "A1 b1",
@@ -86,7 +87,7 @@ def test_tuned_baselines_have_a_section_once_they_are_measured(
     }
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "baselines_tuned_card.json").write_text(json.dumps({"rows": [fused, three]}))
-    (section,) = tables.tuned_baselines_section("card")
+    (section,) = tables.tuned_baselines_section()
     assert section.timing.startswith("CUDA-graph replay") and "outside the clock" in section.about
     assert section.table()[2:] == [
         "| QAttn | A1 b1 | 4.00 | 3.00 | 1.33 | 64x64x4x2 | 32x64x4x2 |",

@@ -57,5 +57,5 @@ def test_what_comes_from_nowhere_is_found(
 
 def test_values_must_be_in_the_named_file(tracer: Any) -> None:
     table = ["| | cycles |", "|---|---|", "| one | 2.0 |", "| other | 123456.5 |"]
-    assert tracer.unsupported(table, "overlap_h100.json") == ["123456.5"]
-    assert tracer.unsupported(table, "overlap_h100.json; also 123456.5") == []
+    assert tracer.unsupported(table, "overlap_h200.json") == ["123456.5"]
+    assert tracer.unsupported(table, "overlap_h200.json; also 123456.5") == []

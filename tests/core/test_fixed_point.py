@@ -141,8 +141,8 @@ def test_column_multipliers_stand_for_the_token_scales(head_dim: int) -> None:
 
 
 def test_bit_length_is_pythons() -> None:
-    numbers = list(range(2000)) + [n for bit in range(1, 31) for n in ((1 << bit) - 1, 1 << bit, (1 << bit) + 1)]
-    numbers.append((1 << 31) - 1)
+    ends = [n for bit in range(1, 62) for n in ((1 << bit) - 1, 1 << bit, (1 << bit) + 1, 3 << (bit - 1))]
+    numbers = [*range(2000), *ends, (1 << 62) - 1]
     assert fp.bit_length(torch.tensor(numbers)).tolist() == [n.bit_length() for n in numbers]
 
 
@@ -571,8 +571,45 @@ def test_four_probabilities_are_rounded_and_packed() -> None:
         assert torch.equal((0x7F7F7F7F - 2 * (a + (b << 16))) & 0xFFFFFFFF, word)
 
 
+def test_denominators_of_more_than_31_bits_have_inverses() -> None:
+    denominators = [(1 << bits) + part for bits in range(62) for part in (0, (1 << bits) // 3, (1 << bits) - 1)]
+    bits, x = fp.row_inverse(torch.tensor(denominators))
+    exact = [(1 << 29 + length) / number for length, number in zip(bits.tolist(), denominators, strict=True)]
+    assert torch.allclose(x.double(), torch.tensor(exact, dtype=torch.float64), rtol=2.0**-26, atol=0.0)
+
+
+def test_quotients_are_floored_beside_multiples_of_the_denominator() -> None:
+    """Where the reciprocal's quotient is above the exact one, too."""
+    generator = torch.Generator().manual_seed(0)
+    denominator = torch.cat((
+        torch.randint(1 << 30, 1 << 31, (5000,), generator=generator), torch.randint(1, 1 << 30, (5000,), generator=generator),
+        torch.arange(1, 500), torch.arange((1 << 31) - 500, 1 << 31),
+    ))  # fmt: skip
+    times = torch.tensor([-128, -127, -1, 0, 1, 7, 100, 127, 128])[:, None, None]
+    beside = torch.arange(-3, 4)[None, :, None]
+    numerator = (times * denominator + beside).clamp(-128 * denominator, 128 * denominator)
+    expected = torch.div(numerator, denominator, rounding_mode="floor")
+    assert torch.equal(fp.floored_quotient(numerator, denominator.expand_as(numerator)), expected)
+
+
+def test_the_inverse_of_a_number_of_keys_fits_31_bits() -> None:
+    assert [fp.inverse_count(keys) for keys in (1, 2, 3, fp.MAX_KEYS)] == [2**31 - 1, 2**30, 2**31 // 3, 2**11]
+
+
+def test_powers_of_two_are_exact_over_the_whole_range() -> None:
+    exponent = torch.arange(-250, 251)
+    for x in (1.5, -(2.0**-100), 2.0**100):
+        exact = x * torch.exp2(exponent.double())
+        normal = (exact.abs() >= 2.0**-126) & (exact.abs() < 2.0**128)
+        # half of the way must not leave float32 either
+        normal &= (x * torch.exp2((exponent >> 1).double())).abs() < 2.0**128
+        got = fp.times_power_of_two(torch.full((501,), x), exponent)
+        assert torch.equal(got.double()[normal], exact[normal])
+        assert int(normal.sum()) > 100
+
+
 def test_twin_usable_scale() -> None:
-    scale = torch.tensor([1.0, 2.0**-126, 3e38, 0.0, -1.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
+    scale = torch.tensor([1.0, 2.0**-149, 3.4028234663852886e38, 0.0, -1.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
     expected = torch.tensor([True, True, True] + [False] * 7)
     assert torch.equal(fp.usable_scale(scale), expected)
     assert_twins(run_twin("usable", scale), expected)

@@ -96,6 +96,26 @@ def test_twice_the_mean_of_longer_rows_is_near(keys: int) -> None:
     assert int(got.abs().max()) <= 256
 
 
+def beside_ties() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a, b and c whose ``a * b + c`` is next to the middle of two float32, some nearer than float64 tells."""
+    large = torch.arange(1 << 23, (1 << 23) + 4096)
+    small = ((1 << 46) + 196608) // large
+    # products 2**-24 and a little, less than a unit of float64's sum and more than half of it
+    chosen = ((large * small - (1 << 46)) * 2.0**-18 - 0.75).abs() < 0.25
+    a = torch.cat((large[chosen] * 2.0**-23, torch.full((50,), 1 + 2.0**-15)))
+    b = torch.cat((small[chosen] * 2.0**-47, torch.full((50,), (1 - 2.0**-15) * 2.0**-24)))
+    c = 1 + torch.arange(len(a)) % 8 * 2.0**-23
+    # the sum is small beside the product
+    a, b = torch.cat((a, torch.full((4,), 1 + 2.0**-12))), torch.cat((b, torch.full((4,), 1 + 2.0**-12)))
+    c = torch.cat((c, torch.tensor([1.0, -1.0, 2.0**-9, -(2.0**-9)]) * 2.0**-60))
+    signs = [(x, y, z) for x in (1.0, -1.0) for y in (1.0, -1.0) for z in (1.0, -1.0)]
+    return (
+        torch.cat([a * x * scale for x, _, _ in signs for scale in (1.0, 2.0**-5)]).float(),
+        torch.cat([b * y for _, y, _ in signs for _ in range(2)]).float(),
+        torch.cat([c * z * scale for _, _, z in signs for scale in (1.0, 2.0**-5)]).float(),
+    )
+
+
 def test_a_product_and_sum_are_rounded_once() -> None:
     generator = np.random.default_rng(0)
     a, b, c = (torch.from_numpy(x) for x in generator.normal(size=(3, 20000)).astype(np.float32))
@@ -104,6 +124,7 @@ def test_a_product_and_sum_are_rounded_once() -> None:
     a[5000:10000] = torch.round(a[5000:10000] * 64)
     b[5000:10000] = 2.0**-30
     c[5000:10000] = torch.round(c[5000:10000] * 4096)
+    a, b, c = (torch.cat(x) for x in zip((a, b, c), beside_ties(), strict=True))
     got = fp.fused_multiply_add(a, b, c)
     for x, y, z, w in zip(a.tolist(), b.tolist(), c.tolist(), got.tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)

@@ -252,6 +252,32 @@ def test_aligned_bias_gives_the_same_attention() -> None:
         assert same_bits(plain, aligned)
 
 
+def test_tensors_without_elements_are_quantised() -> None:
+    empty = torch.empty(2, 1, 0, 8)
+    values, scale, offset = quantization.quantize_centered(empty, "head")
+    assert (values.shape, scale.shape, offset.shape) == ((2, 1, 0, 8), (2, 1, 1, 1), (2, 1, 1, 8))
+    assert bool((scale == 1).all()) and bool((offset == 0).all())
+    assert quantization.bias_to_fixed(torch.empty(3, 0)).shape == (3, 0)
+    for query, key in ((empty, draw((2, 1, 3, 8))), (draw((2, 1, 3, 8)), empty)):
+        balanced = quantization.balance_channels(query, key)
+        assert torch.equal(balanced[0], query) and torch.equal(balanced[1], key)
+
+
+def test_tensors_of_one_element_are_not_taken_for_empty_ones() -> None:
+    x = torch.full((1, 1, 1, 1), 0.3)
+    values, scale, offset = quantization.quantize_centered(x, "tensor")
+    assert float(values * scale + offset) == pytest.approx(0.3, rel=2.0**-20)
+    assert int(quantization.bias_to_fixed(torch.full((1, 1), 0.3))) == round(0.3 * math.log2(math.e) * 2**16)
+    query, key = quantization.balance_channels(torch.full((1, 1, 1, 1), 64.0), torch.full((1, 1, 1, 1), 1.0))
+    assert float(query) == 8.0
+    assert float(key) == 8.0
+
+
+def test_a_zero_point_is_no_negative_zero() -> None:
+    zero = quantization.zero_point(torch.tensor([-1e-3, 0.0, -0.0]), torch.tensor([1.0, 1.0, 1.0]))
+    assert not bool(torch.signbit(zero).any())
+
+
 def test_equality_is_of_elements() -> None:
     x = torch.randn(2, 3, 5, 8)
     one, same = qflash.quantize(x, "token"), qflash.quantize(x, "token")

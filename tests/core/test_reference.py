@@ -10,6 +10,7 @@ import torch
 import qflash
 from helpers import DEVICE, INTERPRETER, dequantize_all, draw_case, exact_attention, make_inputs, quantize_all, same_bits
 from qflash import backends, quantization, reference
+from qflash import fixed_point as fp
 from qflash.attention_call import int8_call
 from qflash.bench.metrics import sqnr
 from qflash.recipe import Recipe
@@ -296,3 +297,21 @@ def test_one_key_gives_its_value() -> None:
         for recipe in (*TWO_PASS, qflash.PAPER):
             error = (attend(tensors, recipe=recipe) - value).abs().max()
             assert float(error) <= float(tensors[2].scale) * 2.0**-15
+
+
+@pytest.mark.parametrize("keys", [511, 512, 600, 1000])
+def test_matrix_products_are_exact_whatever_their_bound(keys: int) -> None:
+    """The largest probabilities, and a sum that is odd, which float32 does not hold beyond 2**24."""
+    p = torch.full((1, 1, 1, keys), 255)
+    value = torch.full((1, 1, keys, 1), 127)
+    value[..., 0, 0] -= 1 - keys % 2
+    product = reference._exact_matmul(p, value, (128 << 8) * keys, torch.int64)
+    assert int(product) == 255 * int(value.sum())
+    assert int(product) % 2 == 1
+
+
+def test_a_fixed_point_bias_at_its_limit_is_added() -> None:
+    """The same for all keys, it changes nothing; above the limit it would stand for infinity."""
+    tensors = quantize_all(make_inputs(1, 2, 5, 9, 16))
+    limit = torch.full((1, 1, 5, 9), fp.BIAS_LIMIT, dtype=torch.int32)
+    assert same_bits(attend(tensors, limit), attend(tensors, torch.zeros_like(limit)))

@@ -28,8 +28,8 @@ from cpu_driver.matrix import LONG
 from helpers import INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
 from network_cases import draw_layer_norm, draw_linear, extremes
 from qflash import backends, execution, quantization, reference
+from qflash import fixed_point as fp
 from qflash.attention_call import int8_call
-from qflash.fixed_point import SECTION_KEYS
 from qflash.kernels.cpu import launch as cpu
 from qflash.recipe import PRESETS
 
@@ -98,7 +98,7 @@ def test_the_longest_rows_have_the_reference_bits(bits: int, output: str, keys: 
 @pytest.mark.parametrize("recipe", ["default", "accurate", "paper"])
 def test_the_largest_sums_have_the_reference_bits(recipe: str, sign: int) -> None:
     """Of rows so long that no 32 bits hold a sum."""
-    keys = 2 * SECTION_KEYS + 5
+    keys = 2 * fp.SECTION_KEYS + 5
     query, key, value = (torch.full((1, 1, tokens, 2), sign, dtype=torch.int8) for tokens in (2, keys, keys))
     one = torch.ones(1, 1, 1, 1)
     for dtype in (torch.int8, torch.float32):
@@ -379,6 +379,43 @@ def test_tensors_that_have_to_be_copied_first_are_copied_in_every_call() -> None
                 ways = (qflash.int8_attention(*int8, mask, output_scale=scale, backend=name) for name in ("auto", "reference"))
                 got, wanted = (way.values for way in ways if isinstance(way, qflash.QuantizedTensor))
                 assert same_bits(got, wanted), (seed, scale)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token", "channel"])
+def test_nan_of_any_payload_has_the_reference_bits(granularity: str) -> None:
+    """Its low bits must not become values."""
+    x = torch.randn(2, 2, 40, 24, generator=torch.Generator().manual_seed(0))
+    x.view(torch.int32)[0, 0, 3, :8] = torch.tensor(
+        [0x7FC00001, 0x7F800001, 0x7FFFFFFF, -1, 0x7FC00055, -0x3FFFFF, 0x7FC0007F, 0]
+    )
+    got, expected = (qflash.quantize(x, granularity, backend=name) for name in ("cpu", "reference"))
+    assert same_bits(got.values, expected.values)
+    assert same_bits(got.scale.isnan(), expected.scale.isnan())
+
+
+@pytest.mark.parametrize("keys", [17141, 17248, 17457, 60000])
+def test_averages_just_below_an_integer_are_floored(keys: int) -> None:
+    """With three of these row sums the reciprocal's quotient is above the exact one."""
+
+    def row(numbers: list[int], scale: float) -> qflash.QuantizedTensor:
+        return qflash.QuantizedTensor(torch.tensor(numbers, dtype=torch.int8).view(1, 1, -1, 1), torch.tensor(scale))
+
+    # weights of 127, and one of 1
+    tensors = row([127], 1 / 127), row([0] * keys + [-90], 1.0), row([127] * keys + [126], 1.0)
+    recipe = qflash.PAPER.replace(normalization="two_pass")
+    for backend in ("cpu", "reference"):
+        out = qflash.int8_attention(*tensors, scale=0.05, out_dtype=torch.float32, recipe=recipe, backend=backend)
+        assert float(out) == 126.0
+
+
+@pytest.mark.parametrize("most", [fp.BIAS_LIMIT, fp.BIAS_LIMIT - 1, fp.BIAS_LIMIT + 1])
+def test_a_fixed_point_bias_about_its_limit_has_the_reference_bits(most: int) -> None:
+    """What is above stands for infinity."""
+    inputs = make_inputs(1, 2, 5, 40, 16)
+    int8 = [qflash.quantize(x, "head", backend="reference") for x in inputs]
+    bias = torch.full((1, 1, 5, 40), most, dtype=torch.int32)
+    got, expected = (qflash.int8_attention(*int8, bias, out_dtype=torch.float32, backend=name) for name in ("cpu", "reference"))
+    assert same_bits(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

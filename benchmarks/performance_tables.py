@@ -530,7 +530,7 @@ def readme() -> list[str]:
     add(f"eager call without a graph, A2 batch 8, until the device is done{note('bench_eager')}", [eager_of])
     uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
     add("energy, A2 batch 8", [uj])
-    for name, which in (("Swin-T", "Swin-T"), ("DeiT", "DeiT-T, -S, -B")):
+    for name, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
         eager, compiled = (patched_ratios(lambda model, name=name: model.startswith(name), compiled=of) for of in (False, True))
         lines.append(f"| {which} as a whole, batch 1, 8, 64 | {eager}; compiled {compiled} | |")
     return lines

@@ -425,3 +425,16 @@ def test_page_in_a_browser(browser: Browser, page: Path, width: int, scheme: str
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         shot = browser.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         Path(folder, f"report-{width}-{scheme}.png").write_bytes(base64.b64decode(shot["data"]))
+
+
+def test_rows_of_another_gpu_fill_nothing(tmp_path: Path) -> None:
+    """Two runs of one day: the newest is taken by the clock, whatever the files' names, and the other's rows are left out."""
+    source = Path(__file__).resolve().parents[2] / "benchmarks/results/bench_h200.json"
+    record = json.loads(source.read_text())
+    for name, device, hour, row in (("a", "NVIDIA A", "01", 0), ("b", "NVIDIA B", "22", 1)):
+        about = record["environment"] | {"device": device, "date": f"2026-11-28T{hour}:00:00+00:00"}
+        part = record | {"environment": about, "rows": record["rows"][row : row + 1]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    rows, newest = result_files.gpu_rows(result_files.read_results([tmp_path]), "bench")
+    assert rows == record["rows"][1:2]
+    assert newest is not None and newest["environment"]["device"] == "NVIDIA B"

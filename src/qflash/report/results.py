@@ -55,14 +55,19 @@ def read_results(folders: Sequence[pathlib.Path]) -> Found:
                 record = {"rows": record} if isinstance(record, list) else record
                 found.setdefault(kind, []).append(record | {"file": path.name})
     for records in found.values():
-        records.sort(key=date_of, reverse=True)
+        records.sort(key=time_of, reverse=True)
     return found
+
+
+def time_of(record: Record) -> str:
+    """Return when a result was measured, as it says."""
+    place = record.get("environment") or record.get("conditions") or record
+    return str(place.get("date", "no date"))
 
 
 def date_of(record: Record) -> str:
     """Return the day of a result."""
-    place = record.get("environment") or record.get("conditions") or record
-    return str(place.get("date", "no date"))[:10]
+    return time_of(record)[:10]
 
 
 def device_of(record: Record) -> str:
@@ -98,6 +103,10 @@ def accuracy_record(found: Found) -> Record | None:
 
 
 def gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
-    """Return the rows of a kind's newest GPU results (older files fill what newer ones lack), and the newest record."""
+    """Return the rows of a kind's newest GPU results, and the newest record.
+
+    Older files of the same GPU fill what newer ones lack; another's are left out.
+    """
     records = [record for record in found.get(kind, []) if on_gpu(record)]
+    records = [record for record in records if device_of(record) == device_of(records[0])]
     return [row for record in records for row in record["rows"]], records[0] if records else None

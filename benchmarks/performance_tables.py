@@ -331,7 +331,8 @@ def eager_line() -> str:
     return (
         f"Eager calls{note('bench_eager')}, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes "
         f"{ranges['fp16']} "
-        f"(fp16) and {ranges['int8']} (int8) times as long as PyTorch's over {count} shapes."
+        f"(fp16) and {ranges['int8']} (int8) times as long as PyTorch's over {count} shapes "
+        f"(another H100, {results('trials/eager_calls_h100')['date'][:10]}, commit {NEWEST_EAGER})."
     )
 
 

@@ -53,6 +53,11 @@ def note(run: str) -> str:
     return f" ({ELSEWHERE[run].upper()})" if run in ELSEWHERE else ""
 
 
+def on_card(run: str) -> str:
+    """Return what stands behind the timing of another card's run."""
+    return f" on an {ELSEWHERE[run].upper()}" if run in ELSEWHERE else ""
+
+
 def rows_of(run: str) -> list[dict[str, Any]]:
     """Return the rows of a run's result file."""
     return results(file_of(run))["rows"]
@@ -721,21 +726,22 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
     ),
     Section(
         "Other vision transformers, ratios",
-        "CUDA-graph replay on an H100, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by ours",
+        f"CUDA-graph replay{on_card('shapes')}, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by "
+        "ours",
         "Medians of nine rounds; the int8 columns leave quantisation out.",
         ratios,
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from fp16",
-        "CUDA-graph replay on an H100, microseconds",
+        f"CUDA-graph replay{on_card('shapes')}, microseconds",
         "The run of the table above, quantisation inside the clock.",
         shapes,
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from int8 tensors",
-        "CUDA-graph replay on an H100, microseconds",
+        f"CUDA-graph replay{on_card('shapes')}, microseconds",
         "The same run, quantisation outside the clock.",
         int8_shapes,
         (file_of("shapes"),),
@@ -779,7 +785,7 @@ no kernel's speed. The SQNR is of the logits, or features of DINOv2, against flo
     ),
     Section(
         "Eager calls",
-        "Eager calls on an H100, no CUDA graph, A2 batch 8",
+        f"Eager calls{on_card('bench_eager')}, no CUDA graph, A2 batch 8",
         """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
 quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
         eager,

@@ -36,15 +36,16 @@ def cpu() -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what a reader needs to judge or repeat a measurement: device, versions, clocks, date, command line."""
+    """Return what a reader needs to judge or repeat a measurement: device, versions, commit, clocks, date, command line."""
     from .. import __version__
-    from ..versions import driver_version
+    from ..versions import driver_version, source_commit
 
     program = pathlib.Path(sys.argv[0]).name
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([program if program.endswith(".py") and program != "__main__.py" else "qflash", *sys.argv[1:]]),
         "qflash": __version__,
+        "commit": source_commit(),
         "torch": torch.__version__,
         "triton": triton_version(),
         "python": platform.python_version(),

@@ -35,6 +35,9 @@ MODELS = (
     "16,256,72", "16,729,72", "16,257,80", "16,577,80",
 )  # fmt: skip
 
+# whose eager calls are timed: images, heads, tokens, channels of small and of large calls
+CALLED = ("8,6,197,64", "64,3,49,32", "1,12,577,64", "1,12,1024,64", "1,12,2048,64", "1,16,1024,128")
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -86,6 +89,7 @@ RUNS = (
     ),
     # int8 in, int8 out has an eager call only where there are kernels
     Run("bench_eager", ("A2",), batches=(8,), methods=(), modes=("kernel", "end-to-end", "eager")),
+    Run("eager_shapes", shapes=CALLED, methods=(*SDPA, *OURS), modes=("kernel", "end-to-end", "eager")),
 )
 """Under the names that ``performance_tables.py`` reads, behind which the card stands there."""
 

@@ -107,8 +107,7 @@ def varlen_attention(
     def go(*tensors: torch.Tensor | None) -> torch.Tensor:
         return _attend(call_of(tensors, choices), backend)
 
-    addresses = [x.data_ptr() for x in tensors if x is not None]
-    if not query.is_cuda or len(set(addresses)) < len(addresses) or plan_cache.place_of(tensors) is None:
+    if not query.is_cuda or plan_cache.place_of(tensors) is None:
         return go(*tensors)
     if plan_cache.is_unrepeatable(tensors, (varlen_attention, *choices)):
         return go(*tensors)

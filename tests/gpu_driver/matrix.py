@@ -242,6 +242,9 @@ def _attentions() -> Iterator[tuple[str, Attention, int | None, bool]]:
         call = dataclasses.replace(call, smooth_value=False, output=("int8", "float32")[index // 2], grains=grains)
         yield "streamed rows", call, None, index == 1
     yield "streamed rows", Attention(197, 300, 64, dtype=torch.float32), None, False
+    # queries that lie in shared memory, and two spans of channels
+    for channels in (72, 80, 96):
+        yield "streamed rows", Attention(140, 1800, channels), None, False
     for index, queries in enumerate((9, 16, 24, 33, 49, 49, 49, 64)):
         keys, batch = (49, 33, 49, 56, 49, 49, 49, 64)[index], (1, 2, 4, 8)[index % 4]
         mask = ("windows", "none", "windows", "bias")[index % 4]

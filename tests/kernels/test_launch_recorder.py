@@ -139,6 +139,14 @@ def test_tensors_that_lie_in_one_place_are_told_apart(kind: str) -> None:
     assert same_bits(again(*twice), expected(twice, "default"))
 
 
+def test_what_is_more_than_launches_is_not_done_again_on_tensors_that_lie_in_one_place() -> None:
+    """PyTorch would compute with tensors that nothing was written to."""
+    query = torch.randn(1, 2, 40, 32).half()
+    go = mock.Mock(side_effect=attend("accurate"))
+    _, prepare = record(go, (query, query, query, None))
+    assert prepare() is None and go.call_count == 1
+
+
 @pytest.mark.parametrize("keys", [40, 300])
 @pytest.mark.parametrize("out_dtype", [torch.int8, torch.float16])
 def test_int8(keys: int, out_dtype: torch.dtype) -> None:

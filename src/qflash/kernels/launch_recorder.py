@@ -263,7 +263,7 @@ def record(
 
     def prepare() -> Callable[..., torch.Tensor] | None:
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        if len(set(addresses)) == len(addresses):
+        if len(set(addresses)) == len(addresses) or not recording.is_pure:
             return recording.repeat(tensors, out)
         # which of them an address is can only be told of others
         apart = [_stand_in(x) for x in tensors]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from qflash.bench import records
 
 INSTRUCTIONS = {
     # of each of the two integer pipes, with three registers to read, two or one
@@ -203,8 +204,7 @@ def measure(found: list[Case]) -> list[dict[str, Any]]:
 
 def main(output: Path) -> None:
     """Measure everything and write it to ``output``."""
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    output.write_text(json.dumps({**about, "rows": measure(cases())}, indent=1) + "\n")
+    records.write_json(output, {"environment": records.environment(torch.device("cuda")), "rows": measure(cases())})
 
 
 if __name__ == "__main__":

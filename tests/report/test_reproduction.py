@@ -438,3 +438,17 @@ def test_rows_of_another_gpu_fill_nothing(tmp_path: Path) -> None:
     rows, newest = result_files.gpu_rows(result_files.read_results([tmp_path]), "bench")
     assert rows == record["rows"][1:2]
     assert newest is not None and newest["environment"]["device"] == "NVIDIA B"
+
+
+def test_ratios_are_of_the_run_of_most_workloads(tmp_path: Path) -> None:
+    """A later run of a single workload has another clock and host than the figures that it would stand beside."""
+    source = Path(__file__).resolve().parents[2] / "benchmarks/results/bench_h200.json"
+    record = json.loads(source.read_text())
+    (tmp_path / "whole.json").write_text(source.read_text())
+    rows = [row | {"median_us": 1.0} for row in record["rows"] if (row["workload"], row["batch"]) == ("A2", 8)]
+    later = record["environment"] | {"date": "2100-01-01T00:00:00+00:00"}
+    (tmp_path / "later.json").write_text(json.dumps(record | {"environment": later, "rows": rows}))
+    found, main_run = result_files.gpu_rows(result_files.read_results([tmp_path]), "bench")
+    assert main_run is not None and main_run["environment"] == record["environment"]
+    row = result_files.row_of_method(found, "QFlash", workload="A2", batch=8)
+    assert row is not None and row["median_us"] > 1

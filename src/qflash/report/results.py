@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..bench import paper_results
+from ..bench.workloads import WORKLOADS
 
 _KINDS = {
     "latency of attention with its accuracy": "bench",
@@ -102,11 +103,19 @@ def accuracy_record(found: Found) -> Record | None:
     return next(iter(paper or records), None)
 
 
-def gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
-    """Return the rows of a kind's newest GPU results, and the newest record.
+def _paper_cases(record: Record) -> int:
+    """Return how many of the paper's workloads and batches a result has."""
+    names = {workload.name for workload in WORKLOADS}
+    return len({(row["workload"], row.get("batch")) for row in record["rows"] if row.get("workload") in names})
 
-    Older files of the same GPU fill what newer ones lack; another's are left out.
+
+def gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
+    """Return the rows of a kind's results on the GPU that was measured last, and the record of its main run.
+
+    That is the run of most of the paper's workloads and batches, the newest of several; what it lacks other runs of that GPU
+    fill. Ratios are so of one run where one has both methods. Other GPUs are left out.
     """
     records = [record for record in found.get(kind, []) if on_gpu(record)]
     records = [record for record in records if device_of(record) == device_of(records[0])]
+    records.sort(key=_paper_cases, reverse=True)
     return [row for record in records for row in record["rows"]], records[0] if records else None

@@ -42,8 +42,7 @@ sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
-SPEED = RESULTS.with_name("models_integer_h100.json")
-PEERS = RESULTS.with_name("models_integer_peers_h100.json")
+SPEED = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
@@ -203,6 +202,11 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def shown(model: str) -> str:
+    """Return what tables call a model."""
+    return "DINOv2-B, 518 px" if "dinov2" in model else model
+
+
 def speed_table(result: dict[str, Any]) -> list[str]:
     """Lay what ``qflash models --integer`` measured out in Markdown: a row a model and batch."""
     heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | energy ÷ compiled | SQNR of its logits, dB |"
@@ -211,6 +215,7 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     for (model, batch), rows in found.items():
+        model = shown(model)
         speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
         integer, joules = rows["integer"], [rows.get(name, {}).get("mj_per_image") for name in ("integer", "compile")]
         energy = f"{joules[0] / joules[1]:.2f}" if all(joules) else ""
@@ -226,17 +231,19 @@ PEER_NAMES = {
 
 
 def peer_table(result: dict[str, Any]) -> list[str]:
-    """Lay models in integers out beside torchao's."""
+    """Lay models in integers out beside torchao's, where that was measured."""
     lines = [
         "| Model | Batch | Method | images/s | integer ÷ it | mJ an image | SQNR of its logits, dB |",
         "|---|---|---|---|---|---|---|",
     ]
     ours = {(row["model"], row["batch"]): row["images_per_s"] for row in result["rows"] if row["method"] == "integer"}
+    beside = {(row["model"], row["batch"]) for row in result["rows"] if row["method"].startswith("torchao")}
     for row in result["rows"]:
-        model = "DINOv2-B, 518 px" if "dinov2" in row["model"] else row["model"]
+        if (row["model"], row["batch"]) not in beside or row["method"] not in PEER_NAMES:
+            continue
         ratio = ours[row["model"], row["batch"]] / row["images_per_s"]
         cells = (
-            model, str(row["batch"]), PEER_NAMES[row["method"]], f"{row['images_per_s']:.0f}", f"{ratio:.2f}",
+            shown(row["model"]), str(row["batch"]), PEER_NAMES[row["method"]], f"{row['images_per_s']:.0f}", f"{ratio:.2f}",
             f"{row['mj_per_image']:.1f}", f"{row['sqnr_db']:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -269,25 +276,22 @@ def summary(result: dict[str, Any]) -> list[str]:
     base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
     ratios = [row["ratio"] for row in ours]
     joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
-    models = ", ".join(dict.fromkeys(row["model"] for row in ours))
-    batches = ", ".join(str(batch) for batch in dict.fromkeys(row["batch"] for row in ours))
+    models, batches = len({row["model"] for row in ours}), sorted({row["batch"] for row in ours})
     card = result["environment"]["device"].split()[1]
     return pages.wrap(
-        f"[Whole networks in integers](docs/integer_network.md) ({models}, batch {batches}, {card}): {min(ratios):.2f} to "
-        f"{max(ratios):.2f} times the images a second of `torch.compile` in float16, {min(joules):.2f} to {max(joules):.2f} of "
-        "its energy an image."
+        f"[Whole networks in integers](docs/integer_network.md) ({models} models, batch {batches[0]} to {batches[-1]}, "
+        f"{card}): {min(ratios):.2f} to {max(ratios):.2f} times the images a second of `torch.compile` in float16, "
+        f"{min(joules):.2f} to {max(joules):.2f} of its energy an image."
     )
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    networks, speed, peers, processor = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PEERS, PROCESSOR)
-    )
+    networks, speed, processor = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PROCESSOR))
     return {
         "integer:networks": table(networks),
         "integer:speed": speed_table(speed),
-        "integer:peers": peer_table(peers),
+        "integer:peers": peer_table(speed),
         "integer:cpu": cpu_table(processor),
         "integer:summary": summary(speed),
     }
@@ -295,7 +299,7 @@ def blocks() -> dict[str, list[str]]:
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
+    return [path.name for path in (RESULTS, SPEED, PROCESSOR)]
 
 
 def as_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,6 @@ FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel
 """This library's kernels of methods with int8 products and a float softmax."""
 CARD = "h200"
 """Whose results are shown."""
-ELSEWHERE = {"shapes": "h100", "bench_eager": "h100"}
-"""Runs that are another card's, by name."""
-
 
 READ: list[str] = []
 """Names of the result files that were read."""
@@ -45,17 +42,7 @@ def results(name: str) -> dict[str, Any]:
 
 def file_of(run: str) -> str:
     """Return the name of a run's result file."""
-    return f"{run}_{ELSEWHERE.get(run, CARD)}"
-
-
-def note(run: str) -> str:
-    """Return what stands behind figures of another card's run: its name in brackets."""
-    return f" ({ELSEWHERE[run].upper()})" if run in ELSEWHERE else ""
-
-
-def on_card(run: str) -> str:
-    """Return what stands behind the timing of another card's run."""
-    return f" on an {ELSEWHERE[run].upper()}" if run in ELSEWHERE else ""
+    return f"{run}_{CARD}"
 
 
 def rows_of(run: str) -> list[dict[str, Any]]:
@@ -313,17 +300,13 @@ def eager() -> list[str]:
     return lines
 
 
-def issued() -> dict[str, list[tuple[str, float]]]:
-    """Return the time of issuing a call divided by SDPA's, with the shape, of the newest state that was measured."""
-    rows = results("trials/eager_calls_h100")["calls"]["rows"]
-    rows = [row for row in rows if row["commit"] == NEWEST_EAGER]
-    return {
-        kind: [(row["shape"], row[f"{kind} issued_us"] / row["sdpa issued_us"]) for row in rows] for kind in ("fp16", "int8")
-    }
-
-
-NEWEST_EAGER = "7791367"
-"""The last commit of which ``trials/eager_calls_h100`` has calls."""
+def issued() -> dict[str, list[float]]:
+    """Return the time of issuing a call, divided by that of the one of PyTorch's kernels which is issued soonest, by method."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_of("eager_shapes"):
+        if row["mode"] == "eager" and row["issue_us"] is not None:
+            found.setdefault(row["shape"], {})[row["method"]] = row["issue_us"]
+    return {ours: [times[ours] / fastest_fp16(times) for times in found.values()] for ours in ("qflash", "qflash int8")}
 
 
 def eager_line() -> str:
@@ -331,13 +314,11 @@ def eager_line() -> str:
     of = eager_rows()
     times = ", ".join(f"{title} {number(of[name]['median_us'], 1)}" for name, title in FROM_FLOATS.items())
     ours = f"QFlash {number(of['qflash']['median_us'], 1)} from fp16 and {number(of['qflash int8']['median_us'], 1)} from int8"
-    ranges = {kind: span(ratio for _, ratio in found) for kind, found in issued().items()}
-    count = len({shape for shape, _ in issued()["fp16"]})
+    ratios = issued()
     return (
-        f"Eager calls{note('bench_eager')}, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes "
-        f"{ranges['fp16']} "
-        f"(fp16) and {ranges['int8']} (int8) times as long as PyTorch's over {count} shapes "
-        f"(another H100, {results('trials/eager_calls_h100')['date'][:10]}, commit {NEWEST_EAGER})."
+        f"Eager calls, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes "
+        f"{span(ratios['qflash'])} (fp16) and {span(ratios['qflash int8'])} (int8) times as long as the one of PyTorch's "
+        f"kernels that is issued soonest, over {len(ratios['qflash'])} shapes (`eager_shapes_{CARD}`)."
     )
 
 
@@ -447,6 +428,24 @@ def models() -> list[str]:
     return lines
 
 
+def is_swin(model: str) -> bool:
+    """Tell whether it is a Swin or a Swin V2."""
+    return model.lower().startswith("swin")
+
+
+def is_swin_v2(model: str) -> bool:
+    """Tell whether it is a Swin V2."""
+    return model.lower().startswith("swinv2")
+
+
+FAMILIES: dict[str, Callable[[str], bool]] = {
+    "Swin": lambda model: is_swin(model) and not is_swin_v2(model),
+    "Swin V2": is_swin_v2,
+    "other transformers": lambda model: not is_swin(model),
+}
+"""Models whose ratios the summary gives together."""
+
+
 def patched_ratios(chosen: Callable[[str], bool], *, compiled: bool) -> str:
     """Return least and most of patched models' images a second over the fastest unpatched ones'."""
     ratio = "compiled ratio" if compiled else "ratio"
@@ -496,12 +495,7 @@ def aims() -> list[str]:
         add(f"the same against the fastest SDPA with the bias, {name}", 2, ratio(rows, method, "sdpa cudnn", "sdpa efficient"))
     add("energy, A2 batch 8, int8 ÷ FA2", 0.6, [energy_of["qflash int8"] / energy_of["sdpa flash"]], at_most=True)
     for method, name in (("qflash", "fp16"), ("qflash int8", "int8")):
-        add(
-            f"issuing an eager call, A2 batch 8, {name} ÷ FA2{note('bench_eager')}",
-            2,
-            [issue_of[method] / issue_of["sdpa flash"]],
-            at_most=True,
-        )
+        add(f"issuing an eager call, A2 batch 8, {name} ÷ FA2", 2, [issue_of[method] / issue_of["sdpa flash"]], at_most=True)
     record = results("authors_kernel_h200")
     column = record["methods"].index("authors' QFlash")
     theirs = {f"{name} b{batch}": times[column] for name, of in record["latency_us"].items() for batch, times in of.items()}
@@ -529,11 +523,11 @@ def readme() -> list[str]:
     add("A4 to A7, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")))
     add("A4 to A7 with Swin's bias and mask", (medians(methods) for methods in biased().values()))
     others = [medians(methods) for methods in other_shapes().values()]
-    add(f"12 other ViT shapes, batch 1, 8, 64{note('shapes')}", others)
+    add("12 other ViT shapes, batch 1, 8, 64", others)
     for keys in ("1024", "4096", "16384"):
         add(f"{keys} keys, 64 and 128 channels", (time for name, time in found.items() if name.split("x")[2:3] == [keys]))
     eager_of = {name: row["median_us"] for name, row in eager_rows().items()}
-    add(f"eager call without a graph, A2 batch 8, until the device is done{note('bench_eager')}", [eager_of])
+    add("eager call without a graph, A2 batch 8, until the device is done", [eager_of])
     uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
     add("energy, A2 batch 8", [uj])
     for name, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
@@ -566,15 +560,18 @@ def summary() -> list[str]:
         for (model, batch), of in whole_models().items()
         if min(of["ratio"], of["compiled ratio"]) < 1
     ]
-    swins, others_of = (lambda model: model.lower().startswith("swin")), (lambda model: not model.lower().startswith("swin"))
+    families = [
+        f"{title} {' and '.join(patched_ratios(chosen, compiled=compiled) for compiled in (False, True))}"
+        for title, chosen in FAMILIES.items()
+    ]
     lines = [
         f"* **From fp16, quantisation included**: A1 to A3 {against(vit, 'qflash')} times as fast as the fastest of FA2, cuDNN "
         f"and the memory-efficient kernel, A4 to A7 {against(swin, 'qflash')}; with Swin's bias and mask "
         f"{against(rows, 'qflash')}. {ahead(others, 'qflash').capitalize()} other ViT shapes and "
-        f"batches{note('shapes')} are ahead ({against(others, 'qflash')}).",
+        f"batches are ahead ({against(others, 'qflash')}).",
         f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {against(vit, 'qflash int8')}, A4 to A7 "
         f"{against(swin, 'qflash int8')}, with the bias {against(rows, 'qflash int8')}, other ViT shapes"
-        f"{note('shapes')} {against(others, 'qflash int8')} times as fast as those kernels from fp16.",
+        f" {against(others, 'qflash int8')} times as fast as those kernels from fp16.",
         f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
         f"{against(vit, 'qflash int8', FLOAT_SOFTMAX)}, A4 to A7 {against(swin, 'qflash int8', FLOAT_SOFTMAX)}, 1024 keys and "
         f"more {against(keys('1024', '4096', '16384'), 'qflash int8', FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
@@ -582,17 +579,16 @@ def summary() -> list[str]:
         f"{against([*vit, *swin], 'qflash int8', ('i-vit kernel',))} times as long as ours.",
         f"* **Long rows**: 4096 and 16384 keys {against(keys('4096', '16384'), 'qflash')} from fp16 and "
         f"{against(keys('4096', '16384'), 'qflash int8')} on int8; at 1024 keys {against(keys('1024'), 'qflash')} and "
-        f"{against(keys('1024'), 'qflash int8')}: quantising takes a quarter of the time there.",
+        f"{against(keys('1024'), 'qflash int8')}; from fp16 a call takes "
+        f"{span(time['qflash'] / time['qflash int8'] for time in keys('1024'))} times as long as on int8 there.",
         f"* **Packed sequences** of several lengths from fp16, against FA2's `varlen_attn`: heads of 64 channels "
         f"{packed_ratios(lambda row: row['head_dim'] == 64)}, windows of 64 patches "
         f"{packed_ratios(lambda row: max(row['lengths']) <= 64)}, longer sequences with 72 or 80 channels "
         f"{packed_ratios(lambda row: row['head_dim'] != 64 and max(row['lengths']) > 64)}.",
         f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
         f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
-        f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends: Swin "
-        f"{patched_ratios(swins, compiled=False)}, other transformers {patched_ratios(others_of, compiled=False)}; compiled "
-        f"{patched_ratios(swins, compiled=True)} and {patched_ratios(others_of, compiled=True)}. "
-        f"Slower: {', '.join(slower) or 'none'}.",
+        f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends, and both compiled: "
+        f"{'; '.join(families)}. Slower (patched, compiled): {', '.join(slower) or 'none'}.",
         f"* **{eager_line().split(',')[0]}**,{eager_line().split(',', 1)[1]}",
         f"* **Energy**, A2 batch 8: an int8 call takes {uj['qflash int8'] / uj['sdpa flash']:.2f} of FA2's and "
         f"{uj['qflash int8'] / fastest(uj, FP16):.2f} of cuDNN's, the least of 16 bits; from fp16 "
@@ -726,22 +722,21 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
     ),
     Section(
         "Other vision transformers, ratios",
-        f"CUDA-graph replay{on_card('shapes')}, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by "
-        "ours",
+        "CUDA-graph replay, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by ours",
         "Medians of nine rounds; the int8 columns leave quantisation out.",
         ratios,
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from fp16",
-        f"CUDA-graph replay{on_card('shapes')}, microseconds",
+        REPLAY,
         "The run of the table above, quantisation inside the clock.",
         shapes,
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from int8 tensors",
-        f"CUDA-graph replay{on_card('shapes')}, microseconds",
+        REPLAY,
         "The same run, quantisation outside the clock.",
         int8_shapes,
         (file_of("shapes"),),
@@ -785,7 +780,7 @@ no kernel's speed. The SQNR is of the logits, or features of DINOv2, against flo
     ),
     Section(
         "Eager calls",
-        f"Eager calls{on_card('bench_eager')}, no CUDA graph, A2 batch 8",
+        "Eager calls, no CUDA graph, A2 batch 8",
         """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
 quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
         eager,
@@ -871,8 +866,9 @@ what they are: [limits](limits.md). What was tried: [experiments](experiments.md
 
 Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
 2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond
-of calls behind an untimed replay. What is marked H100 (80 GB, HBM3) is of commit db19148. Other runs, among them an
-H100's of most tables, are in `benchmarks/results/trials/`.
+of calls behind an untimed replay. Other shapes of vision transformers and eager calls were measured the day after on
+two other H200, with the same kernels. Other runs, among them an H100's of all tables, are in
+`benchmarks/results/trials/`.
 """
 
 

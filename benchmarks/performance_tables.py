@@ -690,7 +690,7 @@ SECTIONS = (
 the default recipe. FA2, cuDNN and efficient are PyTorch's `scaled_dot_product_attention` in fp16. **fastest ÷ ours** is
 the least of the three divided by ours: above 1 we are faster. Shapes are batch x heads x tokens x channels; A1 to A7
 are the paper's workloads ([what they are](../performance.md#workloads)). The rows of 16384 keys reach the power limit:
-their quartiles lie several per cent apart.""",
+their quartiles lie up to 5 % apart, on int8 up to 15 %.""",
         latency,
         LATENCY_FILES,
     ),
@@ -750,9 +750,9 @@ evenly between the two ends (`benchmarks/varlen.py`); each result was equal to t
 of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
 quantised before. One launch takes the longest sequences first ([with and without, and other
 batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
-not in the table, those of 72 and 80 with other mixes of lengths by up to an eighth
-([data](../../benchmarks/results/trials/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches by a quarter to a
-third. Eager calls are repeated ones, whose plan is kept.""",
+not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
+([data](../../benchmarks/results/trials/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
+an H100). Eager calls are repeated ones, whose plan is kept.""",
         packed_sequences,
         (file_of("varlen"),),
     ),
@@ -769,12 +769,12 @@ ours: operations against the card's dense int8 peak, and bytes that have to move
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """Images a second of timm's models in fp16, one forward pass in a graph (`qflash models`, median of 11 rounds by
-turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
-made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, with `keep_bias=True`
-where that is faster, compiled too. **Compiled** is `torch.compile` in its default mode, of Swin the faster with and
-without SDPA; each ratio is the patched model's images over those in the column before it. Weights are random: they change
-no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
+        """Images a second of timm's models in fp16, one to three forward passes a graph (`qflash models`, median of 11 rounds
+by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module made to
+call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, in Swin and Swin V2 with
+`keep_bias=True`, which is faster there than without, compiled too. **Compiled** is `torch.compile` in its default mode, of
+Swin the faster with and without SDPA; each ratio is the patched model's images over those in the column before it. Weights
+are random: they change no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
         models,
         (file_of("models"),),
     ),
@@ -797,7 +797,8 @@ quantisation out.""",
     Section(
         "Utilisation",
         "Nsight Compute, one launch each at its own clocks",
-        """Durations are longer than under replay. Methods are as in the tables of latency: `kernel` and `qflash int8` take int8
+        """Durations are Nsight Compute's, most of them longer than under replay. Methods are as in the tables of latency:
+`kernel` and `qflash int8` take int8
 tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-profile).""",
         profile,
         (file_of("profile"),),

@@ -87,7 +87,7 @@ def write_table(path: pathlib.Path, tiles: Mapping[str, Iterable[int]], about: M
         OSError: it cannot be written.
     """
     merged = read_table(path) | {key: tuple(entry) for key, entry in tiles.items()}
-    record = {"date": datetime.date.today().isoformat(), **about}
+    record = {"changed": datetime.date.today().isoformat(), **about}
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(list(merged[key]))}" for key in sorted(merged))
     text = f'{{\n "about": {json.dumps(record)},\n "tiles": {{\n{lines}\n }}\n}}\n'
     path.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ shape by turns. The data lie in ``benchmarks/results/trials``:
 * windows, registers, and what was not kept: ``tried_h200.json``;
 * linear layers of integer networks: ``linear_h100.json``, on one H100;
 * long rows of few heads from floats: ``quantise_apart_h100.json``, on one H100;
+* packed sequences, the longest first: ``varlen_order_h100.json``, on one H100;
 * sums of V in programs of eight warps, windows on int8 without a bias: ``division_h100.json``, on one H100.
 """
 

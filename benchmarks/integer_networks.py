@@ -277,7 +277,7 @@ def summary(result: dict[str, Any]) -> list[str]:
     ratios = [row["ratio"] for row in ours]
     joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
     models, batches = len({row["model"] for row in ours}), sorted({row["batch"] for row in ours})
-    card = result["environment"]["device"].split()[1]
+    card = pages.card(result["environment"]["device"])
     return pages.wrap(
         f"[Whole networks in integers](docs/integer_network.md) ({models} models, batch {batches[0]} to {batches[-1]}, "
         f"{card}): {min(ratios):.2f} to {max(ratios):.2f} times the images a second of `torch.compile` in float16, "

@@ -21,8 +21,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from qflash.bench.problems import LONG
-from qflash.bench.workloads import WORKLOADS
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pages  # noqa: E402
+from qflash.bench.problems import LONG  # noqa: E402
+from qflash.bench.workloads import WORKLOADS  # noqa: E402
 
 SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
@@ -95,8 +98,8 @@ RUNS = (
 
 
 def card_of(device: str) -> str:
-    """Return what a GPU's name has for its model, in lower case: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
-    return next((word for word in device.lower().split() if any(map(str.isdigit, word))), "gpu")
+    """Return what files' names have for a GPU: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    return pages.card(device).lower()
 
 
 def bench(run: Run, folder: Path, printed: int | None = None) -> int:

@@ -43,6 +43,11 @@ def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
     return _MARKED.sub(lines, page)
 
 
+def card(device: str) -> str:
+    """Return what a GPU's name has for its model: ``H100`` for ``NVIDIA H100 80GB HBM3``; ``GPU`` where no word has a digit."""
+    return next((word for word in device.split() if any(map(str.isdigit, word))), "GPU")
+
+
 def wrap(paragraph: str, indent: str = "") -> list[str]:
     """Break a paragraph into lines of a page."""
     return textwrap.wrap(paragraph, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

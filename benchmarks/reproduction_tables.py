@@ -76,7 +76,7 @@ def tensor() -> list[str]:
     """Table 2 on A2."""
     rows, record = gpu_rows(found(), "profile")
     assert record is not None
-    card = record["environment"]["device"].split()[1]
+    card = pages.card(record["environment"]["device"])
     lines = [f"| A2, batch 8 | IMMA %, paper | HMMA %, paper | IMMA %, {card} | HMMA %, {card} |", "|---|---|---|---|---|"]
     for method, figures in paper_results.UTILISATION.items():
         row = row_of_method(rows, method, workload="A2", batch=8)
@@ -91,7 +91,7 @@ def energy() -> list[str]:
     """Table 3."""
     rows, record = gpu_rows(found(), "energy")
     assert record is not None
-    card = record["environment"]["device"].split()[1]
+    card = pages.card(record["environment"]["device"])
     flash = paper_results.ENERGY_UJ["Flash-2"]
     here = row_of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
     assert here is not None
@@ -165,7 +165,7 @@ def scales() -> list[str]:
 def division() -> list[str]:
     """Figure 6."""
     record = next(r for r in found()["ablate"] if on_gpu(r) and any(row["part"] == "throughput" for row in r["rows"]))
-    card = record["environment"]["device"].split()[1]
+    card = pages.card(record["environment"]["device"])
     lines = [f"| int32, {card} | 10⁹ a second |", "|---|---|"]
     lines += [f"| {row['label']} | {row['gops']:.0f} |" for row in record["rows"] if row["part"] == "throughput"]
     return lines

@@ -9,6 +9,7 @@ node, a function mode sees it, and a subclass of tensors may have a way of its o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -363,6 +364,51 @@ def _int8_tensors(
     )  # fmt: skip
 
 
+@overload
+def int8_attention(
+    query: QuantizedTensor,
+    key: QuantizedTensor,
+    value: QuantizedTensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    output_scale: float | torch.Tensor | None = None,
+    out_dtype: None = None,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor: ...
+@overload
+def int8_attention(
+    query: QuantizedTensor,
+    key: QuantizedTensor,
+    value: QuantizedTensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    output_scale: None = None,
+    out_dtype: torch.dtype,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def int8_attention(
+    query: QuantizedTensor,
+    key: QuantizedTensor,
+    value: QuantizedTensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    output_scale: float | torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    recipe: Recipe | str | None = None,
+    backend: str = "auto",
+) -> QuantizedTensor | torch.Tensor: ...
 def int8_attention(
     query: QuantizedTensor,
     key: QuantizedTensor,

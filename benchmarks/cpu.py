@@ -50,16 +50,16 @@ def measure(shape: tuple[int, int, int, int]) -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.rand(shape, generator=generator) * 8 - 4 for _ in range(3))
     exact = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double())
-    tensors = [qflash.quantize(x) for x in (query, key, value)]
-    scale = float(qflash.int8_attention(*tensors, out_dtype=torch.float32).abs().max()) / 127
+    q, k, v = (qflash.quantize(x) for x in (query, key, value))
+    scale = float(qflash.int8_attention(q, k, v, out_dtype=torch.float32).abs().max()) / 127
     methods: dict[str, Callable[[], torch.Tensor]] = {
         "sdpa float32": lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value),
-        "cpu int8": lambda: qflash.int8_attention(*tensors, output_scale=scale, backend="cpu").dequantize(),
+        "cpu int8": lambda: qflash.int8_attention(q, k, v, output_scale=scale, backend="cpu").dequantize(),
         "cpu float32": lambda: qflash.attention(query, key, value, backend="cpu"),
         "reference float32": lambda: qflash.attention(query, key, value, backend="reference"),
     }
     quality = {name: round(sqnr(exact, run()), 2) for name, run in methods.items() if "sdpa" not in name}
-    methods["cpu int8"] = lambda: qflash.int8_attention(*tensors, output_scale=scale, backend="cpu").values
+    methods["cpu int8"] = lambda: qflash.int8_attention(q, k, v, output_scale=scale, backend="cpu").values
     counts = {}
     for name, run in methods.items():
         run()
@@ -83,7 +83,7 @@ def main() -> None:
     output = parser.parse_args().output
     if reason := backends.cpu_missing():
         raise SystemExit(f"the compiled CPU kernels are not available: {reason}")
-    version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     conditions = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **records.cpu(),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import functools
 import importlib.util
 import json
 import math
@@ -90,6 +91,7 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
         handle.remove()
     for name, scale in scales.items():
         layer = quantised.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         config = Int8StaticActivationInt8WeightConfig(
             act_quant_scale=torch.full((1,) * dims[name], scale, device=layer.weight.device), granularity=PerTensor()
         )
@@ -111,10 +113,10 @@ def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std:
 
 
 METHODS: dict[str, Callable[..., Run]] = {
-    "QFlash integer network": lambda *given: ours(*given, recipe="default"),
-    "QFlash integer network, ACCURATE attention": lambda *given: ours(*given, recipe="accurate"),
-    "torchao int8 dynamic (linear layers)": lambda *given: torchao_int8(*given, static=False),
-    "torchao int8 static (linear layers)": lambda *given: torchao_int8(*given, static=True),
+    "QFlash integer network": functools.partial(ours, recipe="default"),
+    "QFlash integer network, ACCURATE attention": functools.partial(ours, recipe="accurate"),
+    "torchao int8 dynamic (linear layers)": functools.partial(torchao_int8, static=False),
+    "torchao int8 static (linear layers)": functools.partial(torchao_int8, static=True),
     "onnxruntime QDQ static": onnxruntime_qdq,
 }
 NEEDS = ("torchao", "onnxruntime")
@@ -217,8 +219,9 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     for (model, batch), rows in found.items():
         model = shown(model)
         speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
-        integer, joules = rows["integer"], [rows.get(name, {}).get("mj_per_image") for name in ("integer", "compile")]
-        energy = f"{joules[0] / joules[1]:.2f}" if all(joules) else ""
+        integer = rows["integer"]
+        ours, theirs = (rows.get(name, {}).get("mj_per_image") for name in ("integer", "compile"))
+        energy = f"{ours / theirs:.2f}" if ours and theirs else ""
         cells = (model, str(batch), *speeds, f"{integer['ratio']:.2f}", energy, f"{integer['sqnr_db']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines

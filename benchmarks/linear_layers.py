@@ -168,7 +168,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
 def run(folder: Path, layers: Sequence[Layer], device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """Measure, print the table, and write ``linear_layers.json`` after every layer."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
+    record: dict[str, Any] = {
         "what": "linear layers of integer networks beside cuBLAS",
         "environment": records.environment(device),
         "timing": f"{'CUDA-graph replay' if device.type == 'cuda' else 'calls on the CPU'}, warm, methods in turns, median of "

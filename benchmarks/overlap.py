@@ -52,7 +52,7 @@ class Case(NamedTuple):
     mix: str | None
     apart: tuple[int, int]
     body: int = 64
-    count: int = 0
+    count: int = 0  # type: ignore[assignment]
     ordered: bool = False
 
 

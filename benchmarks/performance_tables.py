@@ -34,7 +34,7 @@ READ: list[str] = []
 
 
 @functools.cache
-def results(name: str) -> dict[str, Any]:
+def results(name: str) -> Any:
     """Return a result file, by its name in ``results`` without the suffix."""
     READ.append(name)
     return json.loads((HERE / "results" / f"{name}.json").read_text())
@@ -47,7 +47,8 @@ def file_of(run: str) -> str:
 
 def rows_of(run: str) -> list[dict[str, Any]]:
     """Return the rows of a run's result file."""
-    return results(file_of(run))["rows"]
+    rows: list[dict[str, Any]] = results(file_of(run))["rows"]
+    return rows
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -428,6 +429,11 @@ def models() -> list[str]:
     return lines
 
 
+def begins(name: str, model: str) -> bool:
+    """Tell whether a model's name begins like this."""
+    return model.startswith(name)
+
+
 def is_swin(model: str) -> bool:
     """Tell whether it is a Swin or a Swin V2."""
     return model.lower().startswith("swin")
@@ -531,7 +537,8 @@ def readme() -> list[str]:
     uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
     add("energy, A2 batch 8", [uj])
     for name, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
-        eager, compiled = (patched_ratios(lambda model, name=name: model.startswith(name), compiled=of) for of in (False, True))
+        is_one = functools.partial(begins, name)
+        eager, compiled = (patched_ratios(is_one, compiled=of) for of in (False, True))
         lines.append(f"| {which} as a whole, batch 1, 8, 64 | {eager}; compiled {compiled} | |")
     return lines
 

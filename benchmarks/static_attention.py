@@ -66,7 +66,7 @@ def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
             if options is not None:
                 qflash.calibrate(model, calibration.split(5), progress=False, **options)
             got = model(judged)
-            row = {"recipe": name, "scales": method, "images": len(judged), "calibration": len(calibration)}
+            row: dict[str, Any] = {"recipe": name, "scales": method, "images": len(judged), "calibration": len(calibration)}
             row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
             if not all(math.isfinite(row[key]) for key in ("sqnr_db", "cosine_mean")):
                 raise ValueError(f"{name}, {method}: a result is not finite")
@@ -85,7 +85,8 @@ class Heads(nn.Module):
     """Attention of a packed projection, (batch, tokens, 3, heads, channels)."""
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(*packed.permute(2, 0, 3, 1, 4).unbind(0))
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
 def processor_ms(call: Callable[[], object]) -> float:

@@ -64,7 +64,7 @@ class Trace(NamedTuple):
     page: str
     place: str
     source: str
-    count: int
+    count: int  # type: ignore[assignment]
     example: str = ""
 
 

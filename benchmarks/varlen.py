@@ -119,7 +119,7 @@ def run(folder: Path, batches: Sequence[Batch], device: torch.device, rounds: in
     """Measure, print the table, and write ``varlen.json`` after every batch."""
     folder.mkdir(parents=True, exist_ok=True)
     timed = "CUDA-graph replay, and eager calls until the device is done" if device.type == "cuda" else "calls on the CPU"
-    record = {
+    record: dict[str, Any] = {
         "what": "attention of packed sequences, float16 in and out, quantisation within the clock",
         "environment": records.environment(device),
         "timing": f"{timed}, warm, methods in turns, median of {rounds} samples",

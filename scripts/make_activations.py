@@ -64,7 +64,8 @@ def capture(data: Path | None, console: Console) -> dict[str, LayerCall]:
     for label, (photo, layer, head) in HEADS.items():
         (call,) = layers[layer]
         spot = PHOTOS.index(photo)
-        found[label] = LayerCall(*(x[spot : spot + 1, head : head + 1].half() for x in (call.query, call.key, call.value)))
+        query, key, value = (x[spot : spot + 1, head : head + 1].half() for x in (call.query, call.key, call.value))
+        found[label] = LayerCall(query, key, value)
     return found
 
 

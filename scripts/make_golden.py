@@ -180,7 +180,8 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
 
 
 def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
-    module = Mean(*inputs["h"].shape[1:], DTYPES[parameters["output"]])
+    _, tokens, channels = inputs["h"].shape
+    module = Mean(tokens, channels, DTYPES[parameters["output"]])
     module.load_state_dict({"multiplier": inputs["multiplier"], "offset": inputs["offset"]})
     module.left = parameters["left"]
     return {"output": module(inputs["h"])}
@@ -418,8 +419,8 @@ def int8_attention(
     if offset:
         inputs["value_offset"] = 5 * draw.normal(batch, key_heads, 1, value_dim)
     if output_scale is not None:
-        shape = scale_shape(output_scale, (batch, heads, 1, value_dim))
-        inputs["output_scale"] = 0.006 * (0.5 * draw.normal(*shape)).exp()
+        sizes = scale_shape(output_scale, (batch, heads, 1, value_dim))
+        inputs["output_scale"] = 0.006 * (0.5 * draw.normal(*sizes)).exp()
     rows = (batch, heads, queries, keys)
     if mask == "bool":
         inputs["mask"] = draw.normal(batch, 1, queries, keys) > -0.3
@@ -778,6 +779,7 @@ def whole_networks() -> dict[str, Case]:
     from timm.models.vision_transformer import VisionTransformer as FloatVit
 
     cases = {}
+    sizes: dict[str, Any]
     for name, options in NETWORKS.items():
         torch.manual_seed(0)
         if name.startswith("vit"):

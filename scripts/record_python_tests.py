@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 import qflash
 from qflash.versions import package_version
@@ -46,7 +47,7 @@ def main(output: pathlib.Path | None, processes: int) -> int:
     }
     print(json.dumps(result, indent=1))
     if output is not None:
-        record = json.loads(output.read_text()) if output.exists() else {"tests": list(TESTS), "runs": {}}
+        record: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"tests": list(TESTS), "runs": {}}
         if record["tests"] != list(TESTS):
             record = {"tests": list(TESTS), "runs": {}}
         record["runs"]["{}.{}".format(*sys.version_info)] = result

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import inspect
 import json
 import math
@@ -88,10 +89,10 @@ class Recorder:
         out = qflash.attention(query, key, value, attn_mask, **options)
         if query.is_meta:
             return out
-        wide = [x.double() for x in (query, key, value)]
+        wide = query.double(), key.double(), value.double()
         mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.double()
         kept = {name: options[name] for name in ("is_causal", "scale", "enable_gqa") if name in options}
-        exact = nn.functional.scaled_dot_product_attention(*wide, mask, **kept)
+        exact = nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, **kept)
         # a row with no key is zero here and NaN there
         exact = exact.nan_to_num()
         noise = (exact - out.double()).square().sum()
@@ -137,6 +138,11 @@ def randomise(model: nn.Module) -> None:
         elif parameter.numel() == max(parameter.shape, default=1) and parameter.abs().max() < 1e-3:
             # scales of norms and layers, and biases, of which many begin at 0 or 1e-6
             parameter.normal_(0.5 if name.endswith(("weight", "gamma")) else 0.0, 0.1, generator=generator)
+
+
+def call_with_one(x: torch.Tensor, model: nn.Module) -> Any:
+    """Run a model that takes one tensor."""
+    return model(x)
 
 
 def run_patched(model: nn.Module, call: Callable[[nn.Module], Any], exact: Any = None) -> dict[str, Any]:
@@ -329,7 +335,7 @@ def survey_timm(names: list[str], store: Store) -> None:
     for name in bar("timm, run", [name for _, name in sorted(smallest.values()) if name in names and name not in done]):
         try:
             model, x = make_timm(name)
-            result = run_patched(model, lambda model, x=x: model(x))
+            result = run_patched(model, functools.partial(call_with_one, x))
             result["input"] = list(x.shape)
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -358,7 +364,7 @@ def survey_torchvision(names: list[str], store: Store) -> None:
         model = torchvision.models.get_model(name, **options).eval()
         randomise(model)
         x = torch.randn(1, 3, side, side)
-        store.put("torchvision_runs", name, run_patched(model, lambda model, x=x: model(x)))
+        store.put("torchvision_runs", name, run_patched(model, functools.partial(call_with_one, x)))
 
 
 # --- transformers
@@ -554,8 +560,8 @@ def field(config: Any, *names: str, default: Any = None) -> Any:
 def sides_of(config: Any) -> list[tuple[int, int]]:
     """Return heights and widths of images to try: those of the config first."""
     known = [getattr(part, name, None) for part in parts_of(config) for name in ("image_size", "pretrain_image_size")]
-    known = [(size["height"], size["width"]) if isinstance(size, dict) else size for size in known if size]
-    pairs = [(size, size) if isinstance(size, int) else (tuple(size) * 2)[-2:] for size in known]
+    sizes: list[Any] = [(size["height"], size["width"]) if isinstance(size, dict) else size for size in known if size]
+    pairs = [(size, size) if isinstance(size, int) else (tuple(size) * 2)[-2:] for size in sizes]
     usual = [(224, 224), (336, 336), (48, 320), (96, 640), (256, 256), (512, 512), (640, 640), (1024, 1024), (1536, 1536)]
     return list(dict.fromkeys([*pairs, *[(min(pair), min(pair)) for pair in pairs], *usual]))
 
@@ -659,12 +665,12 @@ def calls_of(model: Any) -> Iterator[Callable[[Any], Any]]:
                 yield call_with({name: each for name, each in given.items() if name in asked})
     sides = sides_of(config)
     frames = field(config, "num_frames", "frames_per_clip", default=16)
-    shapes = [((1,), side) for side in sides]
+    shapes: list[tuple[tuple[int, ...], tuple[int, int]]] = [((1,), side) for side in sides]
     shapes += [(lead, side) for side in sides[:2] for lead in ((1, 2), (1, frames), (1, 4))]
     for lead, side in shapes:
         if "inference_session" in asked:
             video = make(2, channels, *side)
-            yield lambda model, video=video: track(model, video)
+            yield functools.partial(track, video=video)
             continue
         pixels = make(*lead, channels, *side)
         given = {main: pixels}
@@ -840,8 +846,9 @@ def timm_table(data: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name in sorted(set(everywhere)):
+        nothing: tuple[str, dict[str, Any]] = ("", {})
         run, entry = next(
-            ((run, each) for run, each in data["timm_runs"].items() if name in (each.get("layers") or {})), ("", {})
+            ((run, each) for run, each in data["timm_runs"].items() if name in (each.get("layers") or {})), nothing
         )
         layer = (entry.get("layers") or {}).get(name, {})
         reason = reason_of(name) or "; ".join(layer.get("reasons", ()))

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from qflash.versions import source_commit
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/gpu", "tests/kernels/test_quantize_streaming.py")
 
@@ -61,6 +63,7 @@ def main(output: pathlib.Path, processes: int, tests: Sequence[str]) -> int:
     has_gpu = torch.cuda.is_available()
     record = {
         "date": datetime.date.today().isoformat(),
+        "commit": source_commit(),
         "device": torch.cuda.get_device_name() if has_gpu else None,
         "capability": torch.cuda.get_device_capability() if has_gpu else None,
         "torch": torch.__version__,

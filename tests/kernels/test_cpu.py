@@ -418,6 +418,28 @@ def test_a_fixed_point_bias_about_its_limit_has_the_reference_bits(most: int) ->
     assert same_bits(got, expected)
 
 
+@pytest.mark.parametrize("octaves", [300.0, 700.0, 1100.0, 1500.0, 1900.0, 3000.0])
+def test_multipliers_about_their_bound_have_the_reference_bits(octaves: float) -> None:
+    """Of scores a step of which is so many octaves, made up for by a bias: where a multiplier has no fraction bits left."""
+    query = qflash.QuantizedTensor(torch.ones(1, 1, 1, 16, dtype=torch.int8), torch.tensor(1.0))
+    # scores of 0, 1 and 2
+    key = torch.zeros(1, 1, 3, 16, dtype=torch.int8)
+    key[0, 0, 1, 0], key[0, 0, 2, :2] = 1, 1
+    value = qflash.QuantizedTensor(torch.tensor([-100, 20, 90], dtype=torch.int8).view(1, 1, 3, 1), torch.tensor(1.0))
+    int8 = query, qflash.QuantizedTensor(key, torch.tensor(1.0)), value
+    seen = set()
+    for shift in torch.linspace(-1.0, 1.0, 9):
+        bias = torch.tensor([0.0, -octaves, -2 * octaves + float(shift)]).mul(65536).round().to(torch.int32).view(1, 1, 1, 3)
+        scale = octaves * math.log(2)
+        got, expected = (
+            qflash.int8_attention(*int8, bias, scale=scale, out_dtype=torch.float32, backend=name)
+            for name in ("cpu", "reference")
+        )
+        assert same_bits(got, expected)
+        seen.add(float(expected))
+    assert len(seen) > 1 or octaves > 1792
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_bias_has_the_reference_bits(dtype: torch.dtype) -> None:
     """Rows near 0 and far from it, of every length, with what is not finite; with one thread and with several."""

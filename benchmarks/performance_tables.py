@@ -817,7 +817,7 @@ tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflas
     ),
     Section(
         "Instructions per score",
-        "Counted in the machine code of Triton 3.6",
+        "Counted in the machine code of Triton 3.6, 2026-11-29",
         """By `qflash verify`: warp instructions of a whole kernel where a program computes
 all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
 

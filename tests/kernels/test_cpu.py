@@ -440,6 +440,48 @@ def test_multipliers_about_their_bound_have_the_reference_bits(octaves: float) -
     assert len(seen) > 1 or octaves > 1792
 
 
+@pytest.mark.parametrize("octaves", [0.7, 1.3, 2.6, 3.3, 5.1, 7.9, 11.0])
+def test_large_steps_of_a_score_are_released_like_the_reference(octaves: float) -> None:
+    """Multipliers with few fraction bits, and tiles of keys whose maxima are a step of a score apart."""
+    values = torch.full((1, 1, 200, 1), -100, dtype=torch.int8)
+    values[:, :, 90:] = 70
+    # most channels are zero: they only make the multiplier's bound small
+    query, key = torch.zeros(1, 1, 1, 256, dtype=torch.int8), torch.zeros(1, 1, 200, 256, dtype=torch.int8)
+    query[..., 0], key[:, :, 90:, 0], key[:, :, 170, 0] = 1, 1, 2
+    one = torch.tensor(1.0)
+    int8 = [qflash.QuantizedTensor(x, one) for x in (query, key, values)]
+    recipe = qflash.PAPER.replace(normalization="online")
+    got, expected = (
+        qflash.int8_attention(*int8, scale=octaves * math.log(2), out_dtype=torch.float32, recipe=recipe, backend=name)
+        for name in ("cpu", "reference")
+    )
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("channel", [0, 1, 16, 38])
+@pytest.mark.parametrize("granularity", ["head", "channel"])
+def test_nan_in_one_channel_has_the_reference_bits(granularity: str, channel: int) -> None:
+    x = torch.randn(1, 2, 40, 39, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 7, channel] = math.nan
+    got, expected = (qflash.quantize(x, granularity, center=True, backend=name) for name in ("cpu", "reference"))
+    assert same_bits(got.values, expected.values) and same_bits(got.scale, expected.scale)
+    assert got.offset is not None and expected.offset is not None and same_bits(got.offset, expected.offset)
+
+
+@pytest.mark.parametrize("zero", ["query", "key", "value"])
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+def test_scales_of_zero_have_the_reference_bits(granularity: str, zero: str) -> None:
+    """They are refused where a tensor is made, but may be written later."""
+    tensors = {}
+    for name, x in zip(("query", "key", "value"), make_inputs(1, 2, 5, 40, 16), strict=True):
+        tensors[name] = qflash.quantize(x, "tensor" if name == "value" else granularity, backend="reference")
+    tensors[zero].scale.zero_()
+    got, expected = (
+        qflash.int8_attention(*tensors.values(), out_dtype=torch.float32, backend=name) for name in ("cpu", "reference")
+    )
+    assert same_bits(got, expected) and bool(expected.isnan().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_bias_has_the_reference_bits(dtype: torch.dtype) -> None:
     """Rows near 0 and far from it, of every length, with what is not finite; with one thread and with several."""

@@ -43,9 +43,9 @@ def test_layers_at_the_ends_of_their_ranges() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_rows_and_many_of_them(kind: str) -> None:
-    """More rows than a block has, and weights of more inputs than are packed at a time."""
+    """More rows than a block has, weights of more inputs than are packed at a time, and rows of which few are a block."""
     chance = random.Random(kind)
-    for rows, inputs, outputs in ((400, 384, 40), (70, 3072, 19), (1500, 588, 17)):
+    for rows, inputs, outputs in ((400, 384, 40), (70, 3072, 19), (1500, 588, 17), (30, 20000, 17)):
         x = integers(-128, 128, (rows, inputs), torch.int8, chance)
         check(linear(x, integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance))
 

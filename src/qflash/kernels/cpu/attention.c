@@ -490,13 +490,10 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                     total[r] = total[r] * release >> 24;
                 }
                 row_max[r] = most;
-                for (int64_t j = depth; j < grouped(depth); j++) {
-                    w->p[r * line + start + j] = 0;
-                    if (by.bits == 15) w->upper[r * line + start + j] = 0;
-                }
+                for (int64_t j = depth; j < grouped(depth); j++) w->p[r * line + start + j] = 0;
+                /* probabilities have 7 bits: none has an upper byte */
                 total[r] += row_probabilities(
-                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start,
-                    w->upper + r * line + start
+                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start, w->upper
                 ).rounded;
             }
         }

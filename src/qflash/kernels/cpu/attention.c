@@ -746,17 +746,15 @@ INLINE int32_t centered_ranges(rows_of x, int64_t n, const int64_t d, float *res
 }
 
 /* A head with given steps and middles, both (heads, channels), of which `offset` may be NULL: quantization.quantize_values.
- * `range` has room for three rows. */
+ * `range` has room for two rows. */
 INLINE void quantize_given_head(const conversion *a, const int64_t d, rows_of x, int64_t head, float *restrict range) {
     const int64_t n = a->tokens;
     int8_t *restrict out = a->values + head * n * d;
     const float *step = a->scale + head % a->heads * d;
     float *inverse = range, *middle = range + d;
-    int32_t *keep = (int32_t *)(range + 2 * d);
     for (int64_t c = 0; c < d; c++) {
         inverse[c] = 1.0f / step[c];
         middle[c] = a->offset ? a->offset[head % a->heads * d + c] : 0.0f;
-        keep[c] = step[c] == step[c] ? -1 : 0; /* a NaN alone makes values 0: quantization.quantize_values */
     }
     for (int64_t i = 0; i < n; i++)
         for (int64_t c = 0; c < d; c++) {
@@ -764,8 +762,7 @@ INLINE void quantize_given_head(const conversion *a, const int64_t d, rows_of x,
             int32_t value = to_int8(one, inverse[c]); /* of what is not saturated */
             value = about >= 127.0f ? 127 : value;
             value = about <= -128.0f ? -128 : value;
-            value = about == about ? value : 0;
-            out[i * d + c] = (int8_t)(value & keep[c]);
+            out[i * d + c] = (int8_t)(about == about ? value : 0); /* as of a step that is NaN */
         }
 }
 

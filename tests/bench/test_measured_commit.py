@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import qflash
 from helpers import BENCHMARKS
+from qflash.bench import records
 
 ROOT = BENCHMARKS.parent
 CARD = "h200"
@@ -67,3 +70,14 @@ def test_every_result_names_a_commit_with_the_same_kernels(path: Path) -> None:
         if changed(named()) is None:
             pytest.skip("this is no clone with its history")
         assert changed(environment["commit"]) == "", environment["commit"]
+
+
+def test_results_name_the_commit_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLASH_COMMIT", "abc1234")
+    assert records.environment(torch.device("cpu"))["commit"] == "abc1234"
+    monkeypatch.delenv("QFLASH_COMMIT")
+    commit = records.environment(torch.device("cpu"))["commit"]
+    if (Path(qflash.__file__).resolve().parents[2] / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit)
+    else:
+        assert commit is None

@@ -217,19 +217,12 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     for (model, batch), rows in found.items():
-        model = shown(model)
         speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
-        integer = rows["integer"]
-        ours, theirs = (rows.get(name, {}).get("mj_per_image") for name in ("integer", "compile"))
-        energy = f"{ours / theirs:.2f}" if ours and theirs else ""
-        cells = (
-            model,
-            str(batch),
-            *speeds,
-            f"{integer['images_per_s'] / rows['compile']['images_per_s']:.2f}",
-            energy,
-            f"{integer['sqnr_db']:.1f}",
-        )
+        integer, compiled = rows["integer"], rows["compile"]
+        joules, others = integer.get("mj_per_image"), compiled.get("mj_per_image")
+        energy = f"{joules / others:.2f}" if joules and others else ""
+        ratio = integer["images_per_s"] / compiled["images_per_s"]
+        cells = (shown(model), str(batch), *speeds, f"{ratio:.2f}", energy, f"{integer['sqnr_db']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -50,17 +50,17 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml Makefile
+$(READY): pyproject.toml lab/pyproject.toml Makefile
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed; choose one with PYTHON=python3.x" >&2; exit 1; }
 	@echo "Installing into $(VENV): several minutes the first time, mostly PyTorch"
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[demo,dev,onnx]" $(REQUIREMENTS)
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[timm,dev,onnx]" --editable ./lab $(REQUIREMENTS)
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/qflash demo --output qflash-report $(ARGS)
+	$(BIN)/qflash-lab demo --output qflash-report $(ARGS)
 
 test-all: EVERY := --all
 test test-all: $(READY)
@@ -68,10 +68,11 @@ test test-all: $(READY)
 	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(EVERY) \
 		tests/kernels/test_gluon_on_ptx.py)
 
-build/floor: pyproject.toml Makefile
+build/floor: pyproject.toml lab/pyproject.toml Makefile
 	rm -rf $@
 	"$(FLOOR_PYTHON)" -m venv $@
 	$@/bin/python -m pip install --quiet --no-compile --editable . $(FLOORS) "numpy<2.4" pytest pytest-xdist hypothesis
+	$@/bin/python -m pip install --quiet --no-compile --no-deps --editable ./lab
 	@touch $@
 
 # What meets PyTorch's and the models' own interfaces, and kernels in the interpreter
@@ -80,14 +81,14 @@ test-floor: build/floor
 		tests/core/test_defaults.py tests/integrations/test_transformers.py tests/integrations/test_timm.py tests/core/test_cli.py)
 
 # The package from its wheel, with the newest versions that another Python gets
-build/python%: pyproject.toml Makefile
+build/python%: pyproject.toml lab/pyproject.toml Makefile
 	rm -rf $@
 	"$(call find_python,$(PYTHON),$*)" -m venv $@
-	$@/bin/python -m pip install --quiet --no-compile ".[demo,dev,onnx]" $(REQUIREMENTS)
+	$@/bin/python -m pip install --quiet --no-compile ".[timm,dev,onnx]" ./lab $(REQUIREMENTS)
 	@touch $@
 
 test-python: build/$(notdir $(PYTHON))
-	$</bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$</bin/python -m pip install --quiet --no-deps --force-reinstall . ./lab
 	OMP_NUM_THREADS=1 $</bin/python scripts/record_python_tests.py $(ARGS)
 
 fuzz: $(READY)
@@ -108,7 +109,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 verify: $(READY)
-	$(BIN)/qflash verify $(ARGS)
+	$(BIN)/qflash-lab verify $(ARGS)
 
 build/triton36: $(READY)
 	rm -rf $@
@@ -116,7 +117,7 @@ build/triton36: $(READY)
 	@touch $@
 
 verify-triton36: build/triton36
-	PYTHONPATH=build/triton36 $(BIN)/qflash verify $(ARGS)
+	PYTHONPATH=build/triton36 $(BIN)/qflash-lab verify $(ARGS)
 
 train: $(READY)
 	$(BIN)/python scripts/train_models.py $(ARGS)
@@ -125,14 +126,14 @@ ladder: $(READY)
 	$(BIN)/python benchmarks/ladder.py $(ARGS)
 
 report: $(READY)
-	$(BIN)/qflash report $(ARGS)
+	$(BIN)/qflash-lab report $(ARGS)
 
 $(VENV)/.ready-real: $(READY)
 	$(BIN)/python -m pip install --quiet --no-compile "onnx<2" "onnxruntime<2"
 	@touch $@
 
 real: $(VENV)/.ready-real
-	$(BIN)/qflash real $(ARGS)
+	$(BIN)/qflash-lab real $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist qflash-report qflash-reproduction qflash-real .pytest_cache .mypy_cache .ruff_cache .hypothesis

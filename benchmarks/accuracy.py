@@ -1,7 +1,7 @@
 """SQNR and MSE of every method: A2 and A7 with 8 images, other distributions, real activations; tables of README and docs.
 
 python benchmarks/accuracy.py measures, writes results/accuracy*.json and .csv beside this script and the tables into the
-pages. ``--real`` measures only what ``qflash accuracy --input real`` downloads, and the activations of the tests.
+pages. ``--real`` measures only what ``qflash-lab accuracy --input real`` downloads, and the activations of the tests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from qflash.baselines import get_method
-from qflash.baselines.integer import make_scores, quantize_input
-from qflash.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
-from qflash.bench.metrics import exact_attention, sqnr
-from qflash.bench.records import environment, write_json
-from qflash.bench.workloads import get_workload, paper_inputs
+from qflash_lab.baselines import get_method
+from qflash_lab.baselines.integer import make_scores, quantize_input
+from qflash_lab.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
+from qflash_lab.bench.metrics import exact_attention, sqnr
+from qflash_lab.bench.records import environment, write_json
+from qflash_lab.bench.workloads import get_workload, paper_inputs
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

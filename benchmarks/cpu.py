@@ -22,10 +22,10 @@ import torch
 
 import qflash
 from qflash import backends
-from qflash.bench import records
-from qflash.bench.metrics import sqnr
-from qflash.bench.workloads import get_workload
 from qflash.kernels.cpu.launch import _compiler
+from qflash_lab.bench import records
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.workloads import get_workload
 
 SHAPES = {
     **{f"A{n} b{batch}": get_workload(f"A{n}").shape(batch) for batch in (1, 8) for n in (1, 2, 3, 4, 5, 6, 7)},

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qflash.evaluation.real_data import FASHION_FOLDERS
-from qflash.evaluation.top1 import run_evaluate
+from qflash_lab.evaluation.real_data import FASHION_FOLDERS
+from qflash_lab.evaluation.top1 import run_evaluate
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 """What is evaluated, by the name of its table."""
 PROBE = "real_fashion_h100"
-"""Of the classifiers on DINOv2-S's features, by ``qflash real --part fashion``."""
+"""Of the classifiers on DINOv2-S's features, by ``qflash-lab real --part fashion``."""
 FILES = {"digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fashion": "evaluate_fashion"}
 """Names of the committed results."""
 

@@ -33,10 +33,10 @@ from rich.progress import track
 from torch import nn
 
 import qflash
-from qflash.bench import onnx_models
-from qflash.bench.metrics import sqnr
-from qflash.evaluation import probe, real_data, small_models
-from qflash.evaluation.statistics import mcnemar_exact, wilson_interval
+from qflash_lab.bench import onnx_models
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.evaluation import probe, real_data, small_models
+from qflash_lab.evaluation.statistics import mcnemar_exact, wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -210,7 +210,7 @@ def shown(model: str) -> str:
 
 
 def speed_table(result: dict[str, Any]) -> list[str]:
-    """Lay what ``qflash models --integer`` measured out in Markdown: a row a model and batch."""
+    """Lay what ``qflash-lab models --integer`` measured out in Markdown: a row a model and batch."""
     heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | energy ÷ compiled | SQNR of its logits, dB |"
     lines = [heading, "|---|---|---|---|---|---|---|---|"]
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
@@ -274,7 +274,7 @@ def cpu_table(result: dict[str, Any]) -> list[str]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Say in a sentence what ``qflash models --integer`` measured."""
+    """Say in a sentence what ``qflash-lab models --integer`` measured."""
     ours = [row for row in result["rows"] if row["method"] == "integer"]
     base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
     ratios = [row["ratio"] for row in ours]

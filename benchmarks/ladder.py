@@ -1,4 +1,4 @@
-"""The accuracy tables of README.md and docs/algorithm.md: the ladder of ``qflash ablate --part steps``, and amplitudes.
+"""The accuracy tables of README.md and docs/algorithm.md: the ladder of ``qflash-lab ablate --part steps``, and amplitudes.
 
 Every row differs from the one above it by one field of the recipe. The reference back end computes them, so
 the figures hold for every back end. ``docs/algorithm.md`` explains the rows and quotes the result.
@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 import qflash
-from qflash.baselines import AUTHORS, PRINTED
-from qflash.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
-from qflash.bench.console import progress_bar
-from qflash.bench.metrics import exact_attention, sqnr
+from qflash_lab.baselines import AUTHORS, PRINTED
+from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
+from qflash_lab.bench.console import progress_bar
+from qflash_lab.bench.metrics import exact_attention, sqnr
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qflash.bench import errors, records, timers
 from qflash.network import execution  # noqa: F401 - registers the operators
+from qflash_lab.bench import errors, records, timers
 
 PEAK = {"h100": (1979e12, 3.35e12), "h200": (1979e12, 4.8e12)}
 """Dense int8 operations and bytes a second by a card's name, from the vendor's data sheets (SXM)."""

@@ -1,4 +1,4 @@
-"""Measure what docs/performance/tables.md says about attention: every ``qflash bench`` that it needs, on this GPU.
+"""Measure what docs/performance/tables.md says about attention: every ``qflash-lab bench`` that it needs, on this GPU.
 
 ``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run, named after it and the GPU; the committed ones lie
 in ``benchmarks/results``. Kernels are compiled by several processes first, which one process would do one after the other.
@@ -24,8 +24,8 @@ from rich.progress import track
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
-from qflash.bench.problems import LONG  # noqa: E402
-from qflash.bench.workloads import WORKLOADS  # noqa: E402
+from qflash_lab.bench.problems import LONG  # noqa: E402
+from qflash_lab.bench.workloads import WORKLOADS  # noqa: E402
 
 SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
@@ -44,7 +44,7 @@ CALLED = ("8,6,197,64", "64,3,49,32", "1,12,577,64", "1,12,1024,64", "1,12,2048,
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One call of ``qflash bench``; all but ``name`` are its options. No methods are all of them."""
+    """One call of ``qflash-lab bench``; all but ``name`` are its options. No methods are all of them."""
 
     name: str
     workloads: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Run:
     rounds: int = 15
 
     def options(self) -> list[str]:
-        """Return the command line behind ``qflash bench``."""
+        """Return the command line behind ``qflash-lab bench``."""
         several = {
             "--workload": self.workloads,
             "--batch": map(str, self.batches),
@@ -103,8 +103,8 @@ def card_of(device: str) -> str:
 
 
 def bench(run: Run, folder: Path, printed: int | None = None) -> int:
-    """Call ``qflash bench`` in a process of its own, printing here unless ``printed`` says where; return its exit status."""
-    command = [sys.executable, "-m", "qflash", "bench", *run.options(), "--output", str(folder)]
+    """Call ``qflash-lab bench`` in a process of its own, printing here or to ``printed``; return its exit status."""
+    command = [sys.executable, "-m", "qflash_lab", "bench", *run.options(), "--output", str(folder)]
     return subprocess.run(command, stdout=printed, stderr=subprocess.STDOUT).returncode
 
 

@@ -24,7 +24,7 @@ import timm
 import torch
 
 import qflash
-from qflash.bench import onnx_models, records
+from qflash_lab.bench import onnx_models, records
 
 MODELS = ("deit_tiny_patch16_224",)
 BATCHES = (1, 8)

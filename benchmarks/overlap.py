@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qflash.bench import records
+from qflash_lab.bench import records
 
 INSTRUCTIONS = {
     # of each of the two integer pipes, with three registers to read, two or one

@@ -354,7 +354,7 @@ def profile() -> list[str]:
 
 
 def instructions() -> list[str]:
-    """Instructions a score of every case that ``qflash verify`` compiles, with Triton 3.6."""
+    """Instructions a score of every case that ``qflash-lab verify`` compiles, with Triton 3.6."""
     lines = ["| case | sm_80 | sm_90 | registers (sm_90) | spills (sm_90) |", "|---|---|---|---|---|"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for report in results("verify_triton36"):
@@ -781,9 +781,9 @@ ours: operations against the card's dense int8 peak, and bytes that have to move
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """Images a second of timm's models in fp16, one to three forward passes a graph (`qflash models`, median of 11 rounds
-by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module made to
-call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, in Swin and Swin V2 with
+        """Images a second of timm's models in fp16, one to three forward passes a graph (`qflash-lab models`, median of 11
+rounds by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
+made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, in Swin and Swin V2 with
 `keep_bias=True`, which is faster there than without, compiled too. **Compiled** is `torch.compile` in its default mode, of
 Swin the faster with and without SDPA; each ratio is the patched model's images over those in the column before it. Weights
 are random: they change no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
@@ -811,14 +811,14 @@ quantisation out.""",
         "Nsight Compute, one launch each at its own clocks",
         """Durations are Nsight Compute's, most of them longer than under replay. Methods are as in the tables of latency:
 `kernel` and `qflash int8` take int8
-tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-profile).""",
+tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-lab-profile).""",
         profile,
         (file_of("profile"),),
     ),
     Section(
         "Instructions per score",
         "Counted in the machine code of Triton 3.6, 2026-11-29",
-        """By `qflash verify`: warp instructions of a whole kernel where a program computes
+        """By `qflash-lab verify`: warp instructions of a whole kernel where a program computes
 all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
 
 * `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere

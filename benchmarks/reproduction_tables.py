@@ -1,4 +1,4 @@
-"""Write the tables of docs/reproduction.md: the claims as ``qflash report`` judges them, and the paper's figures beside ours.
+"""Write the tables of docs/reproduction.md: the claims as ``qflash-lab report`` judges them, beside the paper's figures.
 
 ``python benchmarks/reproduction_tables.py``, from the committed results.
 """
@@ -9,9 +9,9 @@ import functools
 import sys
 from pathlib import Path
 
-from qflash.bench import paper_results
-from qflash.report.claims import RULES, SECTIONS, claims, counts
-from qflash.report.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
+from qflash_lab.paper import paper_results
+from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
+from qflash_lab.paper.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -22,7 +22,7 @@ PAGE = HERE.parent / "docs" / "reproduction.md"
 
 @functools.cache
 def found() -> Found:
-    """Return the committed results, as ``qflash report`` reads them."""
+    """Return the committed results, as ``qflash-lab report`` reads them."""
     return read_results([HERE / "results"])
 
 

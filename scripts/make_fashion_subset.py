@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from qflash.evaluation.classifiers import draw_subset
-from qflash.evaluation.real_data import Labelled, load_fashion
-from qflash.evaluation.small_models import CALIBRATION, SUBSET
+from qflash_lab.evaluation.classifiers import draw_subset
+from qflash_lab.evaluation.real_data import Labelled, load_fashion
+from qflash_lab.evaluation.small_models import CALIBRATION, SUBSET
 
-WEIGHTS = Path(__file__).resolve().parents[1] / "src" / "qflash" / "weights"
+WEIGHTS = Path(__file__).resolve().parents[1] / "lab" / "src" / "qflash_lab" / "weights"
 TEST_IMAGES = 500
 
 

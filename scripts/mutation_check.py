@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "tests" / "mutants_explained.json"
-COPIED = ("src", "tests", "golden", "scripts", "pyproject.toml")
+COPIED = ("src", "lab", "tests", "golden", "scripts", "pyproject.toml")
 
 GOLDEN = "tests/core/test_golden.py -k 'committed_bits and {}'"
 SANITIZED = "tests/kernels/test_cpu_driver.py -k no_access"
@@ -38,7 +38,7 @@ TESTS = {
     "src/qflash/fixed_point.py": (
         GOLDEN.format("reference"), "tests/fuzz/test_back_ends.py -k in_c", "tests/kernels/test_cpu.py -k finest",
         "tests/core/test_fixed_point.py", "tests/core/test_missing_mass.py -k rounded_once",
-        "tests/core/test_errors.py -k 513", "tests/verify/test_bounds.py",
+        "tests/core/test_errors.py -k 513", "tests/lab/verify/test_bounds.py",
     ),
     "src/qflash/reference.py": (
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/fuzz/test_properties.py -k tiles_and_checks",
@@ -50,7 +50,7 @@ TESTS = {
     ),
     "src/qflash/network/operators.py": (
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/network/test_operators.py",
-        "tests/kernels/test_network_cpu.py", "tests/core/test_network_errors.py", "tests/verify/test_bounds.py",
+        "tests/kernels/test_network_cpu.py", "tests/core/test_network_errors.py", "tests/lab/verify/test_bounds.py",
     ),
     "src/qflash/kernels/cpu/attention.c": (
         *IN_C, "tests/kernels/test_cpu.py -k 'floored or payload or multipliers or released or one_channel or of_zero'",
@@ -280,7 +280,7 @@ def run_tests(copy: pathlib.Path, arguments: str, cache: pathlib.Path | None, lo
                 os.dup2(output.fileno(), 2)
             os.chdir(copy)
             sys.dont_write_bytecode = True
-            sys.path[:0] = [str(copy / "src"), str(copy / "tests")]
+            sys.path[:0] = [str(copy / "src"), str(copy / "lab" / "src"), str(copy / "tests")]
             if cache is not None:
                 os.environ["XDG_CACHE_HOME"] = str(cache)
             import qflash

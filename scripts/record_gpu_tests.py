@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from qflash.versions import source_commit
+from qflash_lab.bench.records import source_commit
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ("tests/gpu", "tests/kernels/test_quantize_streaming.py")

@@ -1,4 +1,4 @@
-"""Build a release, try it in bare environments, and tag it.
+"""Build a release of both packages, try it in bare environments, and tag it.
 
     python scripts/release.py                 # build into dist/, look at the files, install and run both in bare environments
     python scripts/release.py --tag           # the same from a clean tree, then the tag vVERSION; pushing is left to you
@@ -19,12 +19,21 @@ import venv
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-NEEDED = (
-    "qflash/__init__.py", "qflash/py.typed", "qflash/baselines/tuned.json", "qflash/kernels/cpu/attention.c",
-    "qflash/kernels/cpu/network.c", "qflash/kernels/cpu/products.h", "qflash/weights/fashion-images.safetensors",
-    *(f"qflash/weights/{data}-{kind}.safetensors" for data in ("digits", "fashion") for kind in ("vit", "swin")),
-)  # fmt: skip
-"""What a wheel would be broken without and a packaging mistake could leave out."""
+NEEDED = {
+    "qflash": (
+        "qflash/__init__.py", "qflash/py.typed", "qflash/kernels/cpu/attention.c", "qflash/kernels/cpu/network.c",
+        "qflash/kernels/cpu/products.h",
+    ),
+    "qflash_lab": (
+        "qflash_lab/__init__.py", "qflash_lab/baselines/tuned.json", "qflash_lab/weights/fashion-images.safetensors",
+        *(f"qflash_lab/weights/{data}-{kind}.safetensors" for data in ("digits", "fashion") for kind in ("vit", "swin")),
+    ),
+}  # fmt: skip
+"""By package, what its wheel would be broken without and a packaging mistake could leave out."""
+PROJECTS = {"qflash": ROOT, "qflash_lab": ROOT / "lab"}
+"""By package, the folder of its pyproject.toml."""
+MOST_BYTES = {"qflash": 1_500_000}
+"""The largest wheel that is allowed: users should not download what only measures."""
 
 SMOKE = """
 import torch, qflash
@@ -53,44 +62,48 @@ def check_changes(text: str, version: str) -> None:
         raise ReleaseError(f"CHANGELOG.md must have a section '## {version}, YYYY-MM-DD'")
 
 
-def check_wheel(path: pathlib.Path) -> None:
+def check_wheel(path: pathlib.Path, package: str) -> None:
     """Require what must be in a wheel, and nothing that belongs to the repository alone."""
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
-    missing = [name for name in NEEDED if name not in names]
+    missing = [name for name in NEEDED[package] if name not in names]
     if missing:
         raise ReleaseError(f"{path.name} lacks {', '.join(missing)}")
-    strange = sorted(name for name in names if not re.match(r"qflash(/|-\d)", name) or name.endswith(".pyc"))
+    strange = sorted(name for name in names if not re.match(rf"{package}(/|-\d)", name) or name.endswith(".pyc"))
     if strange:
         raise ReleaseError(f"{path.name} holds {', '.join(strange[:5])}")
+    size = path.stat().st_size
+    if size > MOST_BYTES.get(package, size):
+        raise ReleaseError(f"{path.name} has {size:,} bytes, at most {MOST_BYTES[package]:,} are allowed")
 
 
-def check_sdist(path: pathlib.Path) -> None:
+def check_sdist(path: pathlib.Path, package: str) -> None:
     """Require that the package can be built from a source archive."""
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    missing = [
-        name for name in ("pyproject.toml", "README.md", "LICENSE", *(f"src/{name}" for name in NEEDED)) if name not in names
-    ]
+    wanted = ("pyproject.toml", "README.md", *(f"src/{name}" for name in NEEDED[package]))
+    missing = [name for name in wanted if name not in names]
     if missing:
         raise ReleaseError(f"{path.name} lacks {', '.join(missing)}")
 
 
-def build(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+def build(project: pathlib.Path, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """Build into an empty folder; return (wheel, source archive)."""
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(project)], check=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
 
-def try_out(package: pathlib.Path) -> None:
-    """Install a wheel or source archive with its dependencies in a bare environment, and attend there."""
+def try_out(package: pathlib.Path, lab: pathlib.Path) -> None:
+    """Install a wheel or source archive with its dependencies in a bare environment, attend there, then add the lab."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = str(pathlib.Path(folder, "bin", "python"))
         subprocess.run([python, "-m", "pip", "install", "--quiet", str(package)], check=True)
         subprocess.run([python, "-c", SMOKE], check=True, cwd=folder)
         subprocess.run([python, "-m", "qflash", "info"], check=True, cwd=folder)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", str(lab)], check=True)
+        subprocess.run([python, "-m", "qflash_lab", "demo", "--limit", "8"], check=True, cwd=folder)
 
 
 def check_tree() -> None:
@@ -112,14 +125,16 @@ def main() -> None:
     folder = ROOT / "dist"
     if folder.exists() and any(folder.iterdir()):
         raise ReleaseError("dist/ must be empty")
-    wheel, sdist = build(folder)
-    check_wheel(wheel)
-    check_sdist(sdist)
-    for package in (wheel, sdist):
-        try_out(package)
+    files = {}
+    for package, project in PROJECTS.items():
+        files[package] = build(project, folder / package)
+        check_wheel(files[package][0], package)
+        check_sdist(files[package][1], package)
+    for ours, lab in zip(files["qflash"], files["qflash_lab"], strict=True):
+        try_out(ours, lab)
     if given.tag:
         subprocess.run(["git", "tag", "--annotate", f"v{version}", "--message", f"QFlash {version}"], cwd=ROOT, check=True)
-    print(f"{'tagged' if given.tag else 'ready'}: {wheel.name}, {sdist.name}")
+    print(f"{'tagged' if given.tag else 'ready'}: {', '.join(path.name for pair in files.values() for path in pair)}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src"), str(ROOT / "tests")]
 
 import cpu_driver  # noqa: E402
 from cpu_driver import matrix  # noqa: E402

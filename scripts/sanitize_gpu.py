@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src"), str(ROOT / "tests")]
 
 TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 """The slowest first."""

@@ -920,7 +920,7 @@ def meta_table(data: dict[str, Any]) -> list[str]:
 
 
 def recipe_table() -> list[str]:
-    """Return what ``qflash real`` measured of each recipe."""
+    """Return what ``qflash-lab real`` measured of each recipe."""
     rows: dict[str, dict[str, str]] = {}
     for entry in json.loads(REAL.read_text())["networks"]:
         text = f"{entry['layer_min_db']:.1f} to {entry['layer_max_db']:.1f}; {entry['sqnr_db']:.1f}"

@@ -19,10 +19,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from qflash.evaluation.real_data import FASHION_FOLDERS
-from qflash.evaluation.small_models import MODELS, Split, build_model, load_images, predict_logits
+from qflash_lab.evaluation.real_data import FASHION_FOLDERS
+from qflash_lab.evaluation.small_models import MODELS, Split, build_model, load_images, predict_logits
 
-WEIGHTS = Path(__file__).resolve().parents[1] / "src" / "qflash" / "weights"
+WEIGHTS = Path(__file__).resolve().parents[1] / "lab" / "src" / "qflash_lab" / "weights"
 FULL_TOKEN_EPOCHS = 10
 """Where patches are dropped, three quarters are, at a quarter of the cost, until this many epochs before the end."""
 SHIFT = 2

@@ -50,6 +50,47 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+HELP_OF_ALL = """
+import contextlib
+def run(*arguments):
+    with contextlib.suppress(SystemExit):
+        app(arguments)
+names = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
+for name in names:
+    run(name, "--help")
+run("--version")
+run("nonsense")
+print(*names, {"torch", "numpy", "triton"} & sys.modules.keys())
+"""
+"""For :func:`run_command`: ask every command for its help, print their names and which heavy packages were imported."""
+
+
+def run_command(folder: Path, name: str, module: str, program: str) -> str:
+    """Run what an installed command runs, but for its last line; return what it prints.
+
+    Args:
+        folder: for the command's file.
+        name: of the command.
+        module: has ``app``.
+        program: follows the import.
+    """
+    script = folder / name
+    script.write_text(f"import sys\nfrom {module} import app\n{program}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported_by(*arguments: str) -> tuple[str, set[str]]:
+    """Return what ``python -m ARGUMENTS`` prints, and the modules that it imports."""
+    command = [sys.executable, "-X", "importtime", "-m", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return done.stdout, {line.rpartition("|")[2].strip() for line in lines}
+
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -135,7 +176,7 @@ def run_two_processes(*command: str) -> list[str]:
 
 def print_products(call: Any) -> None:
     """Compile a launch for compute capability 9.0; print how many tensor-core instructions it has and waits for them."""
-    from qflash.verify import compile, sass
+    from qflash_lab.verify import compile, sass
 
     text, _ = sass.disassemble(compile.compile_call(call, "sm_90").asm["cubin"])
     instructions = sass.parse_sass(text)

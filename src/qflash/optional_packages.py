@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -16,10 +17,10 @@ def install_hint(*names: str) -> str:
     Args:
         names: as they are imported.
     """
-    try:
-        wanted = importlib.metadata.requires("qflash") or []
-    except importlib.metadata.PackageNotFoundError:
-        wanted = []
+    wanted: list[str] = []
+    for package in ("qflash", "qflash-lab"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            wanted += importlib.metadata.requires(package) or []
     known = {}
     for text in wanted:
         requirement = text.partition(";")[0].strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import stat
@@ -48,29 +47,9 @@ def make_cache_folder() -> pathlib.Path:
     return folder
 
 
-def check_output_folder(path: pathlib.Path) -> None:
-    """See that a folder for results can be made and written to, before they are measured; leave nothing behind.
-
-    Raises:
-        OSError: it cannot; the message names it.
-    """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        beside = path / f".{uuid.uuid4().hex}.new"
-        beside.touch()
-        beside.unlink()
-        for folder in missing:
-            # another process may have put something there meanwhile
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-    except OSError as error:
-        raise type(error)(f"the folder for the results, {str(path)!r}, cannot be used: {error.strerror or error}") from error
-
-
-def with_package(folder: pathlib.Path) -> dict[str, str]:
-    """Return this process's environment for one that imports the package in ``folder``, and its own path after that."""
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
+def with_package(*folders: pathlib.Path) -> dict[str, str]:
+    """Return this process's environment for one that imports the packages in ``folders``, and its own path after that."""
+    path = os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path}
 
 

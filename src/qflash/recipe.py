@@ -147,8 +147,8 @@ PAPER = Recipe(
     output="value_scale",
 )
 """The paper's choices (per-tensor scales, linear ShiftExp2, int8 P, floors, ScaleRelease, output at s_V) in this library's
-fixed point, which serves any scale. :data:`qflash.baselines.PRINTED` is the paper to the letter, and
-:data:`qflash.baselines.AUTHORS` what its authors' code computes."""
+fixed point, which serves any scale. :data:`qflash_lab.baselines.PRINTED` is the paper to the letter, and
+:data:`qflash_lab.baselines.AUTHORS` what its authors' code computes."""
 
 DEFAULT = Recipe()
 """What real networks need at little cost in time; docs/performance/experiments.md has both sides of each choice."""

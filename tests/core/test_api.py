@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qflash
 from helpers import DEVICE, LAYOUTS, dequantize_all, exact_attention, make_inputs, quantize_all, same_bits
-from qflash.bench.metrics import sqnr
+from qflash_lab.bench.metrics import sqnr
 
 PRESETS = ("default", "accurate", "paper")
 # the least SQNR in dB against float attention on N(0, 1) inputs of some tens of keys

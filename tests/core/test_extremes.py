@@ -7,8 +7,8 @@ import torch
 
 import qflash
 from helpers import DEVICE, same_bits
-from qflash.bench.metrics import sqnr
 from qflash.quantization import center_channels, hadamard_transform, scale_from_amplitude
+from qflash_lab.bench.metrics import sqnr
 
 RECIPES = {
     "default": qflash.DEFAULT,

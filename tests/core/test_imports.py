@@ -10,10 +10,12 @@ import sys
 import pytest
 
 import qflash
+import qflash_lab
 from helpers import run_compiling
 
 ROOT = pathlib.Path(qflash.__file__).parent
-WINGS = ("baselines", "bench", "evaluation", "integrations", "kernels", "network", "report", "verify")
+LAB = pathlib.Path(qflash_lab.__file__).parent
+WINGS = ("integrations", "kernels", "network")
 COMMANDS = ("__main__", "cli", "info")
 """Modules beside the core that only the command imports; they may import anything."""
 NOT_AT_FIRST = {*WINGS, *COMMANDS, "optional_packages", "paths", "versions"} - {"integrations", "network"}
@@ -23,12 +25,17 @@ ALLOWED = {
     "kernels": {"core"},
     "integrations": {"core", "kernels"},
     "network": {"core", "integrations", "kernels"},
-    "baselines": {"core", "kernels"},
-    "evaluation": {"core", "network", "integrations", "baselines"},
-    "bench": {"core", "network", "integrations", "kernels", "baselines", "evaluation"},
-    "report": {"core", "network", "integrations", "baselines", "bench", "evaluation"},
-    "verify": {"core", "network", "kernels"},
 }
+ALLOWED_IN_LAB: dict[str, set[str]] = {
+    "": {"bench", "evaluation", "verify", "paper"},
+    "baselines": set(),
+    "evaluation": {"baselines"},
+    "verify": set(),
+    "paper": {"", "baselines", "bench", "evaluation"},
+    # the paper's printed results stand beside measured ones
+    "bench": {"baselines", "evaluation", "paper"},
+}
+"""Which folders of the lab may import which others; ``""`` is what lies beside them."""
 SPECIFICATION = (
     "reference", "fixed_point", "quantization", "recipe", "attention_call", "memory_format", "network.operators",
 )  # fmt: skip
@@ -74,9 +81,9 @@ print(counter.get_total_flops())
     assert int(done.stdout) == 2 * 2 * 8 * 8 * (16 + 16)
 
 
-def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
-    """Return the modules of qflash that a file imports, as dotted names without ``qflash``, and whether at its top level."""
-    package = path.relative_to(ROOT).parent.parts
+def imports(path: pathlib.Path, root: pathlib.Path = ROOT) -> list[tuple[str, bool]]:
+    """Return the modules of its own package that a file imports, as dotted names, and whether at its top level."""
+    package = path.relative_to(root).parent.parts
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
     for node in ast.walk(tree):
@@ -112,6 +119,25 @@ def test_directions_of_imports(path: pathlib.Path) -> None:
         if there == "kernels" and imported.startswith("kernels.gluon.") and not name.startswith("kernels.gluon."):
             # Triton's interpreter has no Gluon
             assert imported.split(".")[-1] == "launch", (name, imported)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_package_does_not_import_the_lab(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [name for name in names if name.split(".")[0] == "qflash_lab"]
+
+
+@pytest.mark.parametrize("path", sorted(LAB.rglob("*.py")), ids=lambda path: path.relative_to(LAB).as_posix())
+def test_directions_of_imports_in_the_lab(path: pathlib.Path) -> None:
+    here = path.relative_to(LAB).parts[0].removesuffix(path.name)
+    if path.name in ("cli.py", "__main__.py"):
+        return
+    for imported, _ in imports(path, LAB):
+        head = imported.split(".")[0]
+        there = head if head in ALLOWED_IN_LAB else ""
+        assert there == here or there in ALLOWED_IN_LAB[here], (path, imported)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -17,8 +17,8 @@ from qflash import fixed_point as fp
 from qflash import quantization, reference
 from qflash.attention_call import AttentionCall, int8_call
 from qflash.backends import cpu_missing
-from qflash.bench.metrics import sqnr
 from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
+from qflash_lab.bench.metrics import sqnr
 
 BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(cpu_missing() is not None, reason="no compiler"))]
 ROUNDED = DEFAULT.replace(row_sum="rounded")

@@ -12,9 +12,9 @@ import qflash
 from helpers import dequantize_all, exact_attention, make_inputs, outlier_inputs, quantize_all
 from qflash import reference
 from qflash.attention_call import int8_call
-from qflash.bench.metrics import sqnr
-from qflash.bench.workloads import get_workload, paper_inputs
 from qflash.recipe import Recipe
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.workloads import get_workload, paper_inputs
 
 SEEDS = (0, 1, 2)
 RECIPES = {"default": qflash.DEFAULT, "accurate": qflash.ACCURATE}

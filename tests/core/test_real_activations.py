@@ -14,10 +14,10 @@ import torch
 
 import qflash
 from helpers import exact_attention, quantize_all
-from qflash.baselines import get_method
-from qflash.bench.layer_calls import read_calls
-from qflash.bench.metrics import sqnr
 from qflash.recipe import PRESETS
+from qflash_lab.baselines import get_method
+from qflash_lab.bench.layer_calls import read_calls
+from qflash_lab.bench.metrics import sqnr
 
 PATH = Path(__file__).resolve().parents[1] / "activations.safetensors"
 METHODS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")

@@ -12,8 +12,8 @@ from helpers import DEVICE, INTERPRETER, dequantize_all, draw_case, exact_attent
 from qflash import backends, quantization, reference
 from qflash import fixed_point as fp
 from qflash.attention_call import int8_call
-from qflash.bench.metrics import sqnr
 from qflash.recipe import Recipe
+from qflash_lab.bench.metrics import sqnr
 
 FLOAT32 = torch.float32
 # the least SQNR against float softmax on the same int8 tensors, N(0, 1) inputs

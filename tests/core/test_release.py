@@ -43,29 +43,49 @@ def _wheel(path: pathlib.Path, names: list[str]) -> pathlib.Path:
     return path
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(release: ModuleType, tmp_path: pathlib.Path) -> None:
-    names = [*release.NEEDED, "qflash-1.0.0.dist-info/METADATA"]
-    release.check_wheel(_wheel(tmp_path / "good.whl", names))
-    with pytest.raises(release.ReleaseError, match=r"lacks qflash/kernels/cpu/network\.c"):
-        release.check_wheel(_wheel(tmp_path / "short.whl", [name for name in names if "network.c" not in name]))
-    for extra in ("tests/helpers.py", "qflash/api.pyc"):
+@pytest.mark.parametrize("package", ["qflash", "qflash_lab"])
+def test_a_wheel_holds_the_package_and_nothing_else(package: str, release: ModuleType, tmp_path: pathlib.Path) -> None:
+    names = [*release.NEEDED[package], f"{package}-1.0.0.dist-info/METADATA"]
+    release.check_wheel(_wheel(tmp_path / "good.whl", names), package)
+    for name in release.NEEDED[package]:
+        with pytest.raises(release.ReleaseError, match=f"lacks {name}"):
+            release.check_wheel(_wheel(tmp_path / "short.whl", [other for other in names if other != name]), package)
+    for extra in ("tests/helpers.py", f"{package}/api.pyc"):
         with pytest.raises(release.ReleaseError, match=f"holds {extra}"):
-            release.check_wheel(_wheel(tmp_path / "long.whl", [*names, extra]))
+            release.check_wheel(_wheel(tmp_path / "long.whl", [*names, extra]), package)
 
 
-def test_a_source_archive_can_be_built_from(release: ModuleType, tmp_path: pathlib.Path) -> None:
-    names = ["pyproject.toml", "README.md", "LICENSE", *(f"src/{name}" for name in release.NEEDED)]
+def test_users_do_not_download_what_measures(release: ModuleType, tmp_path: pathlib.Path) -> None:
+    path = _wheel(tmp_path / "large.whl", [*release.NEEDED["qflash"]])
+    with zipfile.ZipFile(path, "a") as wheel:
+        wheel.writestr("qflash/weights.safetensors", bytes(1_500_000))
+    with pytest.raises(release.ReleaseError, match="at most 1,500,000 are allowed"):
+        release.check_wheel(path, "qflash")
+    # what of the lab lies in the package's folder would be in its wheel
+    assert sum(file.stat().st_size for file in (ROOT / "src").rglob("*") if "__pycache__" not in file.parts) < 1_500_000
+
+
+@pytest.mark.parametrize("package", ["qflash", "qflash_lab"])
+def test_a_source_archive_can_be_built_from(package: str, release: ModuleType, tmp_path: pathlib.Path) -> None:
+    names = ["pyproject.toml", "README.md", *(f"src/{name}" for name in release.NEEDED[package])]
     for kept, message in ((names, None), (names[1:], "lacks pyproject.toml")):
         path = tmp_path / f"{len(kept)}.tar.gz"
         with tarfile.open(path, "w:gz") as archive:
             for name in kept:
-                archive.addfile(tarfile.TarInfo(f"qflash-1.0.0/{name}"), io.BytesIO())
+                archive.addfile(tarfile.TarInfo(f"{package}-1.0.0/{name}"), io.BytesIO())
         if message is None:
-            release.check_sdist(path)
+            release.check_sdist(path, package)
         else:
             with pytest.raises(release.ReleaseError, match=message):
-                release.check_sdist(path)
+                release.check_sdist(path, package)
 
 
 def test_what_wheels_need_is_there(release: ModuleType) -> None:
-    assert all((ROOT / "src" / name).is_file() for name in release.NEEDED)
+    for package, project in release.PROJECTS.items():
+        assert all((project / "src" / name).is_file() for name in release.NEEDED[package])
+
+
+def test_the_lab_is_of_the_packages_version(release: ModuleType) -> None:
+    text = (ROOT / "lab" / "pyproject.toml").read_text()
+    assert release.version_of(text) == qflash.__version__
+    assert f'"qflash=={qflash.__version__}"' in text

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 from helpers import DEVICE, make_inputs, same_bits
-from qflash.bench.metrics import sqnr
+from qflash_lab.bench.metrics import sqnr
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""``qflash ablate`` on a GPU: the kernels of the steps are compiled, timed and as accurate as their formulas."""
+"""``qflash-lab ablate`` on a GPU: the kernels of the steps are compiled, timed and as accurate as their formulas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qflash.bench import ablation, ablation_formulas
+from qflash_lab.bench import ablation, ablation_formulas
 
 pytestmark = pytest.mark.gpu
 

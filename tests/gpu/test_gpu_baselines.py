@@ -7,9 +7,9 @@ import torch
 
 from helpers import exact_attention
 from qflash import QuantizedTensor
-from qflash.baselines import METHODS
-from qflash.bench.metrics import sqnr
-from qflash.bench.workloads import get_workload, paper_inputs
+from qflash_lab.baselines import METHODS
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.workloads import get_workload, paper_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""qflash evaluate on a CUDA device: every method runs there and classifies as on the CPU."""
+"""qflash-lab evaluate on a CUDA device: every method runs there and classifies as on the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.console import Console
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
-from qflash.evaluation import top1
-from qflash.evaluation.outcome_store import load_outcomes
+from qflash_lab.evaluation import top1
+from qflash_lab.evaluation.outcome_store import load_outcomes
 
 pytestmark = pytest.mark.gpu
 IMAGES = 40

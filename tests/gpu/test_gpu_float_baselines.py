@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_inputs
-from qflash.baselines import get_method, int_flash, qattn
-from qflash.bench import latency, problems
-from qflash.bench import methods as bench_methods
-from qflash.bench.metrics import sqnr
-from qflash.bench.workloads import WORKLOADS, get_workload, paper_inputs
 from qflash.quantization import QuantizedTensor
+from qflash_lab.baselines import get_method, int_flash, qattn
+from qflash_lab.bench import latency, problems
+from qflash_lab.bench import methods as bench_methods
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.workloads import WORKLOADS, get_workload, paper_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qflash
-from qflash.bench.metrics import sqnr
+from qflash_lab.bench.metrics import sqnr
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 

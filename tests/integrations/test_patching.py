@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
-from qflash.bench.metrics import sqnr
 from qflash.integrations import patching
 from qflash.integrations.deferred_scores import Deferred
+from qflash_lab.bench.metrics import sqnr
 
 
 class Spelled(nn.Module):

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
-from qflash.bench.metrics import sqnr
 from qflash.integrations import static_scales
+from qflash_lab.bench.metrics import sqnr
 from small_networks import build, draw, normalise
 
 ALL = qflash.Recipe(smooth_value=True, balance=True, rotate=True, query_granularity="head")

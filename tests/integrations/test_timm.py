@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import qflash
-from qflash.bench.metrics import sqnr
 from qflash.integrations import adapter, patching
 from qflash.integrations import timm as timm_adapters
+from qflash_lab.bench.metrics import sqnr
 
 timm = pytest.importorskip("timm")
 from timm.models.swin_transformer import SwinTransformer, WindowAttention  # noqa: E402

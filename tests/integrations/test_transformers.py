@@ -13,8 +13,8 @@ from torch import nn
 
 import qflash
 from helpers import make_inputs, same_bits
-from qflash.bench.metrics import sqnr
 from qflash.integrations import transformers as hugging_face
+from qflash_lab.bench.metrics import sqnr
 
 transformers = pytest.importorskip("transformers", minversion="4.53")
 

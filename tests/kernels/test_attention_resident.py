@@ -13,7 +13,7 @@ from qflash.kernels.dispatch import attention_launches, fusable, launch_fused
 from qflash.kernels.tiles import SM90_RESIDENT, Tiles, shared_bytes
 from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from qflash.unseen_tokens import without_unseen
-from qflash.verify.compile import compile_call
+from qflash_lab.verify.compile import compile_call
 
 
 def by_the_specification(query, key, value, mask, is_causal, scale, recipe) -> torch.Tensor:

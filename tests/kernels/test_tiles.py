@@ -1,4 +1,4 @@
-"""Tiles: the rules, the table of ``qflash tune``, and what tuning needs besides a GPU."""
+"""Tiles: the rules, the table of ``qflash-lab tune``, and what tuning needs besides a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from qflash import execution, varlen
 from qflash.attention_call import float_call, int8_call
-from qflash.bench.tune import candidates
-from qflash.cli import app
 from qflash.kernels import device as kernels_device
 from qflash.kernels import heuristics, lengths, tiles, tuning_table
 from qflash.kernels.gluon.windows import launch
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash_lab.bench.tune import candidates
+from qflash_lab.cli import app
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_table_of_other_kernels_is_ignored(table: pathlib.Path) -> None:
     for version in (None, 0, tuning_table.KERNELS_VERSION + 1, str(tuning_table.KERNELS_VERSION)):
         table.write_text(json.dumps(stored | {"kernels": version}))
         read_anew()
-        with pytest.warns(UserWarning, match=r"other kernels \(version .*, now \d+\) and is ignored \(`qflash tune`"):
+        with pytest.warns(UserWarning, match=r"other kernels \(version .*, now \d+\) and is ignored \(`qflash-lab tune`"):
             assert choose() == rules_tiles()
     # what is written then is of these kernels, without the entries of others
     tuning_table.save_table({"another": rules_tiles()}, {})

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qflash.verify.compile import compile_call
+from qflash_lab.verify.compile import compile_call
 
 from .bits import LANES, SHARED, UNSIGNED, Bits, Step
 from .parser import _operands, _statements

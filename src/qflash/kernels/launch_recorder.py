@@ -34,7 +34,7 @@ class ScoreTile(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash verify`` compiles.
+    """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash-lab verify`` compiles.
 
     Attributes:
         kernel: Triton's function.

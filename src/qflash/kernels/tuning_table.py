@@ -1,4 +1,4 @@
-"""The table of what ``qflash tune`` measured on this machine's GPU, and the tiles of a call: the table's, or the rules'.
+"""The table of what ``qflash-lab tune`` measured on this machine's GPU, and the tiles of a call: the table's, or the rules'.
 
 Nothing is measured in a user's call.
 """
@@ -25,7 +25,7 @@ KERNELS_VERSION = 2
 
 
 def table_path() -> pathlib.Path:
-    """Return where ``qflash tune`` keeps its table: ``tiles.json`` in the user's cache folder."""
+    """Return where ``qflash-lab tune`` keeps its table: ``tiles.json`` in the user's cache folder."""
     return cache_folder() / "tiles.json"
 
 
@@ -43,7 +43,7 @@ def _are_tiles(entry: object) -> bool:
 
 
 def _ignore(what: str) -> None:
-    warnings.warn(f"{what} (`qflash tune` writes them anew; until then the rules hold)", stacklevel=3)
+    warnings.warn(f"{what} (`qflash-lab tune` writes them anew; until then the rules hold)", stacklevel=3)
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _table() -> dict[str, Tiles]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _ignore(f"{path} is not a table of qflash tune and is ignored: {type(error).__name__}: {error}")
+        _ignore(f"{path} is not a table of qflash-lab tune and is ignored: {type(error).__name__}: {error}")
         return {}
     if version != KERNELS_VERSION:
         _ignore(f"{path} was measured with other kernels (version {version!r}, now {KERNELS_VERSION}) and is ignored")
@@ -69,12 +69,12 @@ def _table() -> dict[str, Tiles]:
 
 @functools.cache
 def _warn_of_misfits(path: pathlib.Path) -> None:
-    _ignore(f"{path} has tiles that qflash tune would not measure for the calls they are of, and they are ignored")
+    _ignore(f"{path} has tiles that qflash-lab tune would not measure for the calls they are of, and they are ignored")
 
 
 @functools.lru_cache(1024)
 def _measurable(shape: AttentionShape, capability: tuple[int, int], processors: int) -> frozenset[Tiles]:
-    """Return all that ``qflash tune`` measures for the calls that share a key of the table.
+    """Return all that ``qflash-lab tune`` measures for the calls that share a key of the table.
 
     Args:
         shape: one of theirs, with the power of two for heads.

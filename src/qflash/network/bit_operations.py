@@ -86,7 +86,7 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
     The bit operations of a matrix product are its multiply-adds times the widths of both operands, as in van Baalen et al.,
     *Bayesian Bits*, NeurIPS 2020: ``BOPs = MACs * b_w * b_a``. What has no product of two operands is not counted:
     normalisation, GELU, softmax, changes of unit, additions. Both networks have the same products.
-    :func:`qflash.evaluation.summaries.bit_operations` counts the two products of attention alone.
+    :func:`qflash_lab.evaluation.summaries.bit_operations` counts the two products of attention alone.
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns. It is copied and run on meta tensors,

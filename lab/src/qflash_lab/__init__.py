@@ -1,0 +1,1 @@
+"""What measures QFlash: benchmarks, evaluation, baselines, proof by disassembly, and the paper's reproduction."""

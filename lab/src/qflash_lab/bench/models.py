@@ -1,0 +1,418 @@
+"""Whole vision transformers: images a second with PyTorch's attention, with QFlash's and with others, in one run.
+
+A kernel's latency is not what a deployment sees: around it are projections, normalisation, and the copies that an
+output in the wrong order costs. Here a timm model runs as a whole, in one CUDA graph, and every row carries the SQNR of
+its logits against the same weights in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qflash.integrations.patching import AttentionFunction, patch, unpatch
+from qflash.kernels import lengths
+
+from ..baselines import METHODS
+from ..baselines.method import FLOAT
+from ..evaluation import small_models
+from ..evaluation.classifiers import require_timm, resolve_model_name
+from . import console as bench_console
+from . import errors, figures, latency, nvml, records, timers
+from . import methods as bench_methods
+from .methods import TimedMethod
+from .metrics import sqnr
+
+MODELS = ("DeiT-T", "DeiT-S", "DeiT-B", "Swin-T")
+"""The models whose attention A1 to A7 are."""
+
+FIELDS = (
+    "model", "batch", "dtype", "method", "images_s", "median_us", "q1_us", "q3_us", "min_us", "max_us", "samples", "calls",
+    "best_sdpa", "ratio", "sqnr_db", "error",
+)  # fmt: skip
+"""Columns of ``models.csv``."""
+
+
+_KEPT_BIAS = "qflash kept bias"
+_COMPILED_KEPT_BIAS = "compile qflash kept bias"
+_COMPILED_SDPA = "compile sdpa"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInputs:
+    """A model, which whoever prepares a call of it may change, and its images, in one dtype and on one device."""
+
+    model: nn.Module
+    images: torch.Tensor
+
+
+def _has_bias(model: nn.Module) -> bool:
+    # timm's Swin, and Swin V2
+    names = "relative_position_bias_table", "cpb_mlp"
+    return any(hasattr(module, name) for module in model.modules() for name in names)
+
+
+def _use_sdpa(model: nn.Module) -> None:
+    """Have timm's modules call SDPA, all of them: Swin's do not by default."""
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = True  # type: ignore[assignment]
+
+
+def _method(
+    name: str,
+    change: Callable[[nn.Module], object] = lambda model: model,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    is_sdpa: bool = False,
+    is_ours: bool = False,
+    compiled: bool = False,
+    calls: int = 0,
+) -> TimedMethod[ModelInputs]:
+    """Return the method that runs a model after ``change`` has made it compute its attention so, compiled or not.
+
+    ``calls`` is how often it is called before it is compiled.
+    """
+
+    def prepare(inputs: ModelInputs) -> timers.TimedCall:
+        change(inputs.model)
+        for _ in range(calls):
+            inputs.model(inputs.images)
+        return functools.partial(torch.compile(inputs.model) if compiled else inputs.model, inputs.images)
+
+    return TimedMethod(name, "end-to-end", prepare, context, is_sdpa=is_sdpa, is_ours=is_ours)
+
+
+def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
+    return functools.partial(patch, attention=function)
+
+
+def own_variants(recipes: Sequence[str]) -> dict[str, tuple[str, bool]]:
+    """Return QFlash's methods by name: the recipe of each, and whether it keeps the bias of Swin's layers."""
+    found = {"qflash" if recipe == "default" else f"qflash {recipe}": (recipe, False) for recipe in recipes}
+    return found | ({_KEPT_BIAS: ("default", True)} if "default" in recipes else {})
+
+
+def applies(name: str, model: nn.Module) -> bool:
+    """Tell whether a method differs from the others in ``model``.
+
+    Without a bias none can be kept, and a model that calls SDPA anyway is compiled with it once.
+    """
+    if name == _COMPILED_SDPA:
+        return any(getattr(module, "fused_attn", True) is False for module in model.modules())
+    return name not in (_KEPT_BIAS, _COMPILED_KEPT_BIAS) or _has_bias(model)
+
+
+def make_methods(
+    device: torch.device, recipes: Sequence[str] = ("default",), peers: Sequence[str] = (), only: Sequence[str] = ()
+) -> list[TimedMethod[ModelInputs]]:
+    """Return the methods that can run in a model on ``device``: timm's choice, SDPA's back ends, baselines, ours, peers.
+
+    On a GPU also ``torch.compile`` (default mode) of the model as it is, as it calls SDPA, and patched with the default recipe.
+
+    Args:
+        device: a CUDA device or the CPU.
+        recipes: QFlash's recipes, keys of :data:`qflash_lab.bench.methods.RECIPES`.
+        peers: ``NAME=module:callable``, see :func:`qflash_lab.bench.methods.import_peer`.
+        only: names to keep; all if empty.
+
+    Raises:
+        ValueError: an unknown recipe, peer or name, or a name given twice.
+    """
+    bench_methods.check_recipes(recipes)
+    found = [_method("timm"), _method("sdpa", _use_sdpa, is_sdpa=True)]
+    if device.type == "cuda":
+        for name, backend in bench_methods.FUSED_SDPA.items():
+            found.append(_method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
+        for method in METHODS.values():
+            if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
+                found.append(_method(method.name, _with(method.attention)))
+    for name, (recipe, keep_bias) in own_variants(recipes).items():
+        change = functools.partial(patch, recipe=bench_methods.RECIPES[recipe], keep_bias=keep_bias)
+        found.append(_method(name, change, is_ours=True))
+    if device.type == "cuda":
+        found += [_method("compile", compiled=True), _method(_COMPILED_SDPA, _use_sdpa, compiled=True)]
+        if "default" in recipes:
+            found.append(_method("compile qflash", patch, is_ours=True, compiled=True))
+            keep = functools.partial(patch, keep_bias=True)
+            # the first call sees a mask, the second keeps the sum
+            found.append(_method(_COMPILED_KEPT_BIAS, keep, is_ours=True, compiled=True, calls=2))
+    for text in peers:
+        name, function = bench_methods.import_peer(text)
+        found.append(_method(name, _with(functools.partial(function, is_causal=False))))
+    return bench_methods.keep_named(found, only)
+
+
+@dataclasses.dataclass
+class _Runner:
+    method: TimedMethod[ModelInputs]
+    row: dict[str, Any]
+    timer: timers.Timer | None = None
+    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+
+def measure(
+    name: str,
+    model: nn.Module,
+    images: torch.Tensor,
+    methods: Sequence[TimedMethod[ModelInputs]],
+    *,
+    dtype: torch.dtype,
+    rounds: int,
+    tick: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
+
+    Args:
+        name: for the rows.
+        model: in float32, in evaluation mode; it is copied, not changed.
+        images: float32, (batch, 3, height, width), on the device to run on.
+        methods: see :func:`make_methods`; those that do not apply to the model are left out.
+        dtype: of weights and images while they are timed.
+        rounds: samples a method.
+    """
+    device = images.device
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = copy.deepcopy(model).to(device)(images)
+    runners = []
+    for method in methods:
+        if not applies(method.name, model):
+            continue
+        row: dict[str, Any] = dict.fromkeys(FIELDS)
+        row |= {"model": name, "batch": len(images), "dtype": str(dtype).removeprefix("torch."), "method": method.name}
+        runner = _Runner(method, row)
+        runners.append(runner)
+        try:
+            with errors.explained(), method.context():
+                call = method.prepare(ModelInputs(copy.deepcopy(model).to(device, dtype), images.to(dtype)))
+                row["sqnr_db"] = round(sqnr(wanted, call()), 2)
+                runner.timer = timers.make_timer(call, method.mode, device, method.context)
+        except Exception as error:
+            row["error"] = errors.describe(error)
+            timers.tidy(device)
+        tick(f"{name} b{len(images)} {method.name}")
+    for index in range(rounds):
+        for runner in runners if index % 2 == 0 else reversed(runners):
+            if runner.timer is not None:
+                try:
+                    runner.samples.append(runner.timer.sample())
+                except Exception as error:
+                    runner.row["error"], runner.timer = errors.describe(error), None
+    for runner in runners:
+        if runner.timer is not None and runner.samples:
+            found = timers.summarise(runner.samples)
+            runner.row |= {key: value for key, value in found.items() if key in FIELDS}
+            runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
+            runner.row["images_s"] = round(len(images) * 1e6 / found["median_us"], 2)
+    latency.add_ratios([(runner.method.is_sdpa, runner.row) for runner in runners])
+    rows = [runner.row for runner in runners]
+    del runners
+    if "torch._dynamo" in sys.modules:
+        # what was compiled for one batch is not to be made general for the next
+        torch.compiler.reset()
+    timers.tidy(device)
+    return rows
+
+
+def load(name: str, pretrained: bool = False, image_size: int | None = None) -> tuple[nn.Module, tuple[int, int, int]]:
+    """Return a model in float32 and evaluation mode, and the size of an image it takes (channels, height, width).
+
+    Args:
+        name: see :func:`qflash_lab.evaluation.classifiers.resolve_model_name`.
+        pretrained: download timm's weights, or take them from its cache; otherwise they are drawn, always the same.
+        image_size: height and width of the images it is built for; timm's own if ``None``.
+
+    Every length gets a kernel of its own from now on: a process with this model alone would compile it.
+
+    Raises:
+        ValueError: no such model, or it cannot be built for images of this size.
+        ImportError: timm is not installed.
+    """
+    lengths.expect_all()
+    full = resolve_model_name(name)
+    if full in small_models.MODELS:
+        if image_size is not None:
+            raise ValueError(
+                f"image_size is for timm's models; {name} takes {small_models.MODELS[full].image_shape[-1]} pixels"
+            )
+        return small_models.load_model(full), small_models.MODELS[full].image_shape
+    timm = require_timm()
+    options = {} if image_size is None else {"img_size": image_size}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model = timm.create_model(full, pretrained=pretrained, **options)
+        except (TypeError, ValueError, AssertionError) as error:
+            if image_size is None:
+                raise
+            raise ValueError(
+                f"model {name!r} cannot be built for an image_size of {image_size}: {errors.describe(error)}"
+            ) from error
+    channels, *own = model.pretrained_cfg["input_size"]
+    return model.eval(), (channels, *(own if image_size is None else (image_size, image_size)))
+
+
+def label(name: str, image_size: int | None) -> str:
+    """Return what rows call a model, which names an image size that is not its own."""
+    return name if image_size is None else f"{name} {image_size} px"
+
+
+def draw_images(batch: int, size: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Draw images from N(0, 1) on the CPU, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((batch, *size), generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def without_qflash(model: nn.Module, images: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of timm's classes alone, which another revision of QFlash can unpickle, and its images.
+
+    A small model prepares its images itself; here it is done beforehand.
+    """
+    return (model.backbone, model.prepare(images)) if isinstance(model, small_models.SmallClassifier) else (model, images)
+
+
+def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """Return the rows as a table."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "batch", "attention"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("images/s", "median µs", "quartiles", "ratio", "SQNR dB of logits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    last: tuple[str, int] | None = None
+    number = bench_console.format_number
+    for row in rows:
+        here = row["model"], row["batch"]
+        if last is not None and here != last:
+            table.add_section()
+        names = (row["model"], str(row["batch"])) if here != last else ("", "")
+        last = here
+        if row["median_us"] is None:
+            cells = ["failed", "", "", ""]
+        else:
+            cells = [f"{row['images_s']:.0f}", number(row["median_us"]), f"{number(row['q1_us'])} - {number(row['q3_us'])}"]
+            cells.append(number(row["ratio"]))
+        table.add_row(*names, row["method"], *cells, number(row["sqnr_db"]))
+    return table
+
+
+def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
+    """Draw images a second in grouped bars, one panel a batch.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no row has a time.
+    """
+    timed = [row for row in rows if row["median_us"] is not None]
+    if not timed:
+        raise ValueError("no method was timed, there is nothing to draw")
+    figure, found = figures.panels(timed, "batch", lambda row: row["model"], width=9, height=2.8)
+    for axes, batch, series in found:
+        for name, mine, spots, width, colour in series:
+            hatch = "//" if name.startswith("qflash") else None
+            axes.bar(spots, [row["images_s"] for row in mine], width, color=colour, hatch=hatch, label=name)
+        axes.set_ylabel("images/s")
+        axes.set_title(f"batch {batch}", loc="left", fontsize="medium")
+    figures.add_legend(figure)
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def load_patchable(
+    names: Sequence[str], pretrained: bool = False, image_size: int | None = None
+) -> dict[str, tuple[nn.Module, tuple[int, int, int]]]:
+    """Load models by :func:`label`, and require that :func:`qflash.patch` takes their attention, before anything is timed.
+
+    Raises:
+        ValueError: there is no such model, or nothing in it can be patched; the message names it.
+        ImportError: timm is not installed.
+    """
+    loaded = {}
+    for name in names:
+        model, size = load(name, pretrained, image_size)
+        try:
+            unpatch(patch(model))
+        except ValueError as error:
+            raise ValueError(f"model {name!r} cannot be compared: {error}") from error
+        loaded[label(name, image_size)] = model, size
+    return loaded
+
+
+@torch.inference_mode()
+def run_models(
+    names: Sequence[str],
+    batches: Sequence[int],
+    methods: Sequence[TimedMethod[ModelInputs]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int = 15,
+    pretrained: bool = False,
+    image_size: int | None = None,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Measure, print the table and write ``models.json``, ``.csv``, ``.png`` and ``.svg`` into ``output``.
+
+    The files are written after every model and batch, so that a run that is cut short leaves what it had.
+
+    Returns:
+        what ``models.json`` holds: environment, timing (in words) and rows.
+
+    Raises:
+        ValueError: an unknown model, or fewer than one round.
+        ImportError: timm is not installed.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    loaded = load_patchable(names, pretrained, image_size)
+    where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "eager forward passes on the CPU"
+    record: dict[str, Any] = {
+        "what": "whole models with different attention",
+        "environment": records.environment(device),
+        "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
+        "ratio: time with the fastest SDPA back end ÷ row's time",
+        "sqnr": "20 log10(|ref| / |out - ref|) of the logits against the same weights in float32 with float32 attention",
+        "weights": "pretrained" if pretrained else "as timm initialises them (small models: trained)",
+        "rows": [],
+    }
+    rows: list[dict[str, Any]] = record["rows"]
+    console = bench_console.table_console()
+    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
+    runs = len(batches) * sum(applies(method.name, model) for model, _ in loaded.values() for method in methods)
+    with bench_console.progress_bar(runs) as tick:
+        for name, (model, size) in loaded.items():
+            for batch in batches:
+                images = draw_images(batch, size, device)
+                rows += measure(name, model, images, methods, dtype=dtype, rounds=rounds, tick=tick)
+                if output is not None:
+                    records.write_json(output / "models.json", record)
+                    records.write_csv(output / "models.csv", rows, FIELDS)
+    if device.type == "cuda":
+        record["environment"]["nvml_after"] = nvml.snapshot(device)
+    title = f"whole models, {str(dtype).removeprefix('torch.')}"
+    console.print(render(rows, title))
+    for row in rows:
+        if row["error"]:
+            text = f"failed: {row['model']} b{row['batch']}, {row['method']}: {row['error']}"
+            console.print(text, markup=False, soft_wrap=True)
+    if output is not None:
+        records.write_json(output / "models.json", record)
+        try:
+            figures.write_figure(output, "models", draw(rows, f"{record['environment']['device']}, {title}"))
+            console.print(f"Written to {output}: models.json, models.csv, models.png, models.svg")
+        except (ImportError, ValueError) as error:
+            console.print(f"Written to {output}: models.json, models.csv; no plot: {error}")
+    return record

@@ -1,0 +1,140 @@
+"""Tables, plot and files of ``qflash-lab real``."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..baselines import METHODS
+from ..baselines.method import FLOAT
+from . import figures, records
+from .console import format_number
+
+Row = dict[str, Any]
+
+LAYER_FIELDS = ("network", "layer", "method", "sqnr_db", "worst_head_db")
+"""Columns of ``real.csv``."""
+
+
+def render(record: Row) -> Iterator[Table]:
+    """Yield the tables of a record of :func:`qflash_lab.bench.real.run_real`."""
+    for network in dict.fromkeys(row["network"] for row in record["networks"]):
+        yield _network_table(network, record)
+    for classifier in dict.fromkeys(row["classifier"] for row in record["top1"]):
+        rows = [row for row in record["top1"] if row["classifier"] == classifier]
+        yield _top1_table(classifier, rows, record["conditions"]["fashion"])
+
+
+def _own_cells(row: Row) -> dict[str, str]:
+    """Return what only this kind of network has, cells by their headings."""
+    if "nearest_kept" in row:
+        return {
+            "nearest kept": f"{row['nearest_kept']}/{row['samples']}",
+            "of 5 nearest": f"{row['nearest_five_kept_percent']:.1f} %",
+        }
+    if "lines_right" in row:
+        return {
+            "lines right": f"{row['lines_right']}/{row['samples']}",
+            "as float": f"{row['lines_same']}/{row['samples']}",
+        }
+    if "saliency_sqnr_db" in row:
+        return {"saliency same": f"{row['saliency_same_percent']:.2f} %", "saliency": f"{row['saliency_sqnr_db']:.1f}"}
+    return {}
+
+
+def _network_table(network: str, record: Row) -> Table:
+    whole = [row for row in record["networks"] if row["network"] == network]
+    layers = [row for row in record["layers"] if row["network"] == network]
+    samples, vectors = "photos", "CLS"
+    if "nearest_kept" in whole[0]:
+        samples, vectors = "texts", "embedding"
+    elif "lines_right" in whole[0]:
+        samples, vectors = "lines", "scores"
+    title = f"{network}, {whole[0]['samples']} {samples}: SQNR in dB by layer, then the whole network"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    numbers = sorted({row["layer"] for row in layers})
+    for heading in (*map(str, numbers), "worst head", vectors, "cosine least", "cosine mean", *_own_cells(whole[0])):
+        table.add_column(heading, justify="right")
+    for row in whole:
+        own = {each["layer"]: each["sqnr_db"] for each in layers if each["method"] == row["method"]}
+        cells = [*(f"{own[number]:.1f}" for number in numbers), f"{row['worst_head_db']:.1f}", f"{row['sqnr_db']:.1f}"]
+        cells += [f"{row['cosine_min']:.5f}", f"{row['cosine_mean']:.5f}", *_own_cells(row).values()]
+        table.add_row(row["method"], *cells)
+    return table
+
+
+def _top1_table(classifier: str, rows: Sequence[Row], conditions: Row) -> Table:
+    learned = "the method's own" if conditions["training_features"] == "own" else "float attention's"
+    title = (
+        f"Fashion-MNIST by {classifier} on DINOv2-S features: {conditions['test_images']} test images at "
+        f"{conditions['side']} px, {conditions['dtype']}; learned from {learned} features of "
+        f"{conditions['training_images']} images"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for heading in ("Top-1, %", "95 % interval", "against float", "95 % interval", "lost", "gained", "McNemar p", "same answer",
+                    "features, dB"):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row["error"]:
+            table.add_row(row["method"], "failed", *[""] * 7, format_number(row["feature_sqnr_db"]))
+            continue
+        low, high = row["top1_interval_percent"]
+        worse, better = row["difference_interval_points"]
+        table.add_row(
+            row["method"],
+            f"{row['top1_percent']:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{row['difference_points']:+.2f}",
+            f"{worse:+.2f} to {better:+.2f}",
+            str(row["lost"]),
+            str(row["gained"]),
+            f"{row['mcnemar_p']:.2g}",
+            f"{row['agreement_percent']:.2f} %",
+            format_number(row["feature_sqnr_db"]),
+        )
+    return table
+
+
+def draw_figure(record: Row) -> Any:
+    """Draw the SQNR of every layer, one panel a network, one line a method; float methods are left out.
+
+    Returns:
+        a matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no row has a finite SQNR.
+    """
+    quantised = [row for row in record["layers"] if METHODS[row["method"]].query_granularity != FLOAT]
+    shown = [row for row in quantised if math.isfinite(row["sqnr_db"])]
+    if not shown:
+        raise ValueError("there are no layers of methods that quantise")
+    figure, found = figures.panels(shown, "network", lambda row: str(row["layer"]), width=9, height=3.0)
+    for axes, network, series in found:
+        for name, mine, _, _, colour in series:
+            line = "-" if METHODS[name].integer_only else "--"
+            layers = [row["layer"] for row in mine]
+            axes.plot(layers, [row["sqnr_db"] for row in mine], line, marker="o", markersize=4, color=colour,
+                      label=METHODS[name].title)  # fmt: skip
+        axes.set_xlabel("attention layer")
+        axes.set_ylabel("SQNR, dB")
+        axes.set_title(f"{network} (dashed: not integer-only)", loc="left", fontsize="medium")
+    figures.add_legend(figure)
+    return figure
+
+
+def write(record: Row, folder: pathlib.Path, say: Callable[[str], None]) -> None:
+    """Write ``real.json``, ``real.csv`` (layers) and, where there is something to draw, ``real.png``."""
+    records.write_json(folder / "real.json", record)
+    records.write_csv(folder / "real.csv", record["layers"], LAYER_FIELDS)
+    try:
+        draw_figure(record).savefig(folder / "real.png", dpi=150)
+        say(f"Written to {folder}: real.json, real.csv, real.png")
+    except (ImportError, ValueError) as error:
+        say(f"Written to {folder}: real.json, real.csv; no plot: {error}")

@@ -1,0 +1,527 @@
+"""Two revisions of QFlash timed in one run, by turns: ``qflash-lab bench --base REF`` and ``qflash-lab models --base REF``.
+
+Each revision has processes of its own, with its package first on the path, that run :mod:`qflash_lab.bench.revision_worker`.
+This process draws the inputs and judges the outputs; it times nothing. In every round one process of either revision takes
+a sample, the first one alternating, so that both meet the same state of the machine; a ratio is that of the two samples of a
+round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import qflash
+from qflash.paths import with_package
+
+from . import models as timed_models
+from . import records
+from .console import format_number, progress_bar, table_console
+from .errors import describe
+from .latency import MODES
+from .methods import PER_TENSOR, check_recipes
+from .metrics import sqnr
+from .problems import Problem, as_tensor, check_input, exact_part, make_inputs
+from .timers import CPU_SECONDS, tidy
+
+PACKAGE = pathlib.Path(qflash.__file__).resolve().parent
+_START = """
+import os, runpy, sys
+script, sys.argv[1:] = sys.argv[1], [str(os.dup(1))]
+os.dup2(2, 1)
+sys.path[:] = filter(None, sys.path)
+runpy.run_path(script, run_name="__main__")
+"""
+"""Runs the worker with no working folder on the path: it answers on standard output, other prints go to standard error."""
+
+_RESULTS = (
+    "base_us", "new_us", "ratio", "ratio_q1", "ratio_q3", "samples", "same_bits", "base_sqnr_db", "new_sqnr_db", "sqnr_of",
+    "error",
+)  # fmt: skip
+
+PROCESSES = 3
+"""Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by
+where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
+
+FIELDS = (
+    "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "recipe", *_RESULTS,
+)  # fmt: skip
+"""Columns of ``revisions.csv``; ``same_bits``: whether both revisions returned the same."""
+
+MODEL_FIELDS = ("model", "batch", "dtype", "method", *_RESULTS)
+"""Columns of ``models_revisions.csv``."""
+
+
+class RevisionError(RuntimeError):
+    """A revision cannot be timed, or cannot do what it is asked for; the message says why."""
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise ValueError("there is no git here; a folder that holds the package does as well") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(lines[-1] if lines else f"git {arguments[0]} failed")
+    return done.stdout
+
+
+def export(base: str, folder: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """Return a folder that holds the package of a revision, and the revision's name.
+
+    Args:
+        base: a git revision of the repository that this package lies in, or a folder that holds a package ``qflash``.
+        folder: empty; what git gives goes there.
+
+    Raises:
+        ValueError: neither; the message says why.
+    """
+    given = pathlib.Path(base)
+    if (given / "qflash" / "__init__.py").is_file():
+        return given.resolve(), str(given)
+    try:
+        prefix = _git(PACKAGE, "rev-parse", "--show-prefix").decode().strip()
+        root = pathlib.Path(_git(PACKAGE, "rev-parse", "--show-toplevel").decode().strip())
+        commit = _git(root, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}").decode().strip()
+        packed = _git(root, "archive", "--format=tar", f"{commit}:{prefix.rstrip('/')}")
+    except ValueError as error:
+        raise ValueError(
+            f"base must be a git revision with {PACKAGE.name} where it is now, or a folder that holds the package, got "
+            f"{base!r}: {error}"
+        ) from error
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(folder / PACKAGE.name, **safe)
+    return folder, commit[:10]
+
+
+def name_running() -> str:
+    """Return the commit of the package that runs, and whether it has changes; its folder where git does not know it."""
+    try:
+        _git(PACKAGE, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(PACKAGE, "rev-parse", "HEAD").decode().strip()[:10]
+        return commit + " with changes" * bool(_git(PACKAGE, "status", "--porcelain", "--", "."))
+    except ValueError:
+        return str(PACKAGE)
+
+
+class Worker:
+    """A process that times one revision.
+
+    Attributes:
+        name: the revision's, for messages.
+    """
+
+    def __init__(self, folder: pathlib.Path, name: str) -> None:
+        """Start it.
+
+        Args:
+            folder: holds the package.
+            name: what the revision is called.
+        """
+        self.name = name
+        script = pathlib.Path(__file__).with_name("revision_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            encoding="utf-8", env=with_package(folder),
+        )  # fmt: skip
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        """Return the answer to an order.
+
+        Raises:
+            RevisionError: the revision cannot do it, or its process has ended; the message says why.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **order}), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RevisionError(f"{self.name}: the process that times it ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RevisionError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+class Comparison:
+    """Both revisions, ready to be timed on inputs that are handed over in files.
+
+    Attributes:
+        base, new: the processes of either revision, as many of one as of the other.
+    """
+
+    def __init__(
+        self, base: Sequence[Worker], new: Sequence[Worker], folder: pathlib.Path, device: torch.device, rounds: int
+    ) -> None:
+        self.base, self.new = base, new
+        self._folder, self._device, self._rounds = folder, device, rounds
+
+    def give(self, **inputs: Any) -> None:
+        """Write what the calls that are timed next work on."""
+        torch.save(inputs, self._folder / "inputs.pt")
+
+    def compare(self, judge: Callable[[torch.Tensor], float], **order: Any) -> dict[str, Any]:
+        """Time both revisions on the inputs given last, by turns.
+
+        Args:
+            judge: returns the SQNR of an output.
+            order: what to time, for :mod:`qflash_lab.bench.revision_worker`.
+
+        Returns:
+            the fields of a row that hold results; ``error`` where a revision failed.
+        """
+        row: dict[str, Any] = {}
+        failed = []
+        outputs = []
+        for side, workers in (("base", self.base), ("new", self.new)):
+            path = self._folder / f"{side}.pt"
+            paths = {"inputs": str(self._folder / "inputs.pt"), "output": str(path)}
+            try:
+                for worker in workers:
+                    worker.ask("prepare", **order, **paths, device=str(self._device))
+                outputs.append(torch.load(path))
+                row[f"{side}_sqnr_db"] = round(judge(outputs[-1].to(self._device)), 2)
+            except Exception as error:
+                failed.append(str(error) if isinstance(error, RevisionError) else f"{workers[0].name}: {describe(error)}")
+        try:
+            if failed:
+                return row | {"error": "; ".join(failed)}
+            row["same_bits"] = torch.equal(*outputs)
+            return row | self._by_turns()
+        except RevisionError as error:
+            return row | {"error": str(error)}
+        finally:
+            for worker in (*self.base, *self.new):
+                with contextlib.suppress(RevisionError):  # the next order says so
+                    worker.ask("forget")
+
+    def _by_turns(self) -> dict[str, Any]:
+        times: dict[str, list[float]] = {"base": [], "new": []}
+        begin = time.monotonic()
+        for index in range(self._rounds):
+            place = index % len(self.base)
+            turns = [("base", self.base[place]), ("new", self.new[place])]
+            for side, worker in turns if index % 2 == 0 else reversed(turns):
+                times[side].append(worker.ask("sample")["us"])
+            slow = time.monotonic() - begin > 2 * CPU_SECONDS
+            if self._device.type != "cuda" and slow and index + 1 >= len(self.base):
+                break
+        ratios = [new / base for base, new in zip(times["base"], times["new"], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return {
+            "base_us": round(statistics.median(times["base"]), 3),
+            "new_us": round(statistics.median(times["new"]), 3),
+            "ratio": round(quartiles[1], 4),
+            "ratio_q1": round(quartiles[0], 4),
+            "ratio_q3": round(quartiles[2], 4),
+            "samples": len(ratios),
+        }
+
+
+@contextlib.contextmanager
+def start_comparison(base: str, device: torch.device, rounds: int, processes: int = PROCESSES) -> Iterator[Comparison]:
+    """Start processes for the revision ``base`` and as many for this package.
+
+    Args:
+        base: see :func:`export`.
+        device: where they run.
+        rounds: samples a revision.
+        processes: of either revision; fewer if there are fewer rounds.
+
+    Raises:
+        ValueError: see :func:`export`.
+        RevisionError: a process did not start, or imports another package than it should.
+    """
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        scratch = pathlib.Path(made)
+        folder, name = export(base, scratch / "base")
+        sides: list[list[Worker]] = []
+        for place, called in ((folder, name), (PACKAGE.parent, "new")):
+            sides.append([])
+            for _ in range(min(processes, rounds)):
+                sides[-1].append(Worker(place, called))
+                stack.callback(sides[-1][-1].close)
+        for place, workers in zip((folder, PACKAGE.parent), sides, strict=True):
+            for worker in workers:
+                found = pathlib.Path(worker.ask("about", threads=torch.get_num_threads())["package"]).resolve()
+                if found != (place / PACKAGE.name).resolve():
+                    raise RevisionError(f"{worker.name}: Python imports qflash from {found}, not from {place}")
+        yield Comparison(sides[0], sides[1], scratch, device, rounds)
+
+
+def recipe_order(name: str) -> dict[str, Any]:
+    """Return a recipe in the words of an order: a preset, which each revision defines, and changes to it."""
+    return {"recipe": "default", "changes": PER_TENSOR} if name == "per-tensor" else {"recipe": name, "changes": {}}
+
+
+def timing_method(device: torch.device, rounds: int) -> str:
+    """Say in words how times are taken."""
+    if device.type == "cuda":
+        how = "device time by CUDA events around the replay of a CUDA graph; eager: wall time until the call is issued"
+        many = f"{rounds}"
+    else:
+        how = f"wall clock on the CPU, {torch.get_num_threads()} threads"
+        many = f"up to {rounds}"
+    return (
+        f"{how}; up to {PROCESSES} processes a revision, samples by turns (order reversed every round), never at once; ratio: "
+        f"new ÷ base in a round, median and quartiles of {many} rounds, below 1 the new one is faster"
+    )
+
+
+def render(rows: Sequence[dict[str, Any]], title: str, about: dict[str, Callable[[dict[str, Any]], str]]) -> Table:
+    """Return the table of a comparison.
+
+    Args:
+        rows: with at least the fields of results.
+        title: above it.
+        about: the first columns, by heading: what a row has there.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading in about:
+        table.add_column(heading, no_wrap=True)
+    for heading in ("base µs", "new µs", "new ÷ base", "quartiles", "same bits", "base SQNR dB", "new SQNR dB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        names = [cell(row) for cell in about.values()]
+        if row["error"]:
+            cells = ["failed", "", "", "", ""]
+        else:
+            cells = [format_number(row["base_us"]), format_number(row["new_us"]), f"{row['ratio']:.3f}"]
+            cells += [f"{row['ratio_q1']:.3f} - {row['ratio_q3']:.3f}", "yes" if row["same_bits"] else "no"]
+        table.add_row(*names, *cells, format_number(row["base_sqnr_db"]), format_number(row["new_sqnr_db"]))
+    return table
+
+
+class Report:
+    """What a comparison has found so far: its file, its table and its rows.
+
+    Attributes:
+        record: what the JSON file holds.
+        rows: of the record.
+    """
+
+    def __init__(
+        self, what: str, base: str, device: torch.device, rounds: int, output: pathlib.Path | None, *, file: str,
+        fields: Sequence[str],
+    ) -> None:  # fmt: skip
+        """Begin, and print how times are taken."""
+        self._output, self._file, self._fields = output, file, fields
+        self.rows: list[dict[str, Any]] = []
+        self.record: dict[str, Any] = {
+            "what": what,
+            "base": base,
+            "new": name_running(),
+            "environment": records.environment(device),
+            "timing": timing_method(device, rounds),
+            "sqnr": "20 log10(|ref| / |out - ref|) against float attention on the same inputs",
+            "rows": self.rows,
+        }
+        self._console = table_console()
+        self._console.print(f"{self.record['environment']['device']}. {self.record['timing']}.\n")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row and write the files."""
+        self.rows.append(dict.fromkeys(self._fields) | row)
+        if self._output is not None:
+            records.write_json(self._output / f"{self._file}.json", self.record)
+            records.write_csv(self._output / f"{self._file}.csv", self.rows, self._fields)
+
+    def show(self, about: dict[str, Callable[[dict[str, Any]], str]]) -> None:
+        """Print the table, what failed and the mean ratio."""
+        title = f"QFlash {self.record['new']} (new) against {self.record['base']} (base)"
+        self._console.print(render(self.rows, title, about))
+        for row in self.rows:
+            if row["error"]:
+                names = " ".join(cell(row) for cell in about.values())
+                self._console.print(f"failed: {names}: {row['error']}", markup=False, soft_wrap=True)
+        ratios = [row["ratio"] for row in self.rows if row["error"] is None]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            self._console.print(f"Geometric mean of {len(ratios)} ratios: {mean:.4f}")
+        if self._output is not None:
+            self._console.print(f"Written to {self._output}: {self._file}.json, {self._file}.csv")
+
+
+def _check(recipes: Sequence[str], rounds: int) -> None:
+    check_recipes(recipes)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+
+
+@torch.inference_mode()
+def run_revisions(
+    problems: Sequence[Problem],
+    base: str,
+    *,
+    modes: Sequence[str],
+    recipes: Sequence[str],
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Compare this package with another revision of it; print the table, write ``revisions.json`` and ``.csv``.
+
+    Args:
+        problems: see :func:`qflash_lab.bench.problems.make_problems`.
+        base: see :func:`export`.
+        modes: ``"kernel"``, ``"end-to-end"`` or ``"eager"`` (on a GPU until the call is issued).
+        recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
+        kind, dtype: of the inputs.
+        device: a CUDA device or the CPU.
+        rounds: samples a revision.
+        output: made if it is not there.
+
+    Returns:
+        what ``revisions.json`` holds.
+
+    Raises:
+        ValueError: an unknown mode, recipe or revision, or fewer than one round.
+        RevisionError: a process for a revision did not start.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    check_input(kind)
+    _check(recipes, rounds)
+    # on int8 tensors, per-tensor would be the default recipe again
+    cases = [pair for pair in itertools.product(modes, recipes) if pair != ("kernel", "per-tensor")]
+    with start_comparison(base, device, rounds) as both, progress_bar(len(problems) * len(cases)) as tick:
+        options: dict[str, Any] = {"file": "revisions", "fields": FIELDS}
+        report = Report("two revisions of QFlash's attention", both.base[0].name, device, rounds, output, **options)
+        for problem in problems:
+            fields: dict[str, Any] = {
+                "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
+                "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
+                "dtype": str(dtype).removeprefix("torch."),
+            }  # fmt: skip
+            for mode, recipe, found in _attention_rows(both, problem, cases, kind, dtype, device):
+                report.add(fields | {"mode": mode, "recipe": recipe} | found)
+                tick(f"{problem.label} {mode} {recipe}")
+    report.show(
+        {
+            "workload": lambda row: row["workload"] + " causal" * row["causal"] + " bias" * row["bias"],
+            "batch": lambda row: str(row["batch"] or "-"),
+            "mode": lambda row: row["mode"],
+            "recipe": lambda row: row["recipe"],
+        }
+    )
+    return report.record
+
+
+def _attention_rows(
+    both: Comparison, problem: Problem, cases: Sequence[tuple[str, str]], kind: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield each mode and recipe with what both revisions do on one problem."""
+    try:
+        inputs = make_inputs(problem, kind, dtype, device)
+        wanted, part, words = exact_part(inputs)
+        query, key, value = inputs.nested()
+        both.give(query=query, key=key, value=value, bias=inputs.bias)
+    except Exception as error:  # inputs or reference did not fit
+        tidy(device)
+        for mode, recipe in cases:
+            yield mode, recipe, {"error": describe(error)}
+        return
+    del inputs, query, key, value
+    tidy(device)
+
+    def judge(out: torch.Tensor) -> float:
+        return sqnr(wanted, as_tensor(out, problem)[part])
+
+    for mode, recipe in cases:
+        order = {"what": "attention", "mode": mode, "causal": problem.causal, **recipe_order(recipe)}
+        yield mode, recipe, both.compare(judge, **order) | {"sqnr_of": words}
+
+
+@torch.inference_mode()
+def run_model_revisions(
+    names: Sequence[str],
+    batches: Sequence[int],
+    base: str,
+    *,
+    recipes: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    pretrained: bool = False,
+    image_size: int | None = None,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Compare whole models with this package and another revision; write ``models_revisions.json`` and ``.csv``.
+
+    Args:
+        names: see :func:`qflash_lab.bench.models.load`.
+        batches: images.
+        base: see :func:`export`.
+        recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
+        dtype: of weights and images while they are timed.
+        device: a CUDA device or the CPU.
+        rounds: samples a revision.
+        pretrained: download timm's weights; otherwise they are drawn, always the same.
+        image_size: see :func:`qflash_lab.bench.models.load`.
+        output: made if it is not there.
+
+    Returns:
+        what ``models_revisions.json`` holds.
+
+    Raises:
+        ValueError: an unknown model, recipe or revision, or fewer than one round.
+        ImportError: timm is not installed.
+        RevisionError: a process for a revision did not start.
+    """
+    _check(recipes, rounds)
+    loaded = timed_models.load_patchable(names, pretrained, image_size)
+    variants = timed_models.own_variants(recipes)
+    cases = {
+        name: [method for method in variants if timed_models.applies(method, model)] for name, (model, _) in loaded.items()
+    }
+    jobs = len(batches) * sum(map(len, cases.values()))
+    with start_comparison(base, device, rounds) as both, progress_bar(jobs) as tick:
+        options: dict[str, Any] = {"file": "models_revisions", "fields": MODEL_FIELDS}
+        report = Report("whole models with two revisions of QFlash", both.base[0].name, device, rounds, output, **options)
+        for (name, (model, size)), batch in itertools.product(loaded.items(), batches):
+            fields = {"model": name, "batch": batch, "dtype": str(dtype).removeprefix("torch.")}
+            images = timed_models.draw_images(batch, size, device)
+            with sdpa_kernel(SDPBackend.MATH):
+                wanted = copy.deepcopy(model).to(device)(images)
+            plain, images = timed_models.without_qflash(model, images)
+            both.give(model=plain, images=images.cpu())
+            for method in cases[name]:
+                recipe, keep_bias = variants[method]
+                order = {"what": "model", "mode": "end-to-end", "dtype": fields["dtype"], "keep_bias": keep_bias}
+                found = both.compare(lambda out, wanted=wanted: sqnr(wanted, out), **order, **recipe_order(recipe))  # type: ignore[misc]
+                report.add(fields | {"method": method, "sqnr_of": "logits"} | found)
+                tick(f"{name} b{batch} {method}")
+            tidy(device)
+    report.show(
+        {"model": lambda row: row["model"], "batch": lambda row: str(row["batch"]), "method": lambda row: row["method"]}
+    )
+    return report.record

@@ -1,0 +1,145 @@
+"""``qflash-lab tune``: measure tiles on this GPU and keep the fastest, for the shapes one runs.
+
+Every candidate has to return the rules' bits before it is timed. What wins goes into the user's table
+(:mod:`qflash.kernels.tiles`), which later processes read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from qflash.api import quantize
+from qflash.attention_call import float_call, int8_call
+from qflash.kernels.device import processors_of
+from qflash.kernels.dispatch import attention_launches, fusable
+from qflash.kernels.heuristics import candidates, choose_tiles
+from qflash.kernels.tiles import AttentionShape, Tiles
+from qflash.kernels.tuning_table import save_table, table_key
+from qflash.paths import make_cache_folder
+from qflash.recipe import DEFAULT
+
+from . import problems as bench_problems
+from . import timers
+
+WORTH = 0.98
+"""A candidate has to take at most this part of the rules' time to displace them."""
+
+
+def _median(call: Callable[[], Any]) -> float:
+    timer = timers.GraphTimer(call)
+    return statistics.median(timer.sample()["us"] for _ in range(9))
+
+
+def tune_shape(
+    shape: tuple[int, int, int, int], keys: int, *, fused: bool, device: torch.device, tick: Callable[[], None] = lambda: None
+) -> tuple[Tiles, Tiles, float, float]:
+    """Measure one shape.
+
+    Args:
+        shape: (batch, heads, queries, head_dim) of the query.
+        keys: keys a row.
+        fused: the kernel that quantises float16, or the one on int8.
+        device: a CUDA device.
+        tick: called after every candidate.
+
+    Returns:
+        the rules' tiles, the fastest, and the microseconds a call of both.
+    """
+    batch, heads, queries, head_dim = shape
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (queries, keys, keys)
+    query, key, value = (
+        (torch.rand((batch, heads, size, head_dim), generator=generator, dtype=torch.float32, device=device) * 8 - 4).half()
+        for size in sizes
+    )
+    about = AttentionShape(DEFAULT, head_dim, head_dim, queries, keys, batch * heads, fused)
+    rule = choose_tiles(about, torch.cuda.get_device_capability(device))
+    factor = head_dim**-0.5
+    if fused:
+        call = float_call(query, key, value, None, False, factor, DEFAULT)
+    else:
+        q, k, v = (quantize(x) for x in (query, key, value))
+        given = (q.values, q.scale, k.values, k.scale, v.values, v.scale)
+        call = int8_call(*given, None, False, factor, v.scale, torch.int8, DEFAULT)
+    out = torch.empty_like(call.query)
+    expected: torch.Tensor | None = None
+    times: dict[Tiles, float] = {}
+    for tiles in candidates(rule, head_dim, queries, keys, processors_of(device)):
+        try:
+            launches = attention_launches(call, out, tiles=tiles)
+            out.zero_()
+
+            def run(launches: list[Any] = launches) -> None:
+                for launch in launches:
+                    launch.run()
+
+            run()
+            if expected is None:
+                expected = out.clone()
+            if torch.equal(out, expected):
+                times[tiles] = _median(run)
+        except (RuntimeError, ValueError):  # tiles that do not fit this GPU
+            if expected is None:
+                raise
+        tick()
+    fastest = min(times, key=lambda tiles: times[tiles])
+    if times[fastest] > WORTH * times[rule]:
+        fastest = rule
+    return rule, fastest, times[rule], times[fastest]
+
+
+def _fusable(shape: tuple[int, int, int, int], keys: int, device: torch.device) -> bool:
+    """Tell whether one launch can quantise and attend there, as :func:`tune_shape` would ask for it."""
+    batch, heads, _, head_dim = shape
+    query, key = (torch.empty(size, dtype=torch.float16, device=device) for size in (shape, (batch, heads, keys, head_dim)))
+    return fusable(float_call(query, key, key, None, False, head_dim**-0.5, DEFAULT))
+
+
+def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -> list[dict[str, Any]]:
+    """Measure every problem, int8 and (where one launch can do it) fused; keep what won; return the rows.
+
+    Raises:
+        ValueError: ``device`` is not a CUDA device.
+        OSError: what won cannot be kept.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}: tiles are for the GPU kernels")
+    make_cache_folder()  # before the time is spent
+    from rich.progress import Progress
+
+    name = torch.cuda.get_device_name(device)
+    found: dict[str, Tiles] = {}
+    rows: list[dict[str, Any]] = []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("tune", total=None)
+        for problem in problems:
+            windows_batch, heads, queries, head_dim = problem.shape
+            for fused in (False, True):
+                if fused and not _fusable(problem.shape, problem.keys, device):
+                    continue
+                progress.update(task, description=f"{'x'.join(map(str, problem.shape))} {'fused' if fused else 'int8'}")
+                rule, best, before, after = tune_shape(
+                    problem.shape, problem.keys, fused=fused, device=device, tick=lambda: progress.advance(task)
+                )
+                if best != rule:
+                    load = windows_batch * heads
+                    about = AttentionShape(DEFAULT, head_dim, head_dim, queries, problem.keys, load, fused)
+                    found[table_key(name, about)] = best
+                rows.append(
+                    {
+                        "shape": "x".join(map(str, problem.shape)),
+                        "kernel": "fused" if fused else "int8",
+                        "rule": list(rule),
+                        "rule_us": round(before, 3),
+                        "best": list(best),
+                        "best_us": round(after, 3),
+                    }
+                )
+    origin: dict[str, object] = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    save_table(found, origin)
+    return rows

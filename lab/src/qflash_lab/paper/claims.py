@@ -1,0 +1,418 @@
+"""The paper's claims beside what was measured, and the rules by which the two are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import paper_results
+from .results import Found, Record, gpu_rows, on_gpu, row_of_method, where_of
+
+TOLERANCE = 0.1
+"""By how much a ratio may differ from the paper's, either way, as a part of the larger of the two."""
+
+TOLERANCE_DB = 1.0
+
+FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
+"""PyTorch's fused 16-bit kernels: a comparison with fp16 is with the fastest of them."""
+
+RULES = {
+    "ratio": f"A speed-up or saving agrees if it is within {TOLERANCE:.0%} of the paper's, whether larger or smaller.",
+    "decibels": f"SQNR agrees if the paper's figure lies among the seeds, or within {TOLERANCE_DB:g} dB of their mean.",
+    "order": f"A comparison without a figure agrees if it holds; “comparable” is at most {TOLERANCE:.0%} slower.",
+}
+"""How a verdict is found, by the kind of a claim."""
+
+LATENCY = "Latency (section 5.1, Figure 3)"
+SECTIONS = (
+    "Integer-only", LATENCY, "Tensor cores (Table 2)", "Energy (Table 3)", "SQNR (Table 4)",
+    "Top-1 (Table 5)", "Appendix A (Figure 4)", "Appendix B",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One statement of the paper beside what was measured.
+
+    Attributes:
+        section: one of :data:`SECTIONS`.
+        text: the statement.
+        paper: its figure.
+        rule: of :data:`RULES`.
+        ours: what was measured; None if nothing was.
+        of: what that was measured on: the authors' code where there is a result of it, else this library.
+        where: device and date.
+        agrees: what the rule says; None where nothing was measured.
+        also: what else bears on it and decides nothing, for instance this library beside the authors' code.
+        why: the reason for a difference, or what is missing.
+        brief: ``ours`` in a few words, for a summary.
+    """
+
+    section: str
+    text: str
+    paper: str
+    rule: str
+    ours: str | None = None
+    of: str = "this library"
+    where: str = ""
+    agrees: bool | None = None
+    also: str = ""
+    why: str = ""
+    brief: str = ""
+
+    @property
+    def mark(self) -> str:
+        """``agrees``, ``differs`` or ``not run``."""
+        return "not run" if self.agrees is None else "agrees" if self.agrees else "differs"
+
+
+def ratio_agrees(ours: float, paper: float) -> bool:
+    """Tell whether two ratios are the same by the rule ``ratio``."""
+    return min(ours, paper) / max(ours, paper) >= 1 - TOLERANCE
+
+
+def decibels_agree(each: Sequence[float], paper: float) -> bool:
+    """Tell whether a figure of the paper is among those of the seeds by the rule ``decibels``."""
+    return min(each) <= paper <= max(each) or abs(statistics.fmean(each) - paper) <= TOLERANCE_DB
+
+
+def _integer_claim(found: Found) -> Claim:
+    claim = Claim("Integer-only", "The whole kernel runs in the integer domain (abstract, section 3)", "integer-only", "order")
+    also = ""
+    if reports := found.get("verify", []):
+        rows = [row for row in reports[0]["rows"] if row.get("integer", True)]
+        clean = sum(not row["float_instructions"] and not row.get("error") for row in rows)
+        also = f"This library, int8 in and out: {clean} of {len(rows)} compiled launches hold no float instruction"
+        also += f" (qflash-lab verify, {reports[0]['file']})."
+        claim = dataclasses.replace(claim, ours=also, where="machine code, six NVIDIA targets", agrees=clean == len(rows))
+    if authors := found.get("authors code", []):
+        record = authors[0]
+        counts = [sum(of.values()) for of in record["float_instructions"].values()]
+        claim = dataclasses.replace(
+            claim, of="the authors' code", also=also,
+            ours=f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} float instructions on each target",
+            agrees=max(counts) == 0, brief=f"{max(counts)} float instructions in the authors' kernel",
+            where=f"machine code, Triton {record['triton']}, {record['date']}",
+            why="In the authors' kernel: / between integers, which Triton computes in float32.",
+        )  # fmt: skip
+    return (
+        claim if claim.ours else dataclasses.replace(claim, why="qflash-lab verify --format json > FILE in the results folder.")
+    )
+
+
+def _speed_claims(found: Found) -> Iterator[Claim]:
+    rows, record = gpu_rows(found, "bench")
+    rows = [row for row in rows if row["mode"] != "eager"]
+    for (family, batch), paper in paper_results.SPEEDUP_OVER_I_VIT.items():
+        ratios = {}
+        for workload in paper_results.FAMILIES[family]:
+            options: dict[str, Any] = {"workload": workload, "batch": batch, "bias": False, "causal": False}
+            ours = row_of_method(rows, "QFlash", **options)
+            theirs = row_of_method(rows, "I-ViT", **options)
+            if ours and theirs:
+                ratios[workload] = theirs["median_us"] / ours["median_us"]
+        claim = Claim(
+            LATENCY, f"Up to {paper} times as fast as I-ViT on {family} at batch {batch}",
+            f"{paper} times", "ratio", why="Needs a GPU run of qflash-lab bench with I-ViT's kernels.",
+        )  # fmt: skip
+        if ratios:
+            best = max(ratios, key=lambda name: ratios[name])
+            claim = dataclasses.replace(
+                claim, ours=f"up to {ratios[best]:.2f} times ({best}; from {min(ratios.values()):.2f})", where=where_of(record),
+                agrees=ratio_agrees(ratios[best], paper),
+                brief=f"{ratios[best]:.2f} times", why="Both from int8 tensors; I-ViT in Triton here, in TVM there.",
+            )  # fmt: skip
+        yield claim
+
+
+def fp16_ratios(rows: Sequence[Record], method: str = "qflash int8", batches: Sequence[int] = (1, 8)) -> dict[str, float]:
+    """Return the fastest 16-bit kernel's time divided by a method's, by workload and batch (A1 to A7, without a bias)."""
+    time: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["mode"] == "eager" or row["bias"] or row["causal"] or row["median_us"] is None:
+            continue
+        if row["workload"][:1] == "A" and row["batch"] in batches:
+            time.setdefault((row["workload"], row["batch"]), {}).setdefault(row["method"], row["median_us"])
+    found = {}
+    for (workload, batch), of in time.items():
+        others = [of[name] for name in FP16 if name in of]
+        if others and method in of:
+            found[f"{workload} b{batch}"] = min(others) / of[method]
+    return found
+
+
+def _fp16_claim(found: Found) -> Claim:
+    claim = Claim(
+        LATENCY, "Generally faster than or comparable to FP16 kernels, batch 1 and 8", "Figure 3", "order",
+        why="Needs a GPU run of qflash-lab bench.",
+    )  # fmt: skip
+    rows, record = gpu_rows(found, "bench")
+    ratios = list(fp16_ratios(rows).values())
+    also = ""
+    if ratios:
+        also = f"This library from int8 tensors: fastest 16-bit kernel's time ÷ ours {min(ratios):.2f} to {max(ratios):.2f}"
+        also += f" ({where_of(record)})."
+        claim = dataclasses.replace(claim, ours=also, where=where_of(record), agrees=min(ratios) >= 1 - TOLERANCE, why="")
+    if authors := found.get("authors", []):
+        record = authors[0]
+        latency, methods = record["latency_us"], record["methods"]
+        column = methods.index("authors' QFlash")
+        peers = [methods.index(name) for name in FP16 if name in methods]
+        quotients = {
+            name: [min(by[batch][peer] for peer in peers) / by[batch][column] for batch in ("1", "8")]
+            for name, by in latency.items()
+        }
+        spans = []
+        for family, names in paper_results.FAMILIES.items():
+            values = [x for name in names for x in quotients[name]]
+            spans.append(f"{family} {min(values):.2f} to {max(values):.2f}")
+        claim = dataclasses.replace(
+            claim, of="the authors' code", also=also, where=where_of(record),
+            ours="fastest of FlashAttention-2 and cuDNN ÷ theirs: " + ", ".join(spans),
+            agrees=all(x >= 1 - TOLERANCE for values in quotients.values() for x in values), brief=f"{', '.join(spans)} times",
+            why="The authors' kernel: on Swin, not on ViT and DeiT; their run has no memory-efficient kernel.",
+        )  # fmt: skip
+    return claim
+
+
+def _utilisation_claim(found: Found) -> Claim:
+    claim = Claim(
+        "Tensor cores (Table 2)", "QFlash keeps the tensor cores less busy than FlashAttention-2 on A2, batch 8",
+        "IMMA 8.00 % against HMMA 13.08 %", "order", why="Needs a GPU run of qflash-lab profile (Nsight Compute).",
+    )  # fmt: skip
+    rows, record = gpu_rows(found, "profile")
+    ours = row_of_method(rows, "QFlash", workload="A2", batch=8)
+    flash = row_of_method(rows, "Flash-2", workload="A2", batch=8)
+    if not ours or not flash or ours["imma_percent"] is None or flash["hmma_percent"] is None:
+        return claim
+    return dataclasses.replace(
+        claim, ours=f"IMMA {ours['imma_percent']:.2f} % against HMMA {flash['hmma_percent']:.2f} %", where=where_of(record),
+        agrees=ours["imma_percent"] < flash["hmma_percent"],
+        why=f"Percent of another GPU's peak than the paper's ({paper_results.DEVICE}); only the order is comparable.",
+    )  # fmt: skip
+
+
+def _energy_claim(found: Found) -> Claim:
+    paper = paper_results.ENERGY_UJ["QFlash"] / paper_results.ENERGY_UJ["Flash-2"]
+    claim = Claim(
+        "Energy (Table 3)", "18.8 % less energy than FP16 FlashAttention-2 on A2, batch 8", f"{paper:.2f} of its energy",
+        "ratio", why="Needs a GPU run of qflash-lab energy.",
+    )  # fmt: skip
+    rows, record = gpu_rows(found, "energy")
+    ours = row_of_method(rows, "QFlash", workload="A2", batch=8, bias=False)
+    flash = row_of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
+    also = ""
+    if ours and flash:
+        change = ours["uj"] / flash["uj"]
+        also = (
+            f"This library from int8 tensors: {change:.2f} ({ours['uj']:.0f} against {flash['uj']:.0f} µJ; {where_of(record)})"
+        )
+        others = [row for row in rows if row["method"] in FP16 and row["workload"] == "A2" and row["batch"] == 8 and row["uj"]]
+        best = min(others, key=lambda row: row["uj"])
+        if best is not flash:
+            also += f", {ours['uj'] / best['uj']:.2f} of the least of all 16-bit kernels ({best['method']})"
+        also += "."
+        claim = dataclasses.replace(claim, ours=also, where=where_of(record), agrees=ratio_agrees(change, paper), why="")
+    if authors := found.get("authors", []):
+        uj = authors[0]["energy_uj"]
+        theirs, fa2 = uj["authors' QFlash"], uj["sdpa flash"]
+        claim = dataclasses.replace(
+            claim, of="the authors' code", also=also, where=where_of(authors[0]),
+            ours=f"{theirs / fa2:.2f} of its energy ({theirs} against {fa2} µJ, idle power included)",
+            agrees=ratio_agrees(theirs / fa2, paper),
+            brief=f"{theirs / fa2:.2f}", why="On A2 the authors' kernel takes longer than FP16 on an H200.",
+        )  # fmt: skip
+    return claim
+
+
+_ACCURACY_REASONS = {
+    "qattn": "QAttn's formula alone is more accurate; with bfloat16 inputs and an int8 output around it the paper's figure "
+    "comes out within 0.3 dB (qflash_lab.baselines.qattn).",
+    "i-vit": "I-ViT knows of the scores' scale only round(1 / S), which moves the figure by several dB from draw to draw.",
+}
+_READINGS = {"qflash-printed": "as printed", "qflash-authors": "the authors' code", "qflash-paper": "recipe PAPER"}
+
+
+def _accuracy_claims(found: Found) -> Iterator[Claim]:
+    section = "SQNR (Table 4)"
+    records = found.get("accuracy", [])
+    # the newest record is first
+    by: dict[tuple[str, str], Record] = {}
+    for record in reversed(records):
+        for row in record["rows"]:
+            if row["input"] == "paper" and row["batch"] == 8 and row["sqnr_db"] is not None:
+                by[row["workload"], row["method"]] = row | {"where": where_of(record)}
+    for (workload, method), (paper, _) in paper_results.TABLE4.items():
+        if method in paper_results.QFLASH_READINGS:
+            continue
+        row = by.get((workload, method))
+        claim = Claim(
+            section, f"SQNR of {method} on {workload}, batch 8", f"{paper:.2f} dB", "decibels", why="No result of it."
+        )
+        if row:
+            claim = dataclasses.replace(
+                claim, ours=f"{row['sqnr_db']:.2f} dB ({row['sqnr_min_db']:.1f} to {row['sqnr_max_db']:.1f})",
+                where=row["where"], agrees=decibels_agree(row["sqnr_each_db"], paper), why=_ACCURACY_REASONS.get(method, ""),
+                brief=f"{row['sqnr_db']:.2f} dB ({method})",
+            )  # fmt: skip
+        yield claim
+    a2, a7 = (paper_results.TABLE4[workload, "qflash-paper"][0] for workload in ("A2", "A7"))
+    claim = Claim(
+        section, "SQNR of QFlash on A2 and on A7, batch 8", f"{a2:.2f} dB and {a7:.2f} dB", "decibels", why="No result of it."
+    )
+    pairs = {name: (by.get(("A2", name)), by.get(("A7", name))) for name in paper_results.QFLASH_READINGS}
+    readings, verdicts = [], []
+    for name, (first, second) in pairs.items():
+        if first and second:
+            readings.append(f"{_READINGS[name]} {first['sqnr_db']:.2f} and {second['sqnr_db']:.2f}")
+            verdicts.append(decibels_agree(first["sqnr_each_db"], a2) and decibels_agree(second["sqnr_each_db"], a7))
+            claim = dataclasses.replace(claim, where=first["where"])
+    if readings:
+        claim = dataclasses.replace(
+            claim, ours="; ".join(readings), brief="; ".join(readings), agrees=any(verdicts), of="three readings of it",
+            why="" if any(verdicts) else "Flooring P, as printed, gives A7's figure and rounding it, as the code does, A2's; "
+            "no reading gives both.",
+        )  # fmt: skip
+    yield claim
+    yield _gain_claim(by)
+
+
+def _gain_claim(by: dict[tuple[str, str], Record]) -> Claim:
+    claim = Claim(
+        "SQNR (Table 4)", "SQNR up to 6.7 dB better than I-ViT's (section 1)", "6.7 dB", "decibels", why="No result of it."
+    )
+    gains: dict[str, list[float]] = {}
+    for method in (*paper_results.QFLASH_READINGS, "qflash-default"):
+        ours, theirs = by.get(("A2", method)), by.get(("A2", "i-vit"))
+        if ours and theirs:
+            pairs = zip(ours["sqnr_each_db"], theirs["sqnr_each_db"], strict=True)
+            gains[method] = [first - second for first, second in pairs]
+            claim = dataclasses.replace(claim, where=ours["where"])
+    decisive = next((name for name in ("qflash-authors", "qflash-printed", "qflash-paper") if name in gains), None)
+    if decisive is None:
+        return claim
+    each = gains[decisive]
+    others = [f"{name} {statistics.fmean(values):.1f} dB" for name, values in gains.items() if name != decisive]
+    return dataclasses.replace(
+        claim, ours=f"{statistics.fmean(each):.1f} dB on A2 ({min(each):.1f} to {max(each):.1f})",
+        agrees=decibels_agree(each, 6.7),
+        of="the authors' code" if decisive == "qflash-authors" else "this library",
+        also="The same for " + ", ".join(others) + "." if others else "", why=_ACCURACY_REASONS["i-vit"],
+    )  # fmt: skip
+
+
+def _top1_claim(found: Found) -> Claim:
+    claim = Claim(
+        "Top-1 (Table 5)", "Top-1 on ImageNet close to FP32 on ViT and DeiT, lower on Swin",
+        "-2.0 to +1.7 points of FP32", "order",
+        why="Neither ImageNet nor pretrained weights could be had: qflash-lab evaluate --model all --data FOLDER --pretrained.",
+    )  # fmt: skip
+    names = ("qflash-authors", "qflash-printed", "qflash-paper")
+    for record in found.get("evaluate", []):
+        for method in names:
+            change = {}
+            for result in record["models"]:
+                top1 = {summary["method"]: summary["top1_percent"] for summary in result["methods"]}
+                if result["model"] in paper_results.MODELS and method in top1 and "fp32" in top1:
+                    change[result["model"]] = top1[method] - top1["fp32"]
+            if change:
+                vit = [x for name, x in change.items() if not name.startswith("Swin")]
+                swin = [x for name, x in change.items() if name.startswith("Swin")]
+                spans = ", ".join(f"{name} {x:+.2f}" for name, x in change.items())
+                return dataclasses.replace(
+                    claim, ours=f"{method}: {spans} points", where=where_of(record), why="",
+                    agrees=all(abs(x) <= 2.0 for x in vit) and all(x < 0 for x in swin),
+                )  # fmt: skip
+    return claim
+
+
+def _step_claims(found: Found) -> Iterator[Claim]:
+    rows, record = gpu_rows(found, "ablate")
+    speed = {row["label"]: row["speedup"] for row in rows if row["part"] == "kernel" and row.get("speedup")}
+    for step, percent in paper_results.STEP_SPEEDUP_PERCENT.items():
+        name, paper = "V4 paper" if step == "V4" else step, 1 + percent / 100
+        claim = Claim(
+            "Appendix A (Figure 4)", f"{step} is {percent} % faster than V0, A2, batch 1024", f"{paper:.2f} times", "ratio",
+            why="Needs a GPU run of qflash-lab ablate.",
+        )  # fmt: skip
+        if name in speed:
+            also = "V4 is this library's kernel with recipe PAPER." if step == "V4" else "A plain Triton kernel with that step."
+            claim = dataclasses.replace(
+                claim, ours=f"{speed[name]:.2f} times as fast as V0", brief=f"{speed[name]:.2f} times", where=where_of(record),
+                agrees=ratio_agrees(speed[name], paper), also=also,
+                why="Whether the paper's percentage is a ratio or time saved is not said; it is read as a ratio.",
+            )  # fmt: skip
+        yield claim
+
+
+def _appendix_b_claims(found: Found) -> Iterator[Claim]:
+    section = "Appendix B"
+    record = _with_part(found, "scales")
+    claim = Claim(
+        section, "Scale accumulation collapses with the number of tiles, scale release does not (B.1)", "plotted only", "order",
+        why="Needs a run of qflash-lab ablate.",
+    )  # fmt: skip
+    if record:
+        by = {(r["group"], r["tiles"]): float(r["sqnr_db"]["mean"]) for r in record["rows"] if r["part"] == "scales"}
+        wide, release = by["scale accumulation, 64 bits", 8], by["scale release (paper)", 8]
+        claim = dataclasses.replace(
+            claim, ours=f"8 tiles: {wide:.1f} dB (64-bit sums) against {release:.1f} dB", where=where_of(record),
+            agrees=release - wide > 10, why=f"In 32-bit sums {by['scale accumulation, 32 bits', 2]:.1f} dB at 2 tiles.",
+        )  # fmt: skip
+    yield claim
+    claim = Claim(
+        section, "Integer division has far lower throughput than multiply and shift on a GPU (B.2)", "plotted only", "order",
+        why="Needs a GPU run of qflash-lab ablate.",
+    )  # fmt: skip
+    record = _with_part(found, "throughput", gpu=True)
+    if record:
+        gops = {row["label"]: row["gops"] for row in record["rows"] if row["part"] == "throughput"}
+        ratio = gops["multiply and shift"] / gops["divide"]
+        claim = dataclasses.replace(claim, ours=f"{ratio:.1f} times lower", where=where_of(record), agrees=ratio > 2, why="")
+    yield claim
+    claim = Claim(
+        section, "Per-token scales do not fit integer-only fused attention (C3, B.3)", "“limited in practice”", "order",
+        why="Needs a run of qflash-lab ablate.",
+    )  # fmt: skip
+    record = _with_part(found, "granularity")
+    if record:
+        grid = {
+            row["label"]: float(row["sqnr_db"]["mean"])
+            for row in record["rows"]
+            if (row["part"], row["group"], row["input"]) == ("granularity", "default", "outliers")
+        }
+        coarse, fine = grid["Q tensor, K tensor, V tensor"], grid["Q token, K token, V channel"]
+        claim = dataclasses.replace(
+            claim, where=where_of(record), agrees=False, brief="they run in integers",
+            ours=f"they run in integers here; outlier inputs: {coarse:.1f} dB per tensor, {fine:.1f} dB per token",
+            why="Scores are brought to one fixed-point unit per row before the maximum is taken (docs/algorithm.md, step 2).",
+        )  # fmt: skip
+    yield claim
+
+
+def _with_part(found: Found, part: str, *, gpu: bool = False) -> Record | None:
+    """Return the newest ablation that holds a part."""
+    records = [record for record in found.get("ablate", []) if on_gpu(record) or not gpu]
+    return next((record for record in records if any(row["part"] == part for row in record["rows"])), None)
+
+
+def claims(found: Found) -> list[Claim]:
+    """Return every claim of the paper that results can speak to, by section."""
+    return [
+        _integer_claim(found),
+        *_speed_claims(found),
+        _fp16_claim(found),
+        _utilisation_claim(found),
+        _energy_claim(found),
+        *_accuracy_claims(found),
+        _top1_claim(found),
+        *_step_claims(found),
+        *_appendix_b_claims(found),
+    ]
+
+
+def counts(items: Sequence[Claim]) -> dict[str, int]:
+    """Return how many claims agree, differ and were not run."""
+    return {mark: sum(item.mark == mark for item in items) for mark in ("agrees", "differs", "not run")}

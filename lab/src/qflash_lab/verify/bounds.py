@@ -1,0 +1,606 @@
+"""Bounds of every integer that attention and integer networks form: ``python -m qflash_lab.verify.bounds``.
+
+A walk through docs/algorithm.md, step by step, on integer intervals instead of integers, with the constants and, where they
+work on Python's integers, the functions of :mod:`qflash.fixed_point` and :mod:`qflash.network.operators`. It covers every
+recipe, every head dimension, rows of every length, of one section or several, and any scales and values. Where two quantities
+depend on each other (an output's sum on the row's, a deviation on the variance) the relation is used, and said beside it.
+
+An interval says what may happen, and a proof that it fits its type needs no input. ``tests/lab/verify/test_bounds.py`` has
+inputs that come close to the ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from qflash import fixed_point as fp
+from qflash.network import operators as op
+from qflash.recipe import Recipe
+
+WIDTHS = {
+    "int8": (-(1 << 7), (1 << 7) - 1),
+    "uint8": (0, (1 << 8) - 1),
+    "int16": (-(1 << 15), (1 << 15) - 1),
+    "int32": (-(1 << 31), (1 << 31) - 1),
+    "uint32": (0, (1 << 32) - 1),
+    "int64": (-(1 << 63), (1 << 63) - 1),
+}
+"""Types of the kernels, by name, with their ends."""
+
+
+class Interval(NamedTuple):
+    """All integers from ``low`` to ``high``."""
+
+    low: int
+    high: int
+
+    def __add__(self, other: object) -> Interval:
+        """Return the interval of sums."""
+        it = _interval(other)
+        return Interval(self.low + it.low, self.high + it.high)
+
+    def __neg__(self) -> Interval:
+        return Interval(-self.high, -self.low)
+
+    def __sub__(self, other: object) -> Interval:
+        return self + -_interval(other)
+
+    def __mul__(self, other: object) -> Interval:
+        """Return the interval of products of numbers that have nothing to do with each other."""
+        it = _interval(other)
+        ends = [a * b for a in self for b in it]
+        return Interval(min(ends), max(ends))
+
+    def __lshift__(self, by: int) -> Interval:
+        return Interval(self.low << by, self.high << by)
+
+    def __rshift__(self, by: int) -> Interval:
+        return Interval(self.low >> by, self.high >> by)
+
+    def __or__(self, other: object) -> Interval:
+        """Return the smallest interval around both."""
+        it = _interval(other)
+        return Interval(min(self.low, it.low), max(self.high, it.high))
+
+    @property
+    def magnitude(self) -> int:
+        """The largest absolute value."""
+        return max(abs(self.low), abs(self.high))
+
+
+def _interval(x: object) -> Interval:
+    if isinstance(x, Interval):
+        return x
+    assert isinstance(x, int), x
+    return Interval(x, x)
+
+
+def around(x: int) -> Interval:
+    """Return the interval from ``-x`` to ``x``."""
+    return Interval(-x, x)
+
+
+def high_product(a: Interval, b: Interval) -> Interval:
+    """Return ``mulhi``: the high 32 bits of products."""
+    return (a * b) >> 32
+
+
+INT8 = Interval(-128, 127)
+
+_integers: Any = fp
+"""Functions that are written for tensors, and work on Python's integers and on intervals as well."""
+
+
+@dataclasses.dataclass
+class Quantity:
+    """An intermediate result over all cases.
+
+    Attributes:
+        step: of docs/algorithm.md, or the operator of docs/integer_network.md.
+        name: as there.
+        range: what it may be.
+        width: its narrowest type in any kernel.
+        case: where its magnitude is largest.
+    """
+
+    step: str
+    name: str
+    range: Interval
+    width: str
+    case: str
+
+    @property
+    def bits_left(self) -> float:
+        """How many times it could be doubled before it left its type."""
+        low, high = WIDTHS[self.width]
+        ends = ((low, self.range.low), (high + 1, self.range.high))
+        return min((math.log2(end / value) for end, value in ends if value * end > 0), default=math.inf)
+
+
+class Walk:
+    """Quantities in the order in which they are first met.
+
+    Attributes:
+        quantities: by step and name.
+    """
+
+    def __init__(self) -> None:
+        self.quantities: dict[tuple[str, str], Quantity] = {}
+
+    def __call__(self, step: str, name: str, value: Interval, width: str, case: str = "") -> Interval:
+        """Note what a quantity may be in one case; return that.
+
+        Raises:
+            OverflowError: it does not fit its type.
+        """
+        low, high = WIDTHS[width]
+        if value.low > value.high:
+            raise ValueError(f"{name} (step {step}) would be from {value.low} to {value.high}")
+        if value.low < low or value.high > high:
+            raise OverflowError(f"{name} (step {step}; {case or 'any case'}) spans {tuple(value)}, which {width} does not hold")
+        known = self.quantities.get((step, name))
+        if known is None:
+            self.quantities[step, name] = Quantity(step, name, value, width, case)
+            return value
+        assert known.width == width, (name, width)
+        if value.magnitude > known.range.magnitude:
+            known.case = case
+        known.range = known.range | value
+        return value
+
+
+def recipes() -> Iterator[Recipe]:
+    """Give every recipe whose arithmetic on int8 tensors differs."""
+    for exponential, bits, rounding, row_sum, normalization, block, output in itertools.product(
+        ("linear", "quadratic"), (7, 8, 15), ("nearest", "floor"), ("exact", "rounded"), ("two_pass", "online"),
+        (32, 64, 128, 256), ("accumulator", "value_scale"),
+    ):  # fmt: skip
+        if normalization == "two_pass" and block != Recipe().key_block:
+            continue
+        try:
+            yield Recipe(
+                exponential=exponential, probability_bits=bits, probability_rounding=rounding, row_sum=row_sum,
+                normalization=normalization, key_block=block, output=output,
+            )  # fmt: skip
+        except ValueError:  # choices that exclude each other
+            continue
+
+
+def walk_scales(walk: Walk) -> None:
+    """Step 2, once a row: the product of the scales."""
+    mantissa = walk("2", "mantissas of the scales", Interval(1 << 23, (1 << 24) - 1), "int32")
+    first = walk("2", "mantissa(s_K) · mantissa(scale)", mantissa * mantissa, "int64") >> 22
+    second = walk("2", "(… >> 22) · mantissa(s_Q)", first * mantissa, "int64") >> 22
+    product = walk("2", "(… >> 22) << 3", second << 3, "int32")
+    # shifted up by a bit below 2**30 and by another below 2**29
+    parts = Interval(1 << 30, product.high), Interval(1 << 29, (1 << 30) - 1) << 1, Interval(product.low, (1 << 29) - 1) << 2
+    scale = walk("2", "R", _union(iter(parts)), "int32")
+    assert scale.low == 1 << 30
+
+
+def _union(parts: Iterator[Interval]) -> Interval:
+    whole = next(parts)
+    for part in parts:
+        whole = whole | part
+    return whole
+
+
+def _offsets() -> list[int]:
+    """Return all offsets c0 of an exponent."""
+    return [fp.probability_constants(exponential, bits)[0] for exponential in ("linear", "quadratic") for bits in (7, 8, 15)]
+
+
+def walk_scores(walk: Walk, head_dim: int) -> None:
+    """Steps 2 to 4, once a score, for the four ways from a product of query and key to an exponent."""
+    d, case = head_dim, f"d = {head_dim}"
+    scale = Interval(1 << 30, (1 << 31) - 1)
+    # -128 * 127 is the lowest product of two int8, -128 * -128 the highest
+    score = walk("2", "S", INT8 * INT8 * d, "int32", case)
+    # VNNI takes query + 128, and starts from -128 times the sum of the key's channels
+    begin = walk("2", "-128 · Σ k (VNNI)", INT8 * -128 * d, "int32", case)
+    walk("2", "partial sums of S (VNNI)", begin + Interval(0, 255) * INT8 * d, "int32", case)
+    deficit = Interval(0, score.high - score.low)
+
+    def exponent(t: Interval, most_fraction_bits: int = fp.MAX_FRACTION_BITS) -> None:
+        offset = max(_integers.exponent_offset(c0, most_fraction_bits) for c0 in _offsets())
+        walk("4", "t", t + walk("4", "t0", Interval(1, int(offset)), "int32", case), "int32", case)
+
+    for biased in (False, True):
+        most = fp.most_multiplier(d, biased)
+        # the shift begins where M has most's bits and takes one more if that is too much
+        shift = 32 - most.bit_length()
+        assert _integers.round_shift(scale.high, shift) <= most, "M leaves its budget"
+        multiplier = walk("2", "M with a bias" if biased else "M", Interval(0, most), "int32", case)
+        if biased:
+            wide = walk("2", "S · M with a bias", score * multiplier, "int32", case)
+            _walk_bias(walk, wide, "one key scale", case, exponent)
+        else:
+            exponent(walk("2", "(m - S) · M", deficit * multiplier, "int32", case))
+    column_bits = fp.column_bits(d)
+    column = walk("2", "A", Interval(0, _integers.round_shift((1 << 24) - 1, 24 - column_bits)), "int32", case)
+    y = walk("2", "y = S · A", score * column, "int32", case)
+    wide_scale = walk("2", "R for y", Interval(0, scale.high), "int32", case)
+    exponent(high_product(walk("2", "m - y", Interval(0, y.high - y.low), "int32", case), wide_scale))
+    _walk_bias(walk, high_product(y, wide_scale), "a key scale a token", case, exponent)
+
+
+def _walk_bias(walk: Walk, wide: Interval, way: str, case: str, exponent: Callable[[Interval, int], None]) -> None:
+    bias = around(fp.BIAS_LIMIT)
+    z = walk("2", f"z, {way}", wide + bias, "int32", case)
+    assert z.magnitude < fp.BIAS_EVEN, "an honest score would be taken for a mark"
+    # a mark that is a row's maximum is above all honest scores; a masked key's exponent is not used
+    most = Interval(z.low, max(z.high, fp.SCORE_POISON, fp.BIAS_EVEN))
+    exponent(Interval(0, walk("2", f"m - z, {way}", most - z, "int32", case).high), fp.BIAS_FRACTION_BITS)
+
+
+@functools.lru_cache
+def _probability_ranges(exponential: str, bits: int, nearest: bool) -> dict[str, Interval]:
+    """Try every fraction and number of octaves."""
+    offset, up, down = fp.probability_constants(exponential, bits)
+    half = 1 << (down - 1) if nearest else 0
+    # an exponent is never below its offset, which leaves out fractions before the first octave
+    least = [_integers.exponent_offset(offset, f) for f in range(fp.MAX_FRACTION_BITS + 1)]
+    first = min(((t << max(0, 8 - f)) >> max(0, f - 8)) & 255 for f, t in enumerate(least) if t >> f == 0)
+    found: dict[str, set[int]] = {name: set() for name in ("g", "raised", "value", "rounded", "P", "w", "lost")}
+    for octaves in range(32):
+        for fraction in range(first if octaves == 0 else 0, 256):
+            g = _integers.exp2_mantissa(fraction, exponential, bits)
+            value = (g << up) >> octaves
+            probability, fine = (value + half) >> down, value >> (down - fp.FINE_BITS)
+            lost = fine - (probability << fp.FINE_BITS)
+            for name, number in zip(found, (g, g << up, value, value + half, probability, fine, lost), strict=True):
+                found[name].add(number)
+    return {name: Interval(min(numbers), max(numbers)) for name, numbers in found.items()}
+
+
+def walk_probabilities(walk: Walk, recipe: Recipe) -> tuple[Interval, Interval, Interval]:
+    """Steps 4 and 5 over every fraction and number of octaves; return P, w and w - 128 P."""
+    bits, exponential = recipe.probability_bits, recipe.exponential
+    ranges = _probability_ranges(exponential, bits, recipe.probability_rounding == "nearest")
+    case = f"{exponential}, {bits} bits"
+    walk("4", "g", ranges["g"], "int32", case)
+    walk("4", "g · 2^up", ranges["raised"], "uint32", case)
+    walk("4", "g · 2^(up - q)", ranges["value"], "int32", case)
+    walk("4", "g · 2^(up - q) + 2^(down - 1)", ranges["rounded"], "int32", case)
+    p = walk("4", f"P, {bits} bits", ranges["P"], "int32", case)
+    assert p.high <= (1 << bits) - 1
+    if bits == 7:
+        walk("5", "P as an operand, 7 bits", p, "int8", case)
+    elif bits == 8:
+        walk("5", "127 - P as an operand, 8 bits", -p + 127, "int8", case)
+        walk("5", "P as an operand, 8 bits", p, "uint8", case)
+    else:
+        walk("5", "high byte of P, 15 bits", p >> 8, "int8", case)
+        walk("5", "low byte of P less 128, 15 bits", Interval(-128, 127), "int8", case)
+    if recipe.takes_exact_sum(fp.MAX_KEYS):
+        walk("4", "w", ranges["w"], "int32", case)
+    return p, ranges["w"], ranges["lost"]
+
+
+class RowSums(NamedTuple):
+    """What normalisation takes, of rows of one kind of length.
+
+    Attributes:
+        row: the largest row sum.
+        fine_bits: its fraction bits.
+        numerator: the largest magnitude of an output's sum, at most 128 times the row sum.
+        sections: whether rows have several sections.
+    """
+
+    row: int
+    fine_bits: int
+    numerator: int
+    sections: bool
+
+
+def walk_sums(walk: Walk, recipe: Recipe, p: Interval, w: Interval, lost: Interval, sections: bool) -> RowSums:
+    """Steps 6 and 7 of the longest row of one section or, with ``sections``, of several: all sums grow with the row's length.
+
+    The sums of a section fit the types of one. Those of several are added up in 64 bits, but for sums that fit 32 anyway.
+    """
+    keys, bits = fp.MAX_KEYS if sections else fp.SECTION_KEYS, recipe.probability_bits
+    case = f"{recipe.exponential}, {bits} bits, N = {keys}"
+
+    def note(step: str, name: str, value: Interval, width: str, wide: str, where: str = case) -> Interval:
+        return walk(step, f"{name}, longer rows" if sections else name, value, wide if sections else width, where)
+
+    row = (
+        note("6", "l, 15 bits", p * keys, "int32", "int64")
+        if bits == 15
+        else note("6", "l, 7 and 8 bits", p * keys, "int32", "int32")
+    )
+    if recipe.normalization == "online":
+        # every release rounds down: a unit a block
+        blocks = -(-keys // recipe.key_block)
+        where = f"{case}, blocks of {recipe.key_block}"
+        o = note("6", "O, online", p * INT8 * keys + Interval(-blocks, 0), "int32", "int64", where)
+        factor = walk("6", "alpha", Interval(0, 512 << 15), "int32", case)
+        note("6", "O · alpha", o * factor, "int64", "int64")
+        note("6", "l · alpha", row * factor, "int64", "int64")
+        note("6", "128 · l, online", row * 128, "int64", "int64")
+        return RowSums(row.high, 0, 128 * row.high, sections)
+    if bits == 15:
+        if not sections:
+            high = walk("6", "O of the high byte, 15 bits", (p >> 8) * INT8 * keys, "int32", case)
+            low = walk("6", "O of the low byte, 15 bits", Interval(0, 255) * INT8 * keys, "int32", case)
+            walk("6", "256 · O_high + O_low", (high << 8) + low, "int64", case)
+        o = note("6", "O, 15 bits", p * INT8 * keys, "int64", "int64")
+        return RowSums(row.high, 0, o.magnitude, sections)
+    o = note("6", "O, 7 and 8 bits", p * INT8 * keys, "int32", "int64")
+    if bits == 8:
+        note("6", "Σ (127 - P) · V", Interval(127 - p.high, 127 - p.low) * INT8 * keys, "int32", "int64")
+        note("6", "128 · Σ V", INT8 * 128 * keys, "int32", "int64")
+    if not recipe.takes_exact_sum(keys):
+        return RowSums(row.high, 0, o.magnitude, sections)
+    fine = note("7", "Σ w", w * keys, "int32", "int64")
+    whole = note("7", "128 · l", row * (1 << fp.FINE_BITS), "int32", "int64")
+    total = note("7", "L", Interval(0, max(fine.high, whole.high)), "int32", "int64")
+    # L - 128 l is what rounding took from each key
+    missing = note("7", "missing", Interval(0, lost.high * keys) >> (fp.FINE_BITS + 1), "int32", "int64")
+    note("7", "8 · Σ V", INT8 * 8 * keys, "int32", "int32")
+    # N · floor(2^31 / N) ≤ 2^31 whatever N is: with the sum of N values that cancels N
+    mean = walk("7", "M", _integers.round_shift((INT8 * 8 * (1 << 31)) >> 32, 1), "int32", case)
+    note("7", "missing · M", missing * mean, "int32", "int64")
+    # |O| ≤ 128 l, and |missing · M| ≤ 256 · missing ≤ L - 128 l
+    note("7", "O with the missing mass", around(total.high), "int32", "int64")
+    return RowSums(total.high, fp.FINE_BITS, total.high, sections)
+
+
+PIECES = 1 << 11
+"""Parts of a Newton step's argument: interval arithmetic on each is narrow, although it forgets how x depends on D."""
+
+
+def _pieces(low: int, high: int) -> Iterator[Interval]:
+    step = -(-(high - low) // PIECES)
+    for start in range(low, high, step):
+        yield Interval(start, min(high, start + step) - 1)
+
+
+def walk_reciprocal(walk: Walk) -> Interval:
+    """Step 8, the reciprocal of every divisor; return its range."""
+    found = []
+    for divisor in _pieces(1 << 30, 1 << 31):
+        walk("8", "D", divisor, "int32")
+        x = -high_product(divisor, _interval(fp.RECIPROCAL_SLOPE)) + fp.RECIPROCAL_START
+        walk("8", "x at the start", x, "int32")
+        for _ in range(3):
+            error = -walk("8", "mulhi(D, x)", high_product(divisor, x), "int32") + (1 << 28)
+            # x (2 - x D / 2^60) is at most 2^60 / D, whatever x is; the floor in the error adds up to 16 x / 2^32
+            most = -(-(1 << 60) // divisor.low) + (16 * x.high >> 32) + 1
+            x = x + high_product(x, walk("8", "(2^28 - mulhi(D, x)) << 4", error << 4, "int32"))
+            x = Interval(x.low, min(x.high, most))
+        found.append(walk("8", "x", x, "int32"))
+    return _union(iter(found))
+
+
+def walk_output(walk: Walk, recipe: Recipe, sums: RowSums, inverse: Interval) -> None:
+    """Steps 8 and 9. An output's sum is at most 128 times the row sum, in the row sum's unit, for every row."""
+    row, fine_bits, numerator, sections = sums
+    bits = recipe.probability_bits
+    case = f"{recipe.exponential}, {bits} bits{', exact row sum' if fine_bits else ''}{', longer rows' if sections else ''}"
+    if bits == 15 and not sections:
+        walk("8", "O << 24, 15 bits", around(numerator) << 24, "int64", case)
+    aligned = Interval(0, 0)
+    for length in range(1, row.bit_length() + 1):
+        largest = min(row, (1 << length) - 1)
+        # |O| ≤ 128 l; with an exact row sum |O| ≤ L, which has the seven bits more
+        most = largest if fine_bits else 128 * largest
+        shift = length - fine_bits
+        # a shift to the right floors
+        aligned |= around(most) << (24 - shift) if shift < 24 else around(most) >> (shift - 24)
+    name = "O << (24 - B), 15 bits" if bits == 15 else "O << (24 - B), exact row sum" if fine_bits else "O << (24 - B)"
+    scaled = walk("8", f"{name}, longer rows" if sections else name, aligned, "int32", case)
+    ratio = walk("9", "R of s_V / s_O", _output_ratio(walk, inverse), "int32")
+    if recipe.output == "value_scale":
+        whole = walk("8", "mulhi(O << (24 - B), x) >> 21", (scaled * inverse) >> 53, "int32", case)
+        floor = walk("8", "floor(O / l)", INT8 | Interval(-128, 128), "int32", case)
+        walk("8", "O - floor · l", around(numerator) - whole * row, "int64", case)
+        by = walk("9", "R >> 2", ratio >> 2, "int32")
+        walk("9", "mulhi of an output at s_V", high_product(walk("9", "floor << 23", floor << 23, "int32"), by), "int32", case)
+        return
+    by = walk("9", "mulhi(x, R)", high_product(inverse, ratio), "int32")
+    out = walk("9", "mulhi(O << (24 - B), mulhi(x, R))", high_product(scaled, by), "int32", case)
+    walk("9", "the same with half a unit", out + 1, "int32", case)
+
+
+def _output_ratio(walk: Walk, inverse: Interval) -> Interval:
+    """Return the range of :func:`qflash.fixed_point.output_multiplier`'s R."""
+    value = walk("9", "mantissa(s_V) << 7", Interval(1 << 23, (1 << 24) - 1) << 7, "int32")
+    ratio = walk("9", "mulhi(mantissa(s_V) << 7, x) << 2", high_product(value, inverse) << 2, "int32")
+    return Interval(1 << 30, ratio.high) | (Interval(ratio.low, (1 << 30) - 1) << 1)
+
+
+def walk_attention(head_dims: Sequence[int] | None = None) -> Walk:
+    """Walk every step of attention for every recipe; ``head_dims`` are all there may be if None.
+
+    Raises:
+        OverflowError: an intermediate does not fit its type.
+    """
+    walk = Walk()
+    walk_scales(walk)
+    for head_dim in head_dims or range(1, fp.MAX_HEAD_DIM + 1):
+        walk_scores(walk, head_dim)
+    inverse = None
+    for recipe in recipes():
+        probabilities = walk_probabilities(walk, recipe)
+        inverse = inverse or walk_reciprocal(walk)
+        for sections in (False, True):
+            walk_output(walk, recipe, walk_sums(walk, recipe, *probabilities, sections), inverse)
+    return walk
+
+
+def walk_linear(walk: Walk) -> None:
+    """A linear layer, whose sums are held to their bound when it is made; GELU's tail over every number it depends on."""
+    int32 = Interval(*op.INT32)
+    # -2^31 itself is no sum: 128 Σ|W| << left and |b| are below 2^31 together
+    sums = walk("linear", "(acc << left) + b", around((1 << 31) - 1), "int32", "every left")
+    u = walk("linear", "mulhi((acc << left) + b, R)", high_product(sums, Interval(0, int32.high)), "int32", "every left")
+    walk("linear", "with a residual", u + Interval(*op.INT16), "int32", "every left")
+
+    def seen(name: str, x: torch.Tensor) -> torch.Tensor:
+        walk("GELU", name, Interval(int(x.min()), int(x.max())), "int32", "every r")
+        return x
+
+    g, c, e, d = op.GELU_CONSTANTS
+    walk("GELU", "4096 - |u|", Interval(op.GELU_END - u.magnitude, op.GELU_END), "int32", "every u")
+    r = torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu")
+    z = seen("z", seen("r · r", r * r) >> 9)
+    w = seen("z · (59898 - 10 r)", z * (g - c * r)) >> 15
+    h = seen("(w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
+    tail = seen("w · h + half", w * h + (1 << 19)) >> 20
+    value = Interval(-int(tail.max()), op.GELU_LIMIT)
+    scale = Interval(0, op.MAX_GELU_MULTIPLIER)
+    walk("GELU", "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
+
+
+def walk_layer_norm(walk: Walk) -> None:
+    """Layer normalisation of every number of channels."""
+    int16 = Interval(*op.INT16)
+    reach = int16.high - int16.low
+    int32 = Interval(*op.INT32)
+    for channels in range(1, op.MAX_CHANNELS + 1):
+        case = f"C = {channels}"
+        walk("norm", "Σ h", int16 * channels, "int32", case)
+        walk("norm", "Σ h²", Interval(0, int16.magnitude**2) * channels, "int64", case)
+        walk("norm", "C · Σ h²", Interval(0, int16.magnitude**2) * channels**2, "int64", case)
+        walk("norm", "C · h", int16 * channels, "int32", case)
+        # half of the numbers at each end deviate most; one against all others is furthest from their mean
+        variance = Interval(0, channels**2 * reach**2 // 4)
+        walk("norm", "V = C · Σ h² - S² + E", variance + Interval(0, 1 << 53), "int64", case)
+        walk("norm", "d = C · h - S", around((channels - 1) * reach), "int32", case)
+    most = op.MAX_CHANNELS
+    waiting = list(_pieces(1 << 28, 1 << 30))
+    while waiting:
+        v = waiting.pop()
+        found = _inverse_root(v)
+        if any(one.low < int32.low or one.high > int32.high for one in found.values()) and v.low < v.high:
+            # close to 2^28 and 2^30 intervals have to be narrow, down to single numbers
+            middle = (v.low + v.high) // 2
+            waiting += [Interval(v.low, middle), Interval(middle + 1, v.high)]
+            continue
+        for name, one in found.items():
+            walk("norm", name, one, "int32")
+        x = found["x"]
+        # Σ d² = C · V, so that one d is at most √((C - 1) · V); V is below (v + 1) · 4^k, and d << (8 - k) below the root of
+        # that times 2^(8 - k), whatever k is
+        scaled = around(math.isqrt((most - 1) * ((v.high + 1) << 16)) + 1)
+        walk("norm", "d << (8 - k)", scaled, "int32", f"C = {most}")
+        n = walk("norm", "N", high_product(scaled, x), "int32", f"C = {most}")
+        gained = high_product(walk("norm", "N << 4", n << 4, "int32", f"C = {most}"), int32)
+        wide = gained + around((1 << 30) - 1) + (1 << 28)
+        walk("norm", "mulhi(N << 4, G) + B + half", wide, "int32", f"C = {most}")
+
+
+def _inverse_root(v: Interval) -> dict[str, Interval]:
+    """Return the quantities of :func:`qflash.network.operators.inverse_root`."""
+    found = {"v": v, "v << 1": v << 1}
+    x = -high_product(v << 1, _interval(op.ROOT_SLOPE << 1)) + op.ROOT_START
+    for step in range(3):
+        found[f"x << 1, step {step + 1}"] = twice = x << 1
+        found[f"x · x << 1, step {step + 1}"] = square = high_product(twice, twice) << 1
+        found[f"e << 3, step {step + 1}"] = error = (-high_product(square, v << 1) + (1 << 28)) << 3
+        x = x + high_product(x, error)
+    return found | {"x": x}
+
+
+def walk_network() -> Walk:
+    """Walk the operators of integer networks.
+
+    Raises:
+        OverflowError: an intermediate does not fit its type.
+    """
+    walk = Walk()
+    walk_linear(walk)
+    walk_layer_norm(walk)
+    return walk
+
+
+@dataclasses.dataclass
+class Newton:
+    """What a Newton iteration gives for arguments that were all tried, not bounded.
+
+    Attributes:
+        tried: how many arguments.
+        low, high: ends of the results.
+        worst: largest relative error.
+    """
+
+    tried: int
+    low: int
+    high: int
+    worst: float
+
+
+def try_reciprocal(step: int = 1) -> Newton:
+    """Run :func:`qflash.fixed_point.reciprocal` on every ``step``-th divisor of ``[2**30, 2**31)``, and on the last."""
+    return _try(1 << 30, 1 << 31, step, fp.reciprocal, lambda d: 2.0**60 / d)
+
+
+def try_inverse_root(step: int = 1) -> Newton:
+    """Run :func:`qflash.network.operators.inverse_root` on every ``step``-th v of ``[2**28, 2**30)``, and on the last."""
+    return _try(1 << 28, 1 << 30, step, op.inverse_root, lambda v: 2.0**44 / v.sqrt())
+
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _try(first: int, end: int, step: int, function: _Map, exact: _Map) -> Newton:
+    found = Newton(0, 1 << 62, 0, 0.0)
+    size = step << 20
+    for start in range(first, end, size):
+        x = torch.arange(start, min(end, start + size), step, dtype=torch.int64, device="cpu")
+        if start + size >= end:
+            x = torch.cat((x, torch.tensor([end - 1], dtype=torch.int64, device="cpu")))
+        out = function(x)
+        found.tried += x.numel()
+        found.low, found.high = min(found.low, int(out.min())), max(found.high, int(out.max()))
+        found.worst = max(found.worst, float((out / exact(x.double()) - 1).abs().max()))
+    return found
+
+
+def main() -> None:
+    """Print the largest magnitude of every intermediate result, and the bits that its type has left."""
+    parser = argparse.ArgumentParser(prog="python -m qflash_lab.verify.bounds", description=main.__doc__)
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--every", action="store_true", help="run the Newton iterations on all their arguments, too; minutes")
+    arguments = parser.parse_args()
+    quantities = [*walk_attention().quantities.values(), *walk_network().quantities.values()]
+    tried = {"reciprocal": try_reciprocal(), "inverse_root": try_inverse_root()} if arguments.every else {}
+    if arguments.format == "json":
+        rows = [{**dataclasses.asdict(one), "bits_left": round(one.bits_left, 3)} for one in quantities]
+        found = {name: dataclasses.asdict(one) for name, one in tried.items()}
+        print(
+            json.dumps(
+                {
+                    "section_keys": fp.SECTION_KEYS,
+                    "max_keys": fp.MAX_KEYS,
+                    "max_head_dim": fp.MAX_HEAD_DIM,
+                    "quantities": rows,
+                    "newton": found,
+                },
+                indent=1,
+            )
+        )
+        return
+    for one in quantities:
+        left = f"{one.bits_left:5.2f}" if math.isfinite(one.bits_left) else "  all"
+        largest = one.range.magnitude
+        size = f"2^{math.log2(largest):.3f}" if largest else "0"
+        print(f"{one.step:>6}  {one.name:34}  {size:>9}  {one.width:6}  {left} bits left  {one.case}")
+    for name, newton in tried.items():
+        print(
+            f"{name}: {newton.tried} arguments, {newton.low} to {newton.high}, relative error 2^{math.log2(newton.worst):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Proof by disassembly (``qflash verify``)."""

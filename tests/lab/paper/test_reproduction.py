@@ -243,7 +243,7 @@ def test_nothing_found_is_said_to_be_not_run() -> None:
     assert {item.mark for item in items} == {"not run"}
     text = reproduction.render({})
     for command in ("bench", "profile", "energy", "accuracy", "evaluate", "ablate"):
-        assert f"qflash {command}" in text
+        assert f"qflash-lab {command}" in text
 
 
 def test_published_tables_are_whole() -> None:

@@ -146,7 +146,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "falling": (ValueError, r"cu_seqlens_k must not fall, got \[0, 10, 9\]", {"cu_seqlens_k": torch.tensor([0, 10, 9])}),
     "short": (ValueError, "max_seqlen_q must be at least the longest of cu_seqlens_q, 5, got 4", {"max_seqlen_q": 4}),
     "negative": (ValueError, "max_seqlen_k must not be negative", {"max_seqlen_k": -1}),
-    "tensor": (TypeError, "max_seqlen_k must be an int", {"max_seqlen_k": torch.tensor(5)}),
+    "tensor": (TypeError, "max_seqlen_k must be an integer, got Tensor", {"max_seqlen_k": torch.tensor([5, 5])}),
     "too long": (ValueError, f"max_seqlen_k must be at most {MAX_KEYS}", {"max_seqlen_k": MAX_KEYS + 1}),
     "causal": (TypeError, "is_causal", {"is_causal": None}),
     "scale": (ValueError, "scale", {"scale": -1.0}),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..scalars import whole_number
 from .execution import check_images
 
 WARM_UP = 3
@@ -23,8 +24,7 @@ class NetworkGraph:
 
     def __init__(self, network: Any, batch: int) -> None:
         """Warm up and capture; see :meth:`.models.IntegerNetwork.graph`."""
-        if not isinstance(batch, int) or isinstance(batch, bool):
-            raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
+        batch = whole_number("batch", batch)
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         device = next(network.buffers()).device

@@ -90,7 +90,7 @@ def quantize_model(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"model has parts without an integer form: {'; '.join(problems[:5])}{more}")
-    check_method(method, percentile)
+    percentile = check_method(method, percentile)
     choices = resolve_recipe(recipe)
     means, deviations = _statistics(model, mean, std)
     parameter = next(model.parameters())

@@ -357,7 +357,9 @@ def check_jagged(query: object, key: object, value: object, attn_mask: object, d
                 f"number {ragged} is jagged"
             )
         if x.lengths() is not None:  # type: ignore[attr-defined]
-            raise ValueError(f"{name} must have no holes between its sequences; .contiguous() closes them")
+            raise ValueError(
+                f"{name} must have no holes between its sequences; transpose(1, 2).contiguous().transpose(1, 2) closes them"
+            )
     if attn_mask is not None:
         raise ValueError("attn_mask must be None beside jagged tensors, which have no common shape; is_causal=True is taken")
     check_dropout(dropout_p)

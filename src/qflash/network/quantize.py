@@ -48,6 +48,7 @@ def _statistics(model: Any, mean: Sequence[float] | None, std: Sequence[float] |
     return found[0], found[1]
 
 
+@torch.inference_mode(False)  # what is made is to be written to, in any mode
 def quantize_model(
     model: nn.Module,
     calibration_batches: Iterable[Any],

@@ -163,6 +163,7 @@ def _watching(modules: Mapping[str, Any], watches: Mapping[str, _Watch]) -> Iter
         yield
 
 
+@torch.inference_mode(False)  # what is made is to be written to, in any mode
 def calibrate(
     model: ModelT,
     batches: Iterable[Any],

@@ -77,7 +77,7 @@ def test_a_graph_made_in_one_mode_and_called_in_another(
     made_in: str, called_in: str, drawn_in: str, capture: FakeCapture
 ) -> None:
     with MODES[made_in]():
-        run = NetworkGraph(capture.network, numpy.int64(2))
+        run = NetworkGraph(capture.network, 2)
     assert run.batch == 2 and len(capture.streams) == 1 and capture.streams[0] is not None
     kept = []
     for number in (1, 3):

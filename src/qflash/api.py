@@ -18,6 +18,7 @@ from . import execution, ops, plan_cache, sharding, varlen  # noqa: F401 - ops r
 from .memory_format import as_four, as_four_mask, broadcast_heads, empty_bias, has_aligned_rows
 from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
 from .recipe import Recipe, resolve_recipe
+from .scalars import unboxed
 from .validation import (
     FLOAT_DTYPES,
     autocast,
@@ -31,6 +32,7 @@ from .validation import (
     check_tensor,
     check_varlen_attention,
     is_jagged,
+    is_number,
     resolve_causal_bias,
     resolve_softmax_scale,
     unpack_jagged,
@@ -197,7 +199,9 @@ def varlen_attention(
             queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1``. It begins with 0, ends with the number of queries, and
             does not fall, which is checked on a CPU alone. Sequences may be empty.
         cu_seqlens_k: the same of keys, of as many sequences.
-        max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written.
+        max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written. An
+            integer of NumPy or a tensor of one integer is taken, too. To read a tensor on a GPU waits for it: keep it on the
+            CPU, or pass an int. ``torch.compile`` takes no tensor here.
         max_seqlen_k: no sequence has more keys; checked on a CPU alone. On a GPU the output of one that has more is NaN.
         is_causal: query i of a sequence sees its keys 0 to i, as in :func:`attention`. FlashAttention aligns the last query
             with the last key instead; the two differ where a sequence has not as many queries as keys.
@@ -211,6 +215,8 @@ def varlen_attention(
         NotImplementedError: from ``backward()``, and where forward mode or ``torch.func`` takes a derivative.
     """
     given = varlen.given_tensors(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    # plans are kept by numbers: what a tensor holds may change
+    max_seqlen_q, max_seqlen_k = unboxed(max_seqlen_q), unboxed(max_seqlen_k)
     options = "varlen", max_seqlen_q, max_seqlen_k, is_causal, scale, enable_gqa, recipe, backend
     run = plan_cache.find_given(given, options)
     if run is not None:
@@ -305,10 +311,13 @@ def _scale_tensor(scale: float | torch.Tensor, name: str, device: torch.device) 
             raise ValueError(f"{name} is on {scale.device}, but belongs on {device}")
         check_scale_values(scale, name)
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+    scale = unboxed(scale)
+    if not is_number(scale):
         raise TypeError(f"{name} must be a number or a float32 tensor, got {type(scale).__name__}")
     if not 2.0**-126 <= scale < 2.0**127:
         raise ValueError(f"{name} must be positive and finite (a normal float32), got {scale}")
+    if not isinstance(scale, (torch.SymFloat, torch.SymInt)):
+        scale = float(scale)
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
@@ -452,6 +461,8 @@ def int8_attention(
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
     """
     scale_tensor = output_scale if isinstance(output_scale, torch.Tensor) else None
+    if scale_tensor is None:
+        output_scale = unboxed(output_scale)
     number = None if scale_tensor is not None else output_scale
     options = "int8", is_causal, scale, enable_gqa, number, out_dtype, recipe, backend
     if type(query) is type(key) is type(value) is QuantizedTensor:

@@ -30,10 +30,10 @@ CPU = -1
 
 
 def place_of(tensors: Tensors) -> int | None:
-    """Tell where a call runs on whose way nothing happens but a kernel: the current GPU's number, or :data:`CPU`.
+    """Tell where a call runs on whose way nothing happens but a kernel: a GPU's number, or :data:`CPU`.
 
     None if there is a tensor that is no plain one (:func:`.torch_internals.has_plain_keys`), a subclass, tracing, a dispatch or
-    function mode, a gradient or tangent, or another GPU.
+    function mode, a gradient or tangent, or tensors of several devices.
     """
     if torch.compiler.is_compiling() or not torch_internals.is_plain_state(torch_internals.thread_state()):
         return None
@@ -48,8 +48,6 @@ def place_of(tensors: Tensors) -> int | None:
         if place is not None and here != place:
             return None
         place = here
-    if place is not None and place != CPU and place != torch.accelerator.current_device_index():
-        return None
     return place
 
 
@@ -75,9 +73,8 @@ def _signature(state: int, tensors: Tensors, options: tuple[Hashable, ...]) -> H
             device, x.dtype, x.shape, x.stride(), address & 15 if address else None, x.is_neg(),
             gradients and x.requires_grad,
         )  # fmt: skip
-    # which GPU is the current one, or how many threads a CPU has
-    on_gpu = device is not None and device.type == "cuda"
-    about.append(torch.accelerator.current_device_index() if on_gpu else torch.get_num_threads())
+    # which GPU is the current one plays no part
+    about.append(None if device is not None and device.type == "cuda" else torch.get_num_threads())
     return tuple(about)
 
 
@@ -129,7 +126,7 @@ def remember(
     shape: Sequence[int],
     prepare: Callable[[], Run | None],
 ) -> None:
-    """Keep a call that went the whole way, if it can be repeated on plain tensors of the CPU or the current GPU.
+    """Keep a call that went the whole way, if it can be repeated on plain tensors of the CPU or of one GPU.
 
     Args:
         tensors, options: as for :func:`find`.
@@ -138,7 +135,7 @@ def remember(
         prepare: returns what repeats the call, taking ``tensors``; None where that is not worth keeping.
     """
     place = place_of(tensors)
-    if place is None or 0 in shape or (place != CPU and torch.cuda.is_current_stream_capturing()):
+    if place is None or 0 in shape or (place != CPU and _is_captured(tensors)):
         return
     for given, view in zip(tensors, views, strict=True):
         if given is not None and (view is None or given.data_ptr() != view.data_ptr()):
@@ -153,6 +150,13 @@ def remember(
         _keep(_unrepeatable, signature, True)
     else:
         _keep(_plans, signature, run)
+
+
+def _is_captured(tensors: Tensors) -> bool:
+    """Tell whether launches on tensors of a GPU go into a CUDA graph now."""
+    from .kernels.device import is_capturing
+
+    return is_capturing(next(x.device for x in tensors if x is not None))
 
 
 def _keep(calls: OrderedDict[Hashable, Any], signature: Hashable, what: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .scalars import unboxed
 from .validation import check_flags
 
 _KEYS = {"qflash.attention.default": 1, "qflash.int8_attention.default": 2}
@@ -195,6 +196,7 @@ def warmup(model: Callable[..., Any], *examples: Any, processes: int | None = No
         raise TypeError(f"model must be a module or function, got {type(model).__name__}")
     if not examples:
         raise ValueError("examples must be inputs of the model, at least one; got none")
+    processes = unboxed(processes)
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ValueError(f"processes must be an integer of at least 1 or None, got {processes!r}")
     check_flags(progress=progress)

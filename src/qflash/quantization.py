@@ -104,7 +104,9 @@ class QuantizedTensor:
         # only what is not there gets here
         if name != "scale" or "_scale" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        scale = torch.full((), self.__dict__["_scale"], dtype=torch.float32, device=self.values.device)
+        # of the values' mode, not of the one in which it is asked for
+        with torch.inference_mode(self.values.is_inference()):
+            scale = torch.full((), self.__dict__["_scale"], dtype=torch.float32, device=self.values.device)
         object.__setattr__(self, "scale", scale)
         return scale
 

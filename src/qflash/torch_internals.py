@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -81,6 +82,17 @@ class LightDispatchMode(TorchDispatchMode):
     def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of an operator."""
         raise NotImplementedError
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take a mode off the thread's stack, from below others if these were entered later; without effect if it is not there."""
+    if not any(each is mode for each in _get_current_function_mode_stack()):
+        return
+    later = []
+    while (last := _pop_mode()) is not mode:
+        later.append(last)
+    for each in reversed(later):
+        _push_mode(each)
 
 
 def in_forward_mode() -> bool:
@@ -163,3 +175,9 @@ def constant_in_traces(function: FunctionT) -> FunctionT:
     """Do what ``torch.compiler.assume_constant_result`` does, which imports the compiler: Dynamo calls the function."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_traces
+def traces_context_variables() -> bool:
+    """Tell, in traced code, whether Dynamo takes a context variable's value, and compiles again where that is another one."""
+    return hasattr(sys.modules.get("torch._dynamo.variables.misc"), "ContextVarVariable")

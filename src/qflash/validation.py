@@ -15,6 +15,7 @@ from . import torch_internals
 from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 from .memory_format import broadcast_shape
 from .quantization import QuantizedTensor
+from .scalars import whole_number
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -34,7 +35,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _is_number(x: object) -> bool:
+def is_number(x: object) -> bool:
     """Tell whether something is a real number: of Python, NumPy, or one that a compiler keeps open; True and False are none."""
     if isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
         return not isinstance(x, bool)
@@ -205,7 +206,7 @@ def resolve_softmax_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return head_dim**-0.5
-    if not _is_number(scale):
+    if not is_number(scale):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     # NumPy's float16 does not hold the limits below
     if not isinstance(scale, (int, float, torch.SymFloat)) and not isinstance(scale, numbers.Rational):
@@ -225,7 +226,7 @@ def check_dropout(dropout_p: object) -> None:
         TypeError: not a number.
         ValueError: another number.
     """
-    if not _is_number(dropout_p):
+    if not is_number(dropout_p):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if dropout_p != 0:
         raise ValueError(f"dropout_p must be 0, because QFlash is for inference and drops nothing; got {dropout_p}")
@@ -282,9 +283,7 @@ def _check_lengths(name: str, cumulative: object, query: torch.Tensor) -> None:
 
 def _check_longest(name: str, most: object) -> None:
     """Require a length."""
-    if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(most).__name__}")
-    if most < 0:
+    if whole_number(name, most) < 0:
         raise ValueError(f"{name} must not be negative, got {most}")
 
 
@@ -358,7 +357,9 @@ def check_jagged(query: object, key: object, value: object, attn_mask: object, d
                 f"number {ragged} is jagged"
             )
         if x.lengths() is not None:  # type: ignore[attr-defined]
-            raise ValueError(f"{name} must have no holes between its sequences; .contiguous() closes them")
+            raise ValueError(
+                f"{name} must have no holes between its sequences; transpose(1, 2).contiguous().transpose(1, 2) closes them"
+            )
     if attn_mask is not None:
         raise ValueError("attn_mask must be None beside jagged tensors, which have no common shape; is_causal=True is taken")
     check_dropout(dropout_p)

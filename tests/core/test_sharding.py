@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,14 +95,18 @@ def counts_of(sent: Any) -> dict[str, int]:
     return {str(name).split(".")[-1].strip("')>"): count for name, count in sent.get_comm_counts().items()}
 
 
-def cases_in_two_processes() -> Iterator[dict[str, Any]]:
-    """Run every case in this process, which is one of two, and yield what it gave."""
+def cases_in_two_processes(device: str) -> Iterator[dict[str, Any]]:
+    """Run every case on a kind of device in this process, which is one of two, and yield what it gave."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2,))
+    # on GPUs it makes the process's own the current one
+    mesh = init_device_mesh(device, (2,))
     generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(device)
 
     def parts(x: torch.Tensor, dim: int | None) -> Any:
         return distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
@@ -112,8 +117,8 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
 
     for case in CASES:
         shapes = (4, 6, 16), (case.groups, 70, 16), (case.groups, 70, 24)
-        tensors = [torch.randn(*case.lead, *shape, generator=generator) for shape in shapes]
-        mask = None if case.mask is None else torch.rand(case.mask[0], generator=generator) > 0.4
+        tensors = [drawn(*case.lead, *shape) for shape in shapes]
+        mask = None if case.mask is None else (torch.rand(case.mask[0], generator=generator) > 0.4).to(device)
         options = {"recipe": case.recipe, "enable_gqa": case.groups < 4, **case.options}
         want = qflash.attention(*tensors, mask, **options)
         lying = [parts(x, dim) for x, dim in zip(tensors, case.placements, strict=True)]
@@ -130,8 +135,8 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
             whole, apart = (qflash.int8_attention(*each, **given) for each in (quantised, values))
             yield {"equal": torch.equal(apart.values.full_tensor(), whole.values)}
 
-    packed = [torch.randn(9, 4, 16, generator=generator) for _ in range(3)]
-    lengths = torch.tensor([0, 2, 9], dtype=torch.int32)
+    packed = [drawn(9, 4, 16) for _ in range(3)]
+    lengths = torch.tensor([0, 2, 9], dtype=torch.int32, device=device)
     for recipe, dim in (("default", 1), ("default", 0), ("paper", 1)):
         want = qflash.varlen_attention(*packed, lengths, lengths, 7, 7, recipe=recipe)
         lying, whole = [parts(x, dim) for x in packed], parts(lengths, None)
@@ -140,11 +145,11 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
             "equal": torch.equal(got.full_tensor(), want) and shape_of(got) == (1 if dim == 1 and recipe == "default" else None)
         }  # type: ignore[attr-defined]
 
-    bias = torch.randn(4, 6, 8, generator=generator) * 900
+    bias = drawn(4, 6, 8) * 900
     for dim in (0, 1, 2, None):
         yield {"equal": torch.equal(qflash.quantize_bias(parts(bias, dim)).full_tensor(), qflash.quantize_bias(bias))}
 
-    x = torch.randn(4, 6, 8, generator=generator)
+    x = drawn(4, 6, 8)
     for granularity in ("tensor", "head", "token", "channel"):
         for center in (False, True)[: 1 if granularity == "token" else 2]:
             want_values = qflash.quantize(x, granularity, center=center)
@@ -155,9 +160,9 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
                     for a, b in ((got_values.values, want_values.values), (got_values.scale, want_values.scale))
                 )
                 yield {"equal": all(same)}
-    middle = torch.randn(6, 1, 8, generator=generator)
-    steps = torch.rand(6, 1, 8, generator=generator) + 0.1
-    rows = torch.randn(4, 6, 5, 8, generator=generator)
+    middle = drawn(6, 1, 8)
+    steps = (torch.rand(6, 1, 8, generator=generator) + 0.1).to(device)
+    rows = drawn(4, 6, 5, 8)
     for dim in (0, 1, 2, None):
         for center in (None, middle):
             want = torch.ops.qflash.quantize_with_scale(rows, steps, "auto", center)
@@ -170,9 +175,9 @@ def cases_in_two_processes() -> Iterator[dict[str, Any]]:
     yield {"equal": torch.equal(qflash.quantize(partial).values.full_tensor(), qflash.quantize(x).values)}  # type: ignore[attr-defined]
 
     with torch.no_grad():
-        block, given = Block().eval(), torch.randn(2, 70, 64, generator=generator)
+        block, given = Block().eval().to(device), drawn(2, 70, 64)
         for layer in block.parameters():
-            layer.copy_(torch.randn(layer.shape, generator=generator) / 8)
+            layer.copy_(drawn(*layer.shape) / 8)
         with qflash.sdpa(fallback="error"):
             whole = block(given)
             apart = ColwiseParallel(use_local_output=False)
@@ -259,9 +264,9 @@ def test_one_of_two_processes(first_of_two: Any) -> None:
     assert sent.get_total_counts() == 0
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_bits_of_one() -> None:
-    for printed in run_two_processes(__file__):
+def check_two_processes(device: str) -> None:
+    """Run this file in two processes and require what each case gives."""
+    for printed in run_two_processes(__file__, device):
         found = json.loads(printed.splitlines()[-1])
         for case, result in zip(CASES, (each for each in found if "out" in each), strict=True):
             assert result == {"equal": True, "out": case.out, "communication": case.communication}, case
@@ -272,7 +277,12 @@ def test_two_processes_give_the_bits_of_one() -> None:
         assert others == [True] * (kept + 3 + 8 + 4 + 7 * 4 + 1 + 1)
 
 
+@pytest.mark.slow
+def test_two_processes_give_the_bits_of_one() -> None:
+    check_two_processes("cpu")
+
+
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    print(json.dumps(list(cases_in_two_processes())))
+    torch.distributed.init_process_group({"cpu": "gloo", "cuda": "nccl"}[sys.argv[1]])
+    print(json.dumps(list(cases_in_two_processes(sys.argv[1]))))
     torch.distributed.destroy_process_group()

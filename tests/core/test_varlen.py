@@ -146,7 +146,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "falling": (ValueError, r"cu_seqlens_k must not fall, got \[0, 10, 9\]", {"cu_seqlens_k": torch.tensor([0, 10, 9])}),
     "short": (ValueError, "max_seqlen_q must be at least the longest of cu_seqlens_q, 5, got 4", {"max_seqlen_q": 4}),
     "negative": (ValueError, "max_seqlen_k must not be negative", {"max_seqlen_k": -1}),
-    "tensor": (TypeError, "max_seqlen_k must be an int", {"max_seqlen_k": torch.tensor(5)}),
+    "tensor": (TypeError, "max_seqlen_k must be an integer, got Tensor", {"max_seqlen_k": torch.tensor([5, 5])}),
     "too long": (ValueError, f"max_seqlen_k must be at most {MAX_KEYS}", {"max_seqlen_k": MAX_KEYS + 1}),
     "causal": (TypeError, "is_causal", {"is_causal": None}),
     "scale": (ValueError, "scale", {"scale": -1.0}),
@@ -221,3 +221,31 @@ def test_bad_jagged_tensors_are_named(error: type[Exception], message: str, chan
     x = jagged(3, 5)
     with pytest.raises(error, match=message):
         qflash.attention(**({"query": x, "key": x, "value": x} | change))
+
+
+def with_holes(kind: str) -> torch.Tensor:
+    """Return a nested tensor (2, heads, jagged, channels) of 4 and 3 tokens with others between them."""
+    whole = torch.randn(2, 7, 3, 8, generator=torch.Generator().manual_seed(0))
+    if kind == "narrow":
+        x = torch.nested.narrow(whole, 1, torch.tensor([0, 1]), torch.tensor([4, 3]), layout=torch.jagged)
+    else:
+        places, lengths = torch.tensor([0, 7, 14]), torch.tensor([4, 3])
+        x = torch.nested.nested_tensor_from_jagged(whole.flatten(0, 1), offsets=places, lengths=lengths)
+    return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "lengths"])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_what_is_advised_closes_holes(kind: str, where: str) -> None:
+    holes = with_holes(kind)
+    with pytest.raises(ValueError, match="have no holes") as refused:
+        qflash.attention(*(with_holes(kind) if name == where else closed(holes) for name in ("query", "key", "value")))
+    advice = str(refused.value).split("; ")[1].removesuffix(" closes them")
+    assert str(refused.value).startswith(f"{where} must have")
+    out = qflash.attention(*[eval(f"holes.{advice}", {"holes": holes})] * 3)
+    for got, x in zip(out.unbind(), holes.unbind(), strict=True):
+        assert same_bits(got, qflash.attention(x[None], x[None], x[None])[0])
+
+
+def closed(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([each.transpose(0, 1) for each in x.unbind()], layout=torch.jagged).transpose(1, 2)

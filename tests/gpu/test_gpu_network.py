@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -114,3 +115,24 @@ def test_real_sizes_have_the_cpus_bits(name: str, batches: tuple[int, ...]) -> N
     assert torch.equal(whole[:4], first[: len(whole)])
     for batch in batches:
         assert torch.equal(network(images[:batch].cuda()).cpu(), whole[:batch])
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "outside": contextlib.nullcontext,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("made_in", MODES)
+@pytest.mark.parametrize("called_in", MODES)
+def test_a_captured_network_of_another_mode(made_in: str, called_in: str, made: Any) -> None:  # noqa: F811
+    model, network = made("class token")
+    with MODES[made_in]():
+        run = copy.deepcopy(network).cuda().graph(3)
+    for drawn_in in MODES:
+        with MODES[drawn_in]():
+            images = draw(model, 3, seed=5)
+        with MODES[called_in]():
+            assert torch.equal(run(images).cpu(), network(images))
+            assert torch.equal(run(images.cuda()).cpu(), network(images))

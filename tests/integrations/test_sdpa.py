@@ -33,7 +33,7 @@ def _inference() -> Iterator[None]:
     assert F.scaled_dot_product_attention is SDPA and F.multi_head_attention_forward is MULTI_HEAD
     assert torch.backends.mha.get_fastpath_enabled() is before
     assert torch.overrides._get_current_function_mode_stack() == []
-    assert not module._thread.decided and module._thread.contexts == []
+    assert not module._thread.decided and module._innermost.get() is None
 
 
 @pytest.fixture

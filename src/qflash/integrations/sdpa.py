@@ -3,11 +3,15 @@
 A torch function mode serves better than ``torch.nn.attention.register_flash_attention_impl``: that one is for the whole
 process, CUDA only, behind PyTorch's choice of a kernel, and never sees a mask. A mode is one thread's, sees whole calls under
 whatever name the caller holds the function, and is traced by ``torch.compile`` and ``torch.export``.
+
+The tasks of asyncio that share a thread share its modes. So a mode only brings calls here; whose they are, a context variable
+tells, of which each task has its own value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -15,7 +19,8 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -24,7 +29,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ..api import attention
 from ..backends import why_unavailable
 from ..recipe import Recipe, resolve_recipe
-from ..torch_internals import constant_in_traces
+from ..torch_internals import constant_in_traces, leave_function_mode, traces_context_variables
 from ..validation import check_backend, reason_for_float
 
 FALLBACKS = ("warn", "error", "quiet")
@@ -37,6 +42,7 @@ _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 _NOTHING = (None,)
 """Has a torch function only where a mode is on."""
 _lock = threading.Lock()
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_fallback(fallback: object) -> None:
@@ -82,17 +88,38 @@ class _Thread(threading.local):
     """What a thread is doing.
 
     Attributes:
-        contexts: those that are on, outermost first; without those entered in code that is being traced.
         decided: a call that :func:`call_alone` makes, which no context is to take up.
     """
 
     decided = False
 
-    def __init__(self) -> None:
-        self.contexts: list[sdpa] = []
-
 
 _thread = _Thread()
+
+
+class _Entry:
+    """That a context was entered once.
+
+    Attributes:
+        context: which.
+        outer: what was entered before by the same task or thread, or None.
+        is_on: whether it has not been left since, here or in a task that was started inside and goes on behind it.
+    """
+
+    def __init__(self, context: sdpa, outer: _Entry | None) -> None:
+        self.context, self.outer, self.is_on = context, outer, True
+
+
+_innermost: ContextVar[_Entry | None] = ContextVar("innermost", default=None)
+"""What the task or thread entered last, without contexts entered in code that is being traced."""
+
+
+def _deciding() -> sdpa | None:
+    """Return the context that decides about the calls of this task or thread; None where none is on."""
+    entry = _innermost.get()
+    while entry is not None and not entry.is_on:
+        entry = entry.outer
+    return None if entry is None else entry.context
 
 
 def _warn(reason: str) -> None:
@@ -102,7 +129,7 @@ def _warn(reason: str) -> None:
 @constant_in_traces
 def _note_traced(reason: str | None, fallback: str) -> None:
     """Count a call while Dynamo traces it, in the context that is on outside, or the process's."""
-    report = _thread.contexts[-1] if _thread.contexts else _process
+    report = _deciding() or _process
     first = report.note(reason) if report is not None else True
     if reason is not None and fallback == "warn" and first:
         _warn(reason)
@@ -236,8 +263,10 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
     that needs a gradient. ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` are reached as well; attention weights
     (``need_weights=True``) are a reason to stay in floating point. Of contexts inside one another the inner one decides alone.
 
-    A context is for the thread that enters it. :meth:`enable` is for the whole process, all threads; where a context is on, it
-    decides and not the process's choice, except in code that ``torch.compile`` traces.
+    A context is for the thread that enters it, and in a thread with several tasks of asyncio for the task and those that it
+    starts inside. :meth:`enable` is for the whole process, all threads; where a context is on, it decides and not the process's
+    choice, except in code that ``torch.compile`` traces. Generators have nothing of their own: a context that one enters is on
+    for its caller, too, from a yield until it is left.
 
     The context is its own :class:`report <AttentionReport>`: ``integer``, ``fallbacks``, ``str()``. Entered again it counts on.
 
@@ -261,6 +290,7 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
         check_backend(backend)
         check_fallback(fallback)
         self.recipe, self.fallback, self.backend = recipe, fallback, backend
+        self._entries: list[_Entry] = []
         self._traced_fast_paths: list[bool] = []
 
     def __enter__(self) -> sdpa:
@@ -270,17 +300,57 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
             torch.backends.mha._is_fastpath_enabled = False
         else:
             _fast_path.switch_off()
-            _thread.contexts.append(self)
+            self._note_entry()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
         if torch.compiler.is_dynamo_compiling():
+            super().__exit__(*exception)
             torch.backends.mha._is_fastpath_enabled = self._traced_fast_paths.pop()
-        else:
-            _thread.contexts.pop()
-            _fast_path.restore()
+            return
+        # between entering and leaving another task or generator may have entered modes of its own
+        leave_function_mode(self)
+        self._note_exit()
+        _fast_path.restore()
+
+    def _note_entry(self) -> None:
+        entry = _Entry(self, _innermost.get())
+        with _lock:
+            self._entries.append(entry)
+        _innermost.set(entry)
+
+    def _note_exit(self) -> None:
+        """End this task's or thread's last entry; without one, as where another task closes a generator, the last of all."""
+        own = _innermost.get()
+        while own is not None and not (own.is_on and own.context is self):
+            own = own.outer
+        with _lock:
+            entry = self._entries[-1] if own is None else own
+            self._entries.remove(entry)
+        entry.is_on = False
+        last = _innermost.get()
+        while last is not None and not last.is_on:
+            last = last.outer
+        _innermost.set(last)
+
+    def __call__(self, func: FunctionT) -> FunctionT:
+        """Return a function that runs inside of the context, from call to return; of a coroutine function to its end.
+
+        Raises:
+            TypeError: it is a generator function, whose code runs after the call.
+        """
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(f"func must be no generator function, got {func.__qualname__}: enter the context inside of it")
+        if not inspect.iscoroutinefunction(func):
+            return super().__call__(func)
+
+        @functools.wraps(func)
+        async def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await func(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a call of scaled_dot_product_attention, in integers or not."""
@@ -290,18 +360,24 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _thread.decided:
+        if _thread.decided or func not in (_FLOAT, _process_attention, _MULTI_HEAD, _process_multi_head):
+            return func(*args, **kwargs)
+        # contexts that are entered in traced code are noted there alone
+        traced = torch.compiler.is_dynamo_compiling() and (self._traced_fast_paths or not traces_context_variables())
+        context = self if traced else _deciding()
+        if context is None:
+            # this mode is another task's
             return func(*args, **kwargs)
         if func in (_FLOAT, _process_attention):
-            return self.attend(*args, **kwargs)
-        if func in (_MULTI_HEAD, _process_multi_head):
-            if _wants_weights(args, kwargs):
-                _note(WEIGHTS_WANTED, self.fallback, self)
-            elif _ORDINARY.issuperset(types):
-                with self:
-                    return _multi_head_body(*args, **kwargs)
-            return _MULTI_HEAD(*args, **kwargs)
-        return func(*args, **kwargs)
+            return context.attend(*args, **kwargs)
+        if _wants_weights(args, kwargs):
+            _note(WEIGHTS_WANTED, context.fallback, context)
+            # contexts further out do not count it, too
+            return call_alone(_MULTI_HEAD, args, kwargs)
+        if _ORDINARY.issuperset(types):
+            with context:
+                return _multi_head_body(*args, **kwargs)
+        return _MULTI_HEAD(*args, **kwargs)
 
     @staticmethod
     def enable(recipe: Recipe | str | None = None, *, fallback: str = "warn", backend: str = "auto") -> sdpa:
@@ -322,8 +398,12 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
         with _enabling:
             if _process is None:
                 _fast_path.switch_off()
-                _put_in_place(_FLOAT, _process_attention)
-                _put_in_place(_MULTI_HEAD, _process_multi_head)
+                try:
+                    _put_in_place(_FLOAT, _process_attention)
+                    _put_in_place(_MULTI_HEAD, _process_multi_head)
+                except BaseException:
+                    _put_back()
+                    raise
             _process = choices
         return choices
 
@@ -335,9 +415,7 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
             if _process is None:
                 return
             _process = None
-            _put_in_place(_process_attention, _FLOAT)
-            _put_in_place(_process_multi_head, _MULTI_HEAD)
-            _fast_path.restore()
+            _put_back()
 
 
 _process: sdpa | None = None
@@ -353,6 +431,15 @@ def _put_in_place(old: Any, new: Any) -> None:
         for key, held in list(getattr(module, "__dict__", {}).items()):
             if held is old:
                 setattr(module, key, new)
+
+
+def _put_back() -> None:
+    """Undo what :meth:`sdpa.enable` did, in whole or in part."""
+    try:
+        _put_in_place(_process_attention, _FLOAT)
+        _put_in_place(_process_multi_head, _MULTI_HEAD)
+    finally:
+        _fast_path.restore()
 
 
 def _process_attention(
@@ -379,7 +466,9 @@ def _process_attention(
 
 def _process_multi_head(*args: Any, **kwargs: Any) -> Any:
     """Stand for PyTorch's multi_head_attention_forward, whose attention is reached anyway: count what it keeps."""
+    if has_torch_function(_NOTHING):
+        return handle_torch_function(_process_multi_head, _NOTHING, *args, **kwargs)
     choices = _process
-    if choices is not None and not has_torch_function(_NOTHING) and _wants_weights(args, kwargs):
+    if choices is not None and _wants_weights(args, kwargs):
         _note(WEIGHTS_WANTED, choices.fallback, choices)
     return _MULTI_HEAD(*args, **kwargs)

@@ -73,7 +73,9 @@ def _keep(module: Any, sources: _Tensors, function: Callable[[], _Tensors]) -> _
         # something else than a kernel was on the way, such as a trace or a fake tensor, to which the result belongs
         return result
     if sources[0].is_cuda:
-        if torch.cuda.is_current_stream_capturing():
+        from ..kernels.device import is_capturing
+
+        if is_capturing(sources[0].device):
             # not there before the graph has run, and then the graph's own
             return result
         # from now on other streams may read it, and nobody reads the one before any more

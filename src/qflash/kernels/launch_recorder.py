@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..torch_internals import LightDispatchMode
+from .device import entered
 
 _aten = torch.ops.aten
 # what a call may do between launches, besides views, and still be no more than these launches
@@ -56,13 +57,31 @@ class KernelLaunch(NamedTuple):
         """Launch it on the tensors it names; note it where a :class:`LaunchRecorder` is on."""
         recorder = _recorder.get()
         if recorder is None:
-            self.kernel[self.grid](**self.arguments, **self.options)
+            self.make()
         else:
             recorder.launch(self)
 
+    def make(self) -> None:
+        """Launch it, on the GPU that its tensors are on."""
+        with entered(self.device):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        for x in self.arguments.values():
+            tensor = getattr(x, "base", x)
+            if isinstance(tensor, torch.Tensor):
+                return tensor.device
+        raise ValueError(f"a launch of {self.kernel.__name__} must have a tensor among its arguments")
+
     def launcher(self) -> Callable[..., None]:
-        """Return what launches the compiled kernel, given all arguments in order, addresses for tensors."""
-        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[self.grid]  # looked up, not launched
+        """Return what launches the compiled kernel, given all arguments in order, addresses for tensors.
+
+        It is compiled and loaded for the GPU that the tensors are on, which has to be the current one when it is launched.
+        """
+        with entered(self.device):
+            return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[self.grid]  # looked up, not launched
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any) -> None:
@@ -115,7 +134,7 @@ class LaunchRecorder(LightDispatchMode):
             # what a launch does is no part of the call around it: the interpreter's copies are PyTorch's
             self._in_launch = True
             try:
-                launch.kernel[launch.grid](**launch.arguments, **launch.options)
+                launch.make()
             finally:
                 self._in_launch = False
 
@@ -220,13 +239,14 @@ def _repetition(
         if scratch_bytes:
             scratch = empty(scratch_bytes, dtype=int8, device=device)
             at[count + 1] = scratch.data_ptr()
-        for launch, arguments, addresses, descriptions in steps:
-            arguments = arguments.copy()
-            for place, base, offset in addresses:
-                arguments[place] = at[base] + offset
-            for place, description, base, offset in descriptions:
-                arguments[place] = _described(description, at[base] + offset)
-            launch(*arguments)
+        with entered(device):
+            for launch, arguments, addresses, descriptions in steps:
+                arguments = arguments.copy()
+                for place, base, offset in addresses:
+                    arguments[place] = at[base] + offset
+                for place, description, base, offset in descriptions:
+                    arguments[place] = _described(description, at[base] + offset)
+                launch(*arguments)
         return out
 
     return again

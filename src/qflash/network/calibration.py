@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..scalars import unboxed
+from ..validation import is_number
 from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")
@@ -17,16 +19,21 @@ _ROWS = 4096
 """Rows of a tensor that are kept for percentiles and errors."""
 
 
-def check_method(method: object, percentile: float) -> None:
-    """Require one of :data:`METHODS`, and a percentile that makes sense.
+def check_method(method: object, percentile: float) -> float:
+    """Require one of :data:`METHODS`, and a percentile that makes sense; return that as a float.
 
     Raises:
+        TypeError: the percentile is no number.
         ValueError: something else; the message names it.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    if not 50 < percentile <= 100:
-        raise ValueError(f"percentile must be above 50 and at most 100, got {percentile}")
+    number = unboxed(percentile)
+    if not is_number(number):
+        raise TypeError(f"percentile must be a number, got {type(number).__name__}")
+    if not 50 < number <= 100:
+        raise ValueError(f"percentile must be above 50 and at most 100, got {number}")
+    return float(number)
 
 
 class Observer:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..scalars import whole_number
 from .execution import check_images
 
 WARM_UP = 3
@@ -15,7 +16,8 @@ WARM_UP = 3
 class NetworkGraph:
     """A captured forward pass for one batch size: no launch costs, and memory that is reserved once.
 
-    Not for several threads or streams at once: calls share one input and one output.
+    Not for several threads or streams at once: calls share one input and one output. It may be made inside or outside of
+    inference mode and called in the other; what a call returns is of the mode it is made in.
 
     Attributes:
         batch: images a call.
@@ -23,8 +25,7 @@ class NetworkGraph:
 
     def __init__(self, network: Any, batch: int) -> None:
         """Warm up and capture; see :meth:`.models.IntegerNetwork.graph`."""
-        if not isinstance(batch, int) or isinstance(batch, bool):
-            raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
+        batch = whole_number("batch", batch)
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         device = next(network.buffers()).device
@@ -34,8 +35,9 @@ class NetworkGraph:
         # held, as is what the graph reads
         self._network = network
         size = network.shape.image_channels, *network.shape.image_size
-        self._images = torch.zeros((batch, *size), dtype=torch.uint8, device=device)
-        with torch.cuda.device(device):
+        # every call writes to the input, also outside of an inference mode that is on now
+        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            self._images = torch.zeros((batch, *size), dtype=torch.uint8, device=device)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -43,7 +45,8 @@ class NetworkGraph:
                     network(self._images)
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # PyTorch's own stream for captures is of the GPU that was the current one in the first capture
+            with torch.cuda.graph(self._graph, stream=side):
                 self._output = network(self._images)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

@@ -194,8 +194,6 @@ class VisionTransformer(IntegerNetwork):
         first: int32 (1, 1), the number of the class token; no part of a file.
     """
 
-    position: torch.Tensor
-    prefix: torch.Tensor
     first: torch.Tensor
 
     def __init__(self, shape: VisionTransformerShape) -> None:
@@ -204,8 +202,11 @@ class VisionTransformer(IntegerNetwork):
         self.blocks: Any
         rows, columns = shape.grid
         self.embed = PatchEmbedding(shape.image_channels, shape.patch_size, shape.channels)
-        self._buffer("position", (1, rows * columns, shape.channels), torch.int16)
-        self._buffer("prefix", (1, shape.prefix_tokens, shape.channels), torch.int16)
+        # ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; so each lies in a buffer of int32
+        self._tokens = {"position": rows * columns, "prefix": shape.prefix_tokens}
+        for name, tokens in self._tokens.items():
+            words = torch.zeros((tokens * shape.channels + 1) // 2, dtype=torch.int32, device="cpu")
+            self.register_buffer(f"{name}_words", words, persistent=False)
         self.register_buffer("first", torch.zeros((1, 1), dtype=torch.int32, device="cpu"), persistent=False)
         self.norm_pre = LayerNorm(shape.channels, torch.int16) if shape.first_norm else None
         self.blocks = nn.ModuleList(
@@ -220,6 +221,46 @@ class VisionTransformer(IntegerNetwork):
         pooled = {"token": None, "mean_then_norm": torch.int16, "mean": last}[shape.pool]
         self.mean = None if pooled is None else Mean(rows * columns, shape.channels, pooled)
         self.head = Linear(shape.channels, shape.outputs, torch.int32) if shape.outputs else None
+
+    def _embeddings(self, name: str) -> torch.Tensor:
+        """Return the int16 tensor (1, tokens, channels) that lies in a buffer of int32."""
+        shape = 1, self._tokens[name], self.shape.channels
+        words: torch.Tensor = getattr(self, f"{name}_words")
+        return words.view(torch.int16)[: shape[1] * shape[2]].view(shape)
+
+    @property
+    def position(self) -> torch.Tensor:
+        return self._embeddings("position")
+
+    @property
+    def prefix(self) -> torch.Tensor:
+        return self._embeddings("prefix")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in self._tokens:
+            destination[prefix + name] = self._embeddings(name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        error_msgs: Any,
+    ) -> None:  # fmt: skip
+        rest = dict(state_dict)
+        for name in self._tokens:
+            x, own = rest.pop(prefix + name, None), self._embeddings(name)
+            if x is None:
+                if strict:
+                    missing_keys.append(prefix + name)
+            elif x.shape != own.shape or x.dtype != own.dtype:
+                error_msgs.append(
+                    f"{prefix}{name} must be {own.dtype} of shape {tuple(own.shape)}, got {x.dtype} of {tuple(x.shape)}"
+                )
+            else:
+                if local_metadata.get("assign_to_params_buffers", False):
+                    words = getattr(self, f"{name}_words")
+                    setattr(self, f"{name}_words", torch.zeros_like(words, device=x.device))
+                self._embeddings(name).copy_(x)
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def embed_patches(self, images: torch.Tensor) -> torch.Tensor:
         """Return the residual stream before the first block, int16 (batch, tokens, channels)."""

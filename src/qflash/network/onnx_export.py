@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..scalars import unboxed
 from .models import IntegerNetwork, check_integer
 
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
@@ -34,6 +35,7 @@ def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
     check_integer(network)
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
+    batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
     if batch != "dynamic" and (isinstance(batch, str) or batch < 1):

@@ -48,6 +48,7 @@ def _statistics(model: Any, mean: Sequence[float] | None, std: Sequence[float] |
     return found[0], found[1]
 
 
+@torch.inference_mode(False)  # what is made is to be written to, in any mode
 def quantize_model(
     model: nn.Module,
     calibration_batches: Iterable[Any],
@@ -90,7 +91,7 @@ def quantize_model(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"model has parts without an integer form: {'; '.join(problems[:5])}{more}")
-    check_method(method, percentile)
+    percentile = check_method(method, percentile)
     choices = resolve_recipe(recipe)
     means, deviations = _statistics(model, mean, std)
     parameter = next(model.parameters())

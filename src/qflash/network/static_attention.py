@@ -163,6 +163,7 @@ def _watching(modules: Mapping[str, Any], watches: Mapping[str, _Watch]) -> Iter
         yield
 
 
+@torch.inference_mode(False)  # what is made is to be written to, in any mode
 def calibrate(
     model: ModelT,
     batches: Iterable[Any],
@@ -217,7 +218,7 @@ def calibrate(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if forward is not None and not callable(forward):
         raise TypeError(f"forward must be a function of (model, batch) or None, got {type(forward).__name__}")
-    check_method(method, percentile)
+    percentile = check_method(method, percentile)
     if model.training:
         raise ValueError("model must be in eval mode, call model.eval()")
     modules: dict[str, Any] = dict(model.named_modules())

@@ -75,6 +75,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     save_file(tensors, Path(path), metadata={KEY: json.dumps(header)})
 
 
+@torch.inference_mode(False)  # what is made is to be written to, in any mode
 def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> IntegerNetwork:
     """Read an integer network that :func:`save_model` wrote. Nothing in the file is executed.
 

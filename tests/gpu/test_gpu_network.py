@@ -16,7 +16,7 @@ import qflash
 from helpers import same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 from small_networks import KINDS as SMALL_NETWORKS
-from small_networks import draw, made  # noqa: F401 - a fixture
+from small_networks import build, draw, made  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -136,3 +136,26 @@ def test_a_captured_network_of_another_mode(made_in: str, called_in: str, made: 
         with MODES[called_in]():
             assert torch.equal(run(images).cpu(), network(images))
             assert torch.equal(run(images.cuda()).cpu(), network(images))
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin"])
+def test_a_model_on_a_gpu_is_quantised_there(kind: str) -> None:
+    """TF32 is no reason to take a model for another one, and a hook is."""
+    model = build(kind, num_classes=10)
+    images = draw(model, 24)
+    on_cpu = qflash.quantize_model(model, [images], progress=False)
+    model = model.cuda()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        network = qflash.quantize_model(model, [images], progress=False)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert network.output_scale == pytest.approx(on_cpu.output_scale, rel=1e-2)
+        assert network.quality is not None and on_cpu.quality is not None
+        assert network.quality.sqnr_db > 30 and network.quality.held_out
+        assert network.quality.saturated_share == pytest.approx(on_cpu.quality.saturated_share, abs=2e-3)
+        model.patch_embed.register_forward_hook(lambda _, __, out: 2 * out)
+        with pytest.raises(ValueError, match="It first differs at"):
+            qflash.quantize_model(model, [images], progress=False)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -236,7 +236,10 @@ def test_bad_arguments_are_named(made: Any) -> None:
     broken = build("vit", num_classes=10)
     with torch.no_grad():
         broken.blocks[1].mlp.fc1.weight[0, 0] = float("nan")
-    refused(ValueError, "NaN or infinity in an activation", broken, [images])
+    refused(ValueError, r"NaN or infinity is in blocks\.1\.mlp\.fc1\.weight", broken, [images])
+    with torch.no_grad():
+        broken.blocks[1].mlp.fc1.weight.fill_(3e38)
+    refused(ValueError, "NaN or infinity in the output of the float network", broken, [images])
 
     network = made("class token")[1]
     with pytest.raises(TypeError, match=r"must be uint8 pixels.*not normalised"):
@@ -360,7 +363,7 @@ def test_other_norms_of_queries_and_keys_are_named(part: Any, message: str) -> N
     model.blocks[1].attn.k_norm = part()
     refused(ValueError, message, model, [draw(model, 1)])
     model.blocks[1].attn.q_norm = model.blocks[1].attn.k_norm = torch.nn.Identity()
-    refused(ValueError, "qk_norm in some blocks only", model, [draw(model, 1)])
+    refused(ValueError, r"blocks\.1 unlike blocks\.0 \(qk_norm False for True\)", model, [draw(model, 1)])
 
 
 def test_features_of_all_tokens(made: Any) -> None:

@@ -70,7 +70,8 @@ class Layer:
         kind: name of its class.
         route: how its attention comes to run in integers: ``"adapter"`` (its forward was written anew), ``"sdpa"`` (its calls
             of scaled_dot_product_attention are answered), ``"softmax"`` (products and softmax that it spells out are put
-            together), ``"transformers"`` (:func:`qflash.register_attention`); None if it does not.
+            together), ``"transformers"`` (:func:`qflash.register_attention`), ``"network"`` (a part of an integer network,
+            :func:`qflash.quantize_model`); None if it does not.
         reason: why it stays in floating point, or some of its calls did; None if none is known.
         integer_calls: calls in integers by a patched module that is not an adapter's, outside ``torch.compile``.
         float_calls: calls of the same in floating point.
@@ -299,7 +300,15 @@ def coverage(model: nn.Module) -> Coverage:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return Coverage(tuple(_layer(name, module) for name, module in model.named_modules() if attends(module)))
+    # blocks of integer networks say which attention they use
+    used = {getattr(module, "integer_attention", None) for module in model.modules()}
+    return Coverage(
+        tuple(
+            Layer(name, type(module).__name__, "network", is_static=True) if module in used else _layer(name, module)
+            for name, module in model.named_modules()
+            if module in used or attends(module)
+        )
+    )
 
 
 def float_attention(model: nn.Module) -> dict[str, str]:

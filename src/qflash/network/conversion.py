@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import operators as op
+from .float_network import FloatBlock, FloatLinear, FloatNetwork
 from .modules import Block, LayerNorm, Linear, LinearGelu, Mean
 
 _WIDE_BIAS = 1 << 28
@@ -141,7 +141,8 @@ def quantize_linear(
         bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
         if float(bound.max()) < 1 << 31:
             break
-    if float(bound.max()) >= 1 << 31 or float(multiplier.max()) >= 1 << 31:
+    # so that a NaN is refused
+    if not (float(bound.max()) < 1 << 31 and float(multiplier.max()) < 1 << 31):
         raise ValueError(
             f"sums up to {float(bound.max()) * 2.0**-left:.3g} cannot be brought to a unit {float(ratio.max()):.3g} times as "
             "fine; the network's scales are degenerate"
@@ -176,7 +177,7 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
         ValueError: an activation is beyond what GELU takes here, or its zero point is.
     """
     most = op.GELU_LIMIT * op.GELU_UNIT
-    if float(output.high.max()) > most:
+    if not float(output.high.max()) <= most:
         raise ValueError(f"an activation of GELU is {float(output.high.max()):.4g}; integer networks take up to {most:.0f}")
     steps = SPREADS["fc2"].steps(output.half, weight)
     shift = 30
@@ -188,7 +189,7 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
     # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
     middle = output.low + 128 * steps
     offset = ((0.5 - middle / steps) * 2.0**shift).round()
-    if float(offset.abs().max()) >= 1 << 30:
+    if not float(offset.abs().max()) < 1 << 30:
         raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
     module.gelu_shift = shift
     module.gelu_multiplier.copy_(multiplier.to(torch.int32))
@@ -214,8 +215,9 @@ def finish_norm(
         float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
     ):
         shift -= 1
-    if float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1:
-        raise ValueError("a normalisation's gain is too large for its unit; the network's scales are degenerate")
+    for name, x, most in (("gain", gain * 2.0 ** (8 + shift), 2**31 - 1), ("offset", offset * 2.0**shift, 2**30 - 1)):
+        if not float(x.abs().max()) < most:
+            raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
     module.epsilon = min(round(gain.numel() ** 2 * norm.eps / unit**2), 1 << 53)
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
@@ -230,7 +232,7 @@ def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: to
     left = max(0, math.frexp(float(ratio.max()))[1] + 1)
     multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
     offset = _offset_of(-middle * tokens / unit * torch.ones_like(step), left, multiplier)
-    if tokens * 32768 * 2.0**left + float(offset.abs().max()) >= 1 << 31:
+    if not tokens * 32768 * 2.0**left + float(offset.abs().max()) < 1 << 31:
         raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
     module.left = left
     module.multiplier.copy_(multiplier.to(torch.int32))
@@ -251,21 +253,18 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to("cpu", torch.float64)
 
 
-def parameters_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight (a convolution's as a matrix) and bias of a layer, float64."""
-    return double(layer.weight).flatten(1), None if layer.bias is None else double(layer.bias)
+def parameters_of(layer: FloatLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of a layer, float64."""
+    return double(layer.weight), None if layer.bias is None else double(layer.bias)
 
 
-def scale_of(layer: Any) -> torch.Tensor | float:
-    """Return the factor of timm's layer scale, 1 for none."""
-    return double(layer.gamma) if hasattr(layer, "gamma") else 1.0
-
-
-def scaled_parameters(layer: Any, factor: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a layer's weight and bias with its outputs scaled."""
+def scaled_parameters(layer: FloatLinear, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a layer's weight and bias with its outputs scaled, if there is a factor."""
     weight, bias = parameters_of(layer)
-    column = factor[:, None] if isinstance(factor, torch.Tensor) else factor
-    return weight * column, None if bias is None else bias * factor
+    if factor is None:
+        return weight, bias
+    factor = double(factor)
+    return weight * factor[:, None], None if bias is None else bias * factor
 
 
 def convert_norm_linear(
@@ -297,25 +296,28 @@ def _each(numbers: Sequence[float], times: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu").repeat_interleave(times)
 
 
-def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: float, factor: torch.Tensor | float) -> None:
-    """Fill in a block's attention and the normalisation before it.
+def convert_block(ours: Block, block: FloatBlock, ranges: Ranges, unit: float) -> None:
+    """Fill in a transformer block.
 
     Args:
         ours: to fill in.
-        block: timm's, with ``norm1`` and ``attn``.
-        name: of the block, in the ranges.
-        ranges: of ``attn.qkv``'s inputs and outputs and ``attn.proj``'s inputs, and of both sides of ``attn.q_norm`` and
-            ``attn.k_norm`` where there are.
+        block: the float one.
+        ranges: of what :func:`observed` names.
         unit: of the residual stream.
-        factor: layer scale.
     """
+    _convert_attention(ours, block, ranges, unit)
+    _convert_mlp(ours, block, ranges, unit)
+
+
+def _convert_attention(ours: Block, block: FloatBlock, ranges: Ranges, unit: float) -> None:
+    """Fill in a block's attention and the normalisation before it; arguments as in :func:`convert_block`."""
     module, norm = ours.attn, ours.norm1
-    weight, bias = parameters_of(block.attn.qkv)
-    inputs = ranges[f"{name}.attn.qkv:in"]
+    weight, bias = parameters_of(block.qkv)
+    inputs = ranges[f"{block.qkv.name}:in"]
     grid = convert_norm_linear(norm, block.norm1, unit, weight, inputs, SPREADS["qkv"])
 
     heads, width = module.heads, module.head_dim
-    made = ranges[f"{name}.attn.qkv:out"]
+    made = ranges[f"{block.qkv.name}:out"]
     low, high = (x.view(3, heads, width) for x in (made.low, made.high))
     value_step, value_middle = ((high[2] - low[2]) / 2).clamp(min=1e-12) / 127, (high[2] + low[2]) / 2
     if module.qkv is not None:
@@ -326,21 +328,23 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
         quantize_linear(module.qkv, weight, bias, grid, inputs.mean, steps.flatten(), middles.flatten())
     else:
         assert module.qk is not None and module.v is not None and module.q_norm is not None and module.k_norm is not None
+        assert block.q_norm is not None and block.k_norm is not None
+        norms = block.q_norm, block.k_norm
         # the norms have the same weights in all heads, whose rows they take in one unit
-        units = [unit_of(ranges[f"{name}.attn.{part}:in"]) for part in ("q_norm", "k_norm")]
+        units = [unit_of(ranges[f"{each.name}:in"]) for each in norms]
         first = 2 * heads * width
         biases = (None, None) if bias is None else (bias[:first], bias[first:])
         quantize_linear(module.qk, weight[:first], biases[0], grid, inputs.mean, _each(units, heads * width))
         ends = value_step.flatten(), value_middle.flatten()
         quantize_linear(module.v, weight[first:], biases[1], grid, inputs.mean, *ends)
-        made_by = [ranges[f"{name}.attn.{part}:out"] for part in ("q_norm", "k_norm")]
+        made_by = [ranges[f"{each.name}:out"] for each in norms]
         low, high = torch.stack([x.low for x in made_by])[:, None], torch.stack([x.high for x in made_by])[:, None]
         query_scale, key_scale, query_step, key_step, key_middle = _query_key_grids(low, high)
-        finish_norm(module.q_norm, block.attn.q_norm, units[0], query_step[0])
-        finish_norm(module.k_norm, block.attn.k_norm, units[1], key_step[0], key_middle[0])
+        finish_norm(module.q_norm, block.q_norm, units[0], query_step[0])
+        finish_norm(module.k_norm, block.k_norm, units[1], key_step[0], key_middle[0])
 
-    weight, bias = scaled_parameters(block.attn.proj, factor)
-    out = ranges[f"{name}.attn.proj:in"]
+    weight, bias = scaled_parameters(block.proj, block.factor1)
+    out = ranges[f"{block.proj.name}:in"]
     middle = value_middle.flatten()
     half = torch.maximum(out.high - middle, middle - out.low).clamp(min=1e-12)
     grid = Grid(SPREADS["proj"].steps(half, weight), middle)
@@ -352,84 +356,42 @@ def convert_attention(ours: Block, block: Any, name: str, ranges: Ranges, unit: 
     module.output_scale.copy_(scale_bits(grid.step.view(heads, width))[None, :, None])
 
 
-def convert_mlp(ours: Block, block: Any, name: str, ranges: Ranges, unit: float, factor: torch.Tensor | float) -> None:
-    """Fill in a block's MLP and the normalisation before it; arguments as in :func:`convert_attention`."""
+def _convert_mlp(ours: Block, block: FloatBlock, ranges: Ranges, unit: float) -> None:
+    """Fill in a block's MLP and the normalisation before it; arguments as in :func:`convert_block`."""
     fc1, fc2, norm = ours.fc1, ours.fc2, ours.norm2
-    weight, bias = parameters_of(block.mlp.fc1)
-    inputs = ranges[f"{name}.mlp.fc1:in"]
+    weight, bias = parameters_of(block.fc1)
+    inputs = ranges[f"{block.fc1.name}:in"]
     grid = convert_norm_linear(norm, block.norm2, unit, weight, inputs, SPREADS["fc1"])
     quantize_linear(fc1, weight, bias, grid, inputs.mean, op.GELU_UNIT)
-    weight, bias = scaled_parameters(block.mlp.fc2, factor)
-    outputs = ranges[f"{name}.mlp.fc2:in"]
+    weight, bias = scaled_parameters(block.fc2, block.factor2)
+    outputs = ranges[f"{block.fc2.name}:in"]
     quantize_linear(fc2, weight, bias, gelu_steps(fc1, outputs, weight), outputs.mean, unit)
 
 
-def convert_pixels(module: Linear, layer: Any, mean: Sequence[float], deviation: Sequence[float], unit: float) -> None:
+def convert_pixels(module: Linear, plan: FloatNetwork, mean: Sequence[float], deviation: Sequence[float], unit: float) -> None:
     """Fill in a patch embedding that takes pixels less 128, with the images' mean and deviation folded in."""
-    weight, bias = double(layer.weight), None if layer.bias is None else double(layer.bias)
-    channels = weight.shape[1]
-    centre, spread = (
-        torch.tensor(x, dtype=torch.float64, device="cpu").view(1, channels, 1, 1).expand_as(weight[:1])
-        for x in (mean, deviation)
-    )
-    grid = Grid((1 / (255 * spread)).flatten(), ((128 / 255 - centre) / spread).flatten())
-    quantize_linear(module, weight.flatten(1), bias, grid, grid.middle, unit)
+    weight, bias = parameters_of(plan.patch)
+    pixels = weight.shape[1] // plan.image_channels
+    centre, spread = _each(mean, pixels), _each(deviation, pixels)
+    grid = Grid(1 / (255 * spread), (128 / 255 - centre) / spread)
+    quantize_linear(module, weight, bias, grid, grid.middle, unit)
 
 
-# --- what both families share -------------------------------------------------------------------------------
-
-
-def has_weights(module: Any) -> bool:
-    """Tell whether a submodule computes something, and is no placeholder."""
-    return getattr(module, "weight", None) is not None
-
-
-def _is_plain_norm(norm: Any) -> bool:
-    """Tell whether a submodule is a layer normalisation with weight and bias."""
-    return isinstance(norm, nn.LayerNorm) and has_weights(norm) and norm.bias is not None
-
-
-def has_qk_norm(attention: Any) -> bool:
-    """Tell whether attention does something to query or key before the scores."""
-    parts = (getattr(attention, part, None) for part in ("q_norm", "k_norm"))
-    return any(part is not None and not isinstance(part, nn.Identity) for part in parts)
-
-
-def unsupported_block(block: Any, name: str) -> Iterator[str]:
-    """Say what of a transformer block has no integer form here; its parts are named."""
-    attention: Any = getattr(block, "attn", None)
-    mlp: Any = getattr(block, "mlp", None)
-    norms = (getattr(block, "norm1", None), getattr(block, "norm2", None))
-    for part, norm in zip(("norm1", "norm2"), norms, strict=True):
-        if not _is_plain_norm(norm):
-            yield f"{name}.{part} of {type(norm).__name__} (only LayerNorm with weight and bias)"
-    if not isinstance(getattr(attention, "qkv", None), nn.Linear) or not isinstance(
-        getattr(attention, "proj", None), nn.Linear
-    ):
-        yield f"{name}.attn of {type(attention).__name__}"
-    else:
-        for part in ("norm", "gate"):
-            if has_weights(getattr(attention, part, None)):
-                yield f"{name}.attn.{part}"
-        for part in ("q_norm", "k_norm"):
-            norm = getattr(attention, part, None)
-            if has_qk_norm(attention) and not _is_plain_norm(norm):
-                yield f"{name}.attn.{part} of {type(norm).__name__} (only LayerNorm with weight and bias)"
-    act = getattr(mlp, "act", None)
-    if not all(isinstance(getattr(mlp, part, None), nn.Linear) for part in ("fc1", "fc2")):
-        yield f"{name}.mlp of {type(mlp).__name__}"
-    elif type(mlp).__name__ != "Mlp" or mlp.fc1.out_features != mlp.fc2.in_features:
-        yield f"{name}.mlp of {type(mlp).__name__} (only fc1, GELU, fc2)"
-    elif "gelu" not in type(act).__name__.lower() or "quick" in type(act).__name__.lower():
-        yield f"{name}.mlp.act of {type(act).__name__} (only GELU)"
-    elif has_weights(getattr(mlp, "norm", None)):
-        yield f"{name}.mlp.norm"
-
-
-def observed_block(name: str) -> tuple[list[str], list[str]]:
-    """Name the submodules of a block whose inputs, and whose outputs, calibration looks at."""
-    inputs = [f"{name}.{part}" for part in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
-    return inputs, [f"{name}.attn.qkv", f"{name}.mlp.fc1", name]
+def observed(plan: FloatNetwork) -> tuple[list[str], list[str]]:
+    """Name the submodules of a model whose inputs, and whose outputs, calibration looks at."""
+    inputs, outputs = [plan.norm.name], [plan.norm.name]
+    if plan.first_norm is not None:
+        inputs.append(plan.first_norm.name)
+    if plan.head is not None:
+        inputs.append(plan.head.name)
+    for stage in plan.stages:
+        if stage.merge is not None:
+            inputs.append(stage.merge.reduction.name)
+        for block in stage.blocks:
+            inputs += [each.name for each in (block.norm1, block.norm2, block.qkv, block.proj, block.fc1, block.fc2)]
+            norms = [each.name for each in (block.q_norm, block.k_norm) if each is not None]
+            inputs, outputs = inputs + norms, [*outputs, *norms, block.qkv.name, block.name]
+    return inputs, outputs
 
 
 HEADROOM = 2.0
@@ -446,9 +408,10 @@ def unit_of(*ranges: Range) -> float:
     return max(most, 1e-12) * HEADROOM / 32767
 
 
-def stream_unit(ranges: Ranges, blocks: Sequence[str]) -> float:
+def stream_unit(ranges: Ranges, blocks: Sequence[FloatBlock]) -> float:
     """Return the unit of the residual stream through these blocks."""
-    return unit_of(*(ranges[name + side] for name in blocks for side in (".norm1:in", ".norm2:in", ":out")))
+    sides = ((f"{block.norm1.name}:in", f"{block.norm2.name}:in", f"{block.name}:out") for block in blocks)
+    return unit_of(*(ranges[side] for each in sides for side in each))
 
 
 def to_int16(x: torch.Tensor, unit: float) -> torch.Tensor:
@@ -470,36 +433,37 @@ def _feature_unit(made: Range) -> float:
     return float(torch.maximum(-made.low, made.high).max().clamp(min=1e-12)) / (1 << 18)
 
 
-def convert_norm_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, layer: Any) -> None:
+def convert_norm_head(network: Any, plan: FloatNetwork, ranges: Ranges, unit: float) -> None:
     """Fill in the last normalisation, and the head behind it or the unit of features.
 
     Args:
         network: with ``norm`` and ``head``.
-        norm: the float one.
-        made: what it returns.
-        inputs: of the head.
+        plan: of the float network.
+        ranges: of what :func:`observed` names.
         unit: of the residual stream.
-        layer: the float head, or a placeholder.
     """
-    if network.head is None:
-        network.output_scale = _feature_unit(made)
-        finish_norm(network.norm, norm, unit, network.output_scale)
+    if plan.head is None:
+        network.output_scale = _feature_unit(ranges[f"{plan.norm.name}:out"])
+        finish_norm(network.norm, plan.norm, unit, network.output_scale)
         return
-    weight, _ = parameters_of(layer)
-    grid = convert_norm_linear(network.norm, norm, unit, weight, inputs.widened(HEAD_ROOM), SPREADS["head"])
-    _convert_head(network, layer, grid, inputs.mean)
+    inputs = ranges[f"{plan.head.name}:in"]
+    weight, _ = parameters_of(plan.head)
+    grid = convert_norm_linear(network.norm, plan.norm, unit, weight, inputs.widened(HEAD_ROOM), SPREADS["head"])
+    _convert_head(network, plan.head, grid, inputs.mean)
 
 
-def convert_norm_mean_head(network: Any, norm: Any, made: Range, inputs: Range, unit: float, layer: Any) -> None:
+def convert_norm_mean_head(network: Any, plan: FloatNetwork, ranges: Ranges, unit: float) -> None:
     """Fill in the last normalisation, a mean over tokens behind it, and the head; arguments as in :func:`convert_norm_head`."""
+    made = ranges[f"{plan.norm.name}:out"]
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
-    finish_norm(network.norm, norm, unit, fine)
-    if network.head is None:
+    finish_norm(network.norm, plan.norm, unit, fine)
+    if plan.head is None:
         network.output_scale = _feature_unit(made)
         finish_mean(network.mean, fine, torch.full_like(fine, network.output_scale))
         return
-    weight, _ = parameters_of(layer)
+    inputs = ranges[f"{plan.head.name}:in"]
+    weight, _ = parameters_of(plan.head)
     grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
     finish_mean(network.mean, fine, grid.step, grid.middle)
-    _convert_head(network, layer, grid, inputs.mean)
+    _convert_head(network, plan.head, grid, inputs.mean)

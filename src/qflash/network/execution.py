@@ -203,7 +203,18 @@ def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> 
 
     Raises:
         TypeError, ValueError: they are something else; the message names it.
+        RuntimeError: a tracer is at work that cannot take a network.
     """
+    if isinstance(images, torch.fx.Proxy):
+        raise TypeError(
+            "torch.fx cannot trace an integer network (feature extractors do so); register a forward hook on the submodule "
+            "whose output is wanted, or use torch.export"
+        )
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "torch.jit.trace and torch.onnx.export cannot take an integer network: for ONNX use network.export_onnx, otherwise "
+            "torch.export or torch.compile"
+        )
     if not isinstance(images, torch.Tensor):
         raise TypeError(f"images must be a uint8 tensor, got {type(images).__name__}")
     if images.dtype != torch.uint8:

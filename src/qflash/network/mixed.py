@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,8 +12,11 @@ import torch
 from torch import nn
 
 from . import operators as op
-from .models import IntegerNetwork, SwinTransformer
+from .families import read
+from .float_network import FloatBlock, FloatNetwork
+from .models import IntegerNetwork
 from .modules import Block
+from .quality import sqnr_db
 
 
 class FloatPart(nn.Module):
@@ -45,21 +47,14 @@ class FloatPart(nn.Module):
         return ((x + part) / self.unit).round().clamp(*op.INT16).to(torch.int16)
 
 
-def _pairs(network: Any, model: Any) -> list[tuple[str, str, Block, Any, float]]:
-    """Return (our name, timm's name, our block, timm's block, unit) of every block."""
-    if isinstance(network, SwinTransformer):
-        return [
-            (f"stages.{i}.{j}", f"layers.{i}.blocks.{j}", ours, block, network.units[i])
-            for i, stage in enumerate(network.stages)
-            for j, (ours, block) in enumerate(zip(stage, model.layers[i].blocks, strict=True))
-        ]
-    return [
-        (f"blocks.{i}", f"blocks.{i}", ours, block, network.units[0])
-        for i, (ours, block) in enumerate(zip(network.blocks, model.blocks, strict=True))
-    ]
+def _pairs(network: IntegerNetwork, plan: FloatNetwork) -> list[tuple[str, Block, FloatBlock, float]]:
+    """Return (our name, our block, the float one, unit of the stream) of every block."""
+    ours = [(name, module) for name, module in network.named_modules() if isinstance(module, Block)]
+    theirs = [(block, unit) for stage, unit in zip(plan.stages, network.units, strict=True) for block in stage.blocks]
+    return [(name, module, *each) for (name, module), each in zip(ours, theirs, strict=True)]
 
 
-def keep_in_float(network: IntegerNetwork, model: Any, names: Sequence[str]) -> None:
+def keep_in_float(network: IntegerNetwork, plan: FloatNetwork, model: nn.Module, names: Sequence[str]) -> None:
     """Let parts of a network be computed by those of a float model, of which the network gets copies.
 
     Raises:
@@ -67,14 +62,15 @@ def keep_in_float(network: IntegerNetwork, model: Any, names: Sequence[str]) -> 
     """
     known = {
         f"{name}.{kind}": (ours, block, kind, unit)
-        for name, _, ours, block, unit in _pairs(network, model)
+        for name, ours, block, unit in _pairs(network, plan)
         for kind in ("attention", "mlp")
     }
     for name in names:
         if name not in known:
             raise ValueError(f"keep_float must name parts such as {next(iter(known))!r} or {list(known)[-1]!r}, got {name!r}")
         ours, block, kind, unit = known[name]
-        setattr(ours, f"float_{kind}", FloatPart(copy.deepcopy(block), kind, unit, getattr(ours, "grid", None)))
+        copied = copy.deepcopy(model.get_submodule(block.name))
+        setattr(ours, f"float_{kind}", FloatPart(copied, kind, unit, getattr(ours, "grid", None)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,37 +99,43 @@ def compare_layers(
         images: uint8, for the network.
         normalised: the same as the float model takes them.
     """
+    return layer_errors(network, read(model), images, normalised)
+
+
+@torch.inference_mode()
+def layer_errors(
+    network: IntegerNetwork, plan: FloatNetwork, images: torch.Tensor, normalised: torch.Tensor
+) -> list[LayerError]:
+    """Compare as :func:`compare_layers` does, with what was read of a float model."""
+    pairs = _pairs(network, plan)
     exact: dict[str, torch.Tensor] = {}
+    wanted = {name for _, _, block, _ in pairs for name in (f"{block.norm2.name}:in", f"{block.name}:out")}
+
+    def watch(name: str, x: torch.Tensor) -> None:
+        if name in wanted:
+            exact[name] = x
+
+    plan.run(normalised.to(torch.promote_types(normalised.dtype, torch.float32)), watch)
     rows: list[LayerError] = []
-    pairs = _pairs(network, model)
-    with ExitStack() as stack, torch.inference_mode():
-        for name, theirs, *_ in pairs:
 
-            def before(_: nn.Module, arguments: Any, key: str = f"{name}.attention") -> None:
-                exact[key] = arguments[0]
-
-            def after(_: nn.Module, __: Any, out: torch.Tensor, key: str = f"{name}.mlp") -> None:
-                exact[key] = out
-
-            stack.callback(model.get_submodule(f"{theirs}.norm2").register_forward_pre_hook(before).remove)
-            stack.callback(model.get_submodule(theirs).register_forward_hook(after).remove)
-        model(normalised)
-
-    def compare(key: str, out: torch.Tensor, unit: float) -> None:
-        want = exact[key].reshape(out.shape).to(torch.float64)
-        noise = float(((out.to(torch.float64) * unit - want) ** 2).sum())
-        sqnr = 10 * math.log10(float((want**2).sum()) / noise) if noise else math.inf
+    def compare(key: str, name: str, out: torch.Tensor, unit: float) -> None:
         ends = (out == op.INT16[0]) | (out == op.INT16[1])
-        rows.append(LayerError(key, sqnr, float(ends.to(torch.float64).mean())))
+        rows.append(LayerError(key, sqnr_db(exact[name], out.to(torch.float64) * unit), float(ends.to(torch.float64).mean())))
 
-    with ExitStack() as stack, torch.inference_mode():
-        for name, _, ours, _, unit in pairs:
+    with ExitStack() as stack:
+        for name, ours, block, unit in pairs:
 
-            def middle(_: nn.Module, arguments: Any, key: str = f"{name}.attention", unit: float = unit) -> None:
-                compare(key, arguments[0], unit)
+            def middle(
+                _: nn.Module, arguments: Any, key: str = f"{name}.attention", want: str = f"{block.norm2.name}:in",
+                unit: float = unit,
+            ) -> None:  # fmt: skip
+                compare(key, want, arguments[0], unit)
 
-            def end(_: nn.Module, __: Any, out: torch.Tensor, key: str = f"{name}.mlp", unit: float = unit) -> None:
-                compare(key, out, unit)
+            def end(
+                _: nn.Module, __: Any, out: torch.Tensor, key: str = f"{name}.mlp", want: str = f"{block.name}:out",
+                unit: float = unit,
+            ) -> None:  # fmt: skip
+                compare(key, want, out, unit)
 
             if ours.float_mlp is None:
                 stack.callback(ours.norm2.register_forward_pre_hook(middle).remove)

@@ -13,6 +13,7 @@ from ..recipe import Recipe
 from .cuda_graph import NetworkGraph
 from .execution import check_images  # which also registers the operators
 from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
+from .quality import Quality
 
 MOST_PIXELS = 1 << 26
 """Of an image; tables of tokens grow with them."""
@@ -102,14 +103,23 @@ class IntegerNetwork(IntegerModule):
             nothing with it.
         units: what a unit of the residual stream stands for, stage by stage; nothing is computed with them either.
         backend: of every operator, see :func:`qflash.attention`.
+        quality: how close it is to the float model (:class:`.quality.Quality`), as found when it was quantised; None where that
+            is not known, as of a file that does not say it.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.quality: Quality | None = None
         self.shape: Any
         self.output_scale = 1.0
         self.units: tuple[float, ...] = ()
         self.backend = "auto"
+
+    def extra_repr(self) -> str:
+        return "quality unknown" if self.quality is None else f"quality: {self.quality}"
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise TypeError("torch.jit.script cannot take an integer network: use torch.export or torch.compile")
 
     def float_parts(self) -> list[str]:
         """Name the parts that are kept in floating point; none in a network that is ready."""

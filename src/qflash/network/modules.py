@@ -334,6 +334,11 @@ class Block(IntegerModule):
         self.float_attention: nn.Module | None = None
         self.float_mlp: nn.Module | None = None
 
+    @property
+    def integer_attention(self) -> Attention | None:
+        """The attention that runs in integers, for :func:`qflash.coverage`; None where a float part stands in."""
+        return self.attn if self.float_attention is None else None
+
     def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
         """Return the residual stream after attention."""
         if self.float_attention is not None:

@@ -2,50 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..integrations.inspection import listed
 from ..recipe import Recipe, resolve_recipe
-from . import swin_transformer, vision_transformer
 from .calibration import check_method, observing, progress_bar
+from .checks import check_read, is_constant, judge
+from .conversion import observed
 from .execution import check_images
+from .families import family_of
+from .float_network import FloatNetwork
 from .mixed import keep_in_float
 from .models import IntegerNetwork
+from .reading import part
 
-_FAMILIES: tuple[tuple[str, str, ModuleType], ...] = (
-    ("timm.models.vision_transformer", "VisionTransformer", vision_transformer),
-    ("timm.models.swin_transformer", "SwinTransformer", swin_transformer),
-)
-
-
-def _family(model: nn.Module) -> ModuleType:
-    for home, name, family in _FAMILIES:
-        # a subclass may compute something else
-        if type(model).__module__ == home and type(model).__name__ == name:
-            return family
-    raise TypeError(
-        "model must be timm's VisionTransformer (ViT, DeiT, DINOv2) or SwinTransformer, not a subclass of it and not patched, "
-        f"got {type(model).__module__}.{type(model).__name__}"
-    )
+HELD_OUT = 8
+"""Images that the ranges do not see where there are twice as many; the network is judged on them."""
 
 
-def _statistics(model: Any, mean: Sequence[float] | None, std: Sequence[float] | None) -> tuple[list[float], list[float]]:
-    config = getattr(model, "pretrained_cfg", None) or {}
-    channels = model.patch_embed.proj.in_channels
+def _check_model(model: nn.Module) -> None:
+    """Require a model in eval mode that is not patched, outside :class:`qflash.sdpa`."""
+    if patched := [name for name, module in model.named_modules() if hasattr(type(module), "_qflash_base")]:
+        raise ValueError(f"model must not be patched, call qflash.unpatch(model); patched are {listed(patched)}")
+    if model.training:
+        raise ValueError("model must be in eval mode, call model.eval()")
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", 0) if isinstance(module, nn.modules.dropout._DropoutNd) else part(module, "drop_prob")
+        if module.training and (rate or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            raise ValueError(f"model must be in eval mode as a whole, call model.eval(); {name} is in training mode")
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Require weights that are there and finite."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            raise ValueError(f"model must have weights, {name} is on the meta device, without values")
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            raise ValueError(f"model must have finite weights, NaN or infinity is in {name}")
+
+
+def _statistics(
+    model: nn.Module, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> tuple[list[float], list[float]]:
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
     found = []
     for name, given in (("mean", mean), ("std", std)):
         values = config.get(name) if given is None else given
         if values is None:
             raise ValueError(f"{name} must be given: the model's pretrained_cfg has none")
         numbers = [float(x) for x in values]
-        if len(numbers) != channels or (name == "std" and min(numbers) <= 0):
-            raise ValueError(f"{name} must be {channels} numbers{' above 0' if name == 'std' else ''}, got {numbers}")
+        if len(numbers) != channels or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
+            raise ValueError(f"{name} must be {channels} numbers{' above 0' * (name == 'std')}, got {numbers}")
+        if max(map(abs, numbers)) > 1:
+            raise ValueError(f"{name} must be of pixels from 0 to 1, got {numbers}; of pixels from 0 to 255 divide it by 255")
         found.append(numbers)
     return found[0], found[1]
+
+
+def _images_of(batch: Any) -> Any:
+    """Return the images of a batch as data loaders give it."""
+    if isinstance(batch, Mapping):
+        found = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 4]
+        if len(found) != 1:
+            raise TypeError(
+                "a batch that is a dictionary must hold one uint8 tensor (batch, channels, height, width), got entries "
+                f"{', '.join(f'{key!r} of {_described(x)}' for key, x in batch.items()) or 'none'}"
+            )
+        return found[0]
+    if isinstance(batch, (tuple, list)):
+        if not batch:
+            raise TypeError("a batch must be uint8 images or begin with them, got an empty one")
+        return batch[0]
+    return batch
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _stream(batches: Iterable[Any], channels: int, size: tuple[int, int], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the images of batches that hold any, on a device.
+
+    Raises:
+        TypeError, ValueError: they are something else; the message names it.
+    """
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"calibration_batches must be a list or another iterable of batches, got {_described(batches)}; write [images] "
+            "for one batch"
+        )
+    for batch in batches:
+        images = _images_of(batch)
+        check_images(images, channels, size)
+        if len(images):
+            yield images.to(device)
+
+
+def _begin(stream: Iterator[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+    """Take the images that a network is judged on from the stream, and no more than it takes to tell which.
+
+    Returns:
+        those images; batches that the ranges see before the rest of the stream; whether the ones are held out of the others.
+
+    Raises:
+        ValueError: there are none.
+    """
+    taken: list[torch.Tensor] = []
+    while sum(map(len, taken)) < 2 * HELD_OUT and (images := next(stream, None)) is not None:
+        # a copy, since a loader may write its next batch to the same place
+        taken.append(images.clone())
+    if not taken:
+        raise ValueError("calibration_batches must hold at least one image, got none")
+    if sum(map(len, taken)) < 2 * HELD_OUT:
+        return torch.cat(taken), taken, False
+    first = torch.cat([images[:HELD_OUT] for images in taken])[:HELD_OUT]
+    left, rest = HELD_OUT, []
+    for images in taken:
+        rest.append(images[left:])
+        left = max(0, left - len(images))
+    return first, [images for images in rest if len(images)], True
+
+
+class _Variety:
+    """Whether images differ, and show anything."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, torch.empty(0)
+        self.differ = self.show = False
+
+    def add(self, images: torch.Tensor) -> None:
+        if not self.count:
+            self.first = images[:1].clone()
+        self.count += len(images)
+        self.differ = self.differ or bool((images != self.first).any())
+        self.show = self.show or bool((images != images[:, :, :1, :1]).any())
+
+    def check(self) -> None:
+        """Require images that differ and show something.
+
+        Raises:
+            ValueError: they do not.
+        """
+        advice = "ranges of activations need different images, 32 to 64 are enough"
+        if not self.show:
+            raise ValueError(f"calibration images must show something, got {self.count} of one colour each; {advice}")
+        if not self.differ:
+            found = f"{self.count} that are equal" if self.count > 1 else "one"
+            raise ValueError(f"calibration images must differ, got {found}; {advice}")
 
 
 @torch.inference_mode(False)  # what is made is to be written to, in any mode
@@ -60,16 +169,23 @@ def quantize_model(
     std: Sequence[float] | None = None,
     keep_float: Sequence[str] = (),
     progress: bool = True,
+    min_sqnr: float | None = 10.0,
 ) -> IntegerNetwork:
     """Quantise a vision transformer to integers, weights and activations of 8 bits, after training.
 
     The result takes uint8 images and returns int32 logits (times ``output_scale``); nothing between is a float. Static scales
     are found on the calibration images. ``docs/integer_network.md`` says what is computed and what is folded away.
 
+    Two comparisons guard the result. What was read of the model is computed in floating point, without the model's own code,
+    and has to equal the model. Then the integer network is compared with the model on calibration images: on the first 8,
+    which the ranges do not see, where there are 16 or more; on all, which the ranges see, where there are fewer. The second
+    result is the network's :attr:`~.models.IntegerNetwork.quality`.
+
     Args:
         model: timm's ``VisionTransformer`` (ViT, DeiT, DINOv2) or ``SwinTransformer``, float, in eval mode. It is not changed.
-        calibration_batches: uint8 images (batch, channels, height, width), 0 to 255, or tuples that begin with them as a data
-            loader gives; 32 to 64 images are enough.
+        calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
+            channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
+            tensor. 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
@@ -78,41 +194,52 @@ def quantize_model(
         keep_float: parts that stay in floating point, to find what costs accuracy: ``"blocks.3.attention"``,
             ``"blocks.3.mlp"`` (``"stages.1.0.mlp"`` of a Swin). Such a network cannot be saved.
         progress: show a bar.
+        min_sqnr: least signal-to-quantisation-noise ratio of the output in dB; None accepts any. Below 20 dB there is a
+            UserWarning in any case, and where the integer network gives all images the same output.
 
     Raises:
-        TypeError: of the model, or of images that are not uint8.
-        ValueError: the model is in training mode or has a layer without an integer form here (all are named), there are no
-            images, they have the wrong size, NaN turns up, or an argument is none of its choices.
+        TypeError: of the model, of ``calibration_batches`` or a batch, or of images that are not uint8.
+        ValueError: the model is in training mode, patched, on the meta device, or has NaN or infinity in its weights; it has a
+            part without an integer form here (all are named), or computes something else than what was read of it (the first
+            part that differs is named). There are no images, they have the wrong size or do not differ. The model
+            gives different images the same output, or the integer network has less than ``min_sqnr`` (the worst parts are
+            named). An argument is none of its choices.
     """
-    family = _family(model)
-    if model.training:
-        raise ValueError("model must be in eval mode, call model.eval()")
-    problems = list(family.unsupported(model))
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"model has parts without an integer form: {'; '.join(problems[:5])}{more}")
+    family = family_of(model)
+    _check_model(model)
     percentile = check_method(method, percentile)
     choices = resolve_recipe(recipe)
-    means, deviations = _statistics(model, mean, std)
+    if min_sqnr is not None and (not isinstance(min_sqnr, int | float) or not math.isfinite(min_sqnr)):
+        raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
+    plan: FloatNetwork = family.read(model)
+    _check_weights(model)
+    means, deviations = _statistics(model, plan.image_channels, mean, std)
     parameter = next(model.parameters())
-    size = tuple(model.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
-    shift, factor = (
-        torch.tensor(x, dtype=torch.float32, device=parameter.device).view(1, -1, 1, 1) for x in (means, deviations)
-    )
-    inputs, outputs = family.observed(model)
-    count = 0
-    watching = observing(model, inputs, outputs, method != "minmax")
-    with torch.inference_mode(), watching as observers, progress_bar(progress, "images") as tick:
-        for batch in calibration_batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            check_images(images, len(means), size)
-            x = (images.to(parameter.device).to(torch.float32) / 255 - shift) / factor
-            model(x.to(parameter.dtype))
-            count += len(images)
-            tick(len(images))
-    if not count:
-        raise ValueError("calibration_batches must hold at least one image, got none")
+    device = parameter.device
+    shift, factor = (torch.tensor(x, dtype=torch.float32, device=device).view(1, -1, 1, 1) for x in (means, deviations))
+
+    def normalise(images: torch.Tensor) -> torch.Tensor:
+        return (images.to(torch.float32) / 255 - shift) / factor
+
+    stream = _stream(calibration_batches, plan.image_channels, plan.image_size, device)
+    judged, begun, held_out = _begin(stream)
+    # of a float64 model in its own type
+    exact = normalise(judged).to(torch.promote_types(parameter.dtype, torch.float32))
+    variety = _Variety()
+    with torch.inference_mode():
+        want = check_read(plan, model, exact)
+        watching = observing(model, *observed(plan), method != "minmax")
+        with watching as observers, progress_bar(progress, "images") as tick:
+            for images in itertools.chain(begun, stream):
+                variety.add(images)
+                model(normalise(images).to(parameter.dtype))
+                tick(len(images))
+    variety.check()
+    if is_constant(want) and not is_constant(judged):
+        raise ValueError(f"model gives {len(judged)} different calibration images the same output: {want[0, :4].tolist()}, ...")
     ranges = {name: observer.range(method, percentile) for name, observer in observers.items() if observer.count}
-    network: IntegerNetwork = family.convert(model, ranges, means, deviations, choices)
-    keep_in_float(network, model, keep_float)
-    return network.to(parameter.device)
+    network: IntegerNetwork = family.convert(plan, ranges, means, deviations, choices)
+    keep_in_float(network, plan, model, keep_float)
+    network.to(device)
+    network.quality = judge(network, plan, judged, exact, want, held_out, min_sqnr)
+    return network

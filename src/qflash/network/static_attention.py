@@ -222,7 +222,7 @@ def calibrate(
     if model.training:
         raise ValueError("model must be in eval mode, call model.eval()")
     modules: dict[str, Any] = dict(model.named_modules())
-    layers = [layer for layer in coverage(model) if layer.route is not None]
+    layers = [layer for layer in coverage(model) if layer.route not in (None, "network")]
     reasons = {layer.name: "it attends by qflash.register_attention; qflash.patch takes it with attn_implementation='sdpa'"
                for layer in layers if layer.route == "transformers"}  # fmt: skip
     patched = [layer.name for layer in layers if layer.route != "transformers"]

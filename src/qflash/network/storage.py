@@ -22,6 +22,7 @@ from .models import (
     check_integer,
 )
 from .modules import IntegerModule
+from .quality import Quality
 
 KEY = "qflash integer network"
 """Where the file's header has ours."""
@@ -48,6 +49,7 @@ def _reason(error: Exception) -> str:
 
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
     """Return what a file's header says of a network, as JSON holds it."""
+    quality = {} if network.quality is None else {"quality": dataclasses.asdict(network.quality)}
     return {
         "version": VERSION,
         "arithmetic_version": ARITHMETIC_VERSION,
@@ -56,6 +58,7 @@ def network_header(network: IntegerNetwork) -> dict[str, Any]:
         "constants": _constants(network),
         "output_scale": network.output_scale,
         "units": network.units,
+        **quality,
     }
 
 
@@ -156,6 +159,7 @@ def network_from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]
     network.units = tuple(float(x) for x in header["units"])
     if not all(0 < x < math.inf for x in (network.output_scale, *network.units)):
         raise ValueError(f"output_scale {network.output_scale} and units {network.units} must be positive and finite")
+    network.quality = Quality.from_header(header["quality"]) if "quality" in header else None
     network.check_values()
     return network
 

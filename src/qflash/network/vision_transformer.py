@@ -6,103 +6,139 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..recipe import Recipe
 from . import conversion as cv
+from . import reading
 from .conversion import Ranges
+from .float_network import FloatNetwork, FloatStage
 from .models import VisionTransformer, VisionTransformerShape
 
 POOLS = ("token", "avg")
 
 
-def unsupported(model: Any) -> Iterator[str]:
+def _unsupported(model: Any) -> Iterator[str]:
     """Say what of a VisionTransformer has no integer form here."""
     if model.global_pool not in POOLS:
         yield f"global_pool={model.global_pool!r} (only {POOLS})"
     if model.attn_pool is not None:
-        yield "attn_pool"
+        yield f"attn_pool of {type(model.attn_pool).__name__}"
     if getattr(model, "pool_include_prefix", False):
         yield "pool_include_prefix=True"
-    if getattr(model, "dynamic_img_size", False) or model.patch_embed.img_size is None:
+    if getattr(model, "dynamic_img_size", False):
         yield "dynamic_img_size=True (the position embedding must be of one size)"
+    wrong = list(reading.wrong_patches(model.patch_embed))
+    yield from wrong
+    if wrong:
+        return
+    channels = model.embed_dim
+    yield from reading.busy(model, "", ("patch_embed.norm", "pos_drop", "patch_drop", "head_drop"))
+    prefix = 0
+    for name in ("cls_token", "reg_token"):
+        tokens = getattr(model, name)
+        if tokens is not None:
+            prefix += tokens.shape[1]
+            yield from reading.positions(tokens, name, tokens.shape[1], channels)
+    if model.num_prefix_tokens != prefix:
+        yield f"num_prefix_tokens={model.num_prefix_tokens} with {prefix} tokens"
     if model.pos_embed is None:
         yield "no learnt position embedding"
-    if cv.has_weights(model.patch_embed.norm):
-        yield "patch_embed.norm"
-    if not cv.has_weights(model.norm) and not cv.has_weights(model.fc_norm):
+    else:
+        patches = model.patch_embed.num_patches + (0 if model.no_embed_class else prefix)
+        yield from reading.positions(model.pos_embed, "pos_embed", patches, channels)
+    for name in ("norm_pre", "norm", "fc_norm"):
+        if not reading.is_idle(getattr(model, name)):
+            yield from reading.wrong_norm(getattr(model, name), name, channels)
+    last = [name for name in ("norm", "fc_norm") if not reading.is_idle(getattr(model, name))]
+    if not last:
         yield "no final normalisation"
-    if cv.has_weights(model.norm) and cv.has_weights(model.fc_norm):
+    if len(last) == 2:
         yield "norm together with fc_norm"
-    if model.global_pool == "token" and cv.has_weights(model.fc_norm):
+    if model.global_pool == "token" and "fc_norm" in last:
         yield "fc_norm behind the class token"
-    for index, block in enumerate(model.blocks):
-        yield from cv.unsupported_block(block, f"blocks.{index}")
-    if len({cv.has_qk_norm(getattr(block, "attn", None)) for block in model.blocks}) > 1:
-        yield "qk_norm in some blocks only"
+    if not reading.is_idle(model.head):
+        yield from reading.wrong_linear(model.head, "head", channels)
+    blocks = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
+    if not blocks:
+        yield "no blocks"
+    wrong = [text for name, block in blocks for text in reading.wrong_block(block, name, channels, "Block", "Attention")]
+    yield from wrong or reading.unlike(blocks)
 
 
-def observed(model: Any) -> tuple[list[str], list[str]]:
-    """Name the submodules whose inputs, and whose outputs, calibration looks at."""
-    inputs, outputs = ["head"], ["patch_embed", "norm", "fc_norm"]
-    inputs += [name for name in ("norm_pre", "fc_norm") if cv.has_weights(getattr(model, name))]
-    for index, block in enumerate(model.blocks):
-        more_inputs, more_outputs = cv.observed_block(f"blocks.{index}")
-        norms = [f"blocks.{index}.attn.{part}" for part in ("q_norm", "k_norm") if cv.has_qk_norm(block.attn)]
-        inputs, outputs = inputs + more_inputs + norms, outputs + more_outputs + norms
-    return inputs, outputs
+def read(model: Any) -> FloatNetwork:
+    """Describe a VisionTransformer.
+
+    Raises:
+        ValueError: a part has no integer form; the message names it.
+    """
+    reading.refuse(_unsupported(model))
+    embed = model.patch_embed
+    tokens = [x.detach() for x in (model.cls_token, model.reg_token) if x is not None]
+    prefix, position = torch.cat(tokens, dim=1) if tokens else None, model.pos_embed.detach()
+    if prefix is not None and not model.no_embed_class:
+        count = prefix.shape[1]
+        prefix, position = prefix + position[:, :count], position[:, count:]
+    idle = reading.is_idle
+    pool = "token" if model.global_pool == "token" else "mean_then_norm" if idle(model.norm) else "mean"
+    return FloatNetwork(
+        image_size=tuple(embed.img_size), patch_size=tuple(embed.patch_size),
+        image_channels=reading.only(embed.proj, "", nn.Conv2d)[0].in_channels,
+        patch=reading.linear(embed.proj, "patch_embed.proj"), position=position, prefix=prefix,
+        first_norm=None if idle(model.norm_pre) else reading.norm(model.norm_pre, "norm_pre"),
+        stages=(
+            FloatStage(None, tuple(reading.block(block, f"blocks.{i}", None) for i, block in enumerate(model.blocks))),
+        ),
+        pool=pool, norm=reading.norm(model.fc_norm, "fc_norm") if idle(model.norm) else reading.norm(model.norm, "norm"),
+        head=None if idle(model.head) else reading.linear(model.head, "head"),
+    )  # fmt: skip
 
 
-def convert(model: Any, ranges: Ranges, mean: Sequence[float], deviation: Sequence[float], recipe: Recipe) -> VisionTransformer:
+def convert(
+    plan: FloatNetwork, ranges: Ranges, mean: Sequence[float], deviation: Sequence[float], recipe: Recipe
+) -> VisionTransformer:
     """Return the integer network of a float one.
 
     Args:
-        model: timm's, in eval mode.
-        ranges: of what :func:`observed` names.
+        plan: what :func:`read` returns.
+        ranges: of what :func:`.conversion.observed` names.
         mean, deviation: of the image channels, of pixels in [0, 1].
         recipe: of attention.
     """
-    first, embed = model.blocks[0], model.patch_embed
-    pool = "token" if model.global_pool == "token" else "mean" if cv.has_weights(model.norm) else "mean_then_norm"
+    (stage,) = plan.stages
+    first = stage.blocks[0]
     shape = VisionTransformerShape(
-        image_size=tuple(embed.img_size), patch_size=tuple(embed.patch_size), image_channels=embed.proj.in_channels,
-        channels=model.embed_dim, depth=len(model.blocks), heads=first.attn.num_heads, head_dim=first.attn.head_dim,
-        hidden=first.mlp.fc1.out_features, prefix_tokens=model.num_prefix_tokens, pool=pool,
-        outputs=getattr(model.head, "out_features", 0), first_norm=cv.has_weights(model.norm_pre),
-        softmax_scale=first.attn.scale, recipe=recipe.key, qk_norm=cv.has_qk_norm(first.attn),
+        image_size=plan.image_size, patch_size=plan.patch_size, image_channels=plan.image_channels,
+        channels=plan.patch.weight.shape[0], depth=len(stage.blocks), heads=first.heads, head_dim=first.head_dim,
+        hidden=first.fc1.weight.shape[0], prefix_tokens=0 if plan.prefix is None else plan.prefix.shape[1], pool=plan.pool,
+        outputs=0 if plan.head is None else plan.head.weight.shape[0], first_norm=plan.first_norm is not None,
+        softmax_scale=first.scale, recipe=recipe.key, qk_norm=first.q_norm is not None,
     )  # fmt: skip
     network = VisionTransformer(shape)
-    unit = cv.stream_unit(ranges, [f"blocks.{index}" for index in range(shape.depth)])
+    unit = cv.stream_unit(ranges, stage.blocks)
     network.units = (unit,)
 
     before = unit
-    if network.norm_pre is not None:
-        before = cv.unit_of(ranges["norm_pre:in"])
-        cv.finish_norm(network.norm_pre, model.norm_pre, before, unit)
-    cv.convert_pixels(network.embed, embed.proj, mean, deviation, before)
-    position = cv.double(model.pos_embed)
-    tokens = [cv.double(x) for x in (model.cls_token, model.reg_token) if x is not None]
-    prefix = torch.cat([torch.zeros(1, 0, shape.channels, dtype=torch.float64, device="cpu"), *tokens], dim=1)
-    if not model.no_embed_class:
-        prefix = prefix + position[:, : prefix.shape[1]]
-        position = position[:, prefix.shape[1] :]
-    network.position.copy_(cv.to_int16(position, before))
-    network.prefix.copy_(cv.to_int16(prefix, before))
-    for index, (block, ours) in enumerate(zip(model.blocks, network.blocks, strict=True)):
-        name = f"blocks.{index}"
-        cv.convert_attention(ours, block, name, ranges, unit, cv.scale_of(block.ls1))
-        cv.convert_mlp(ours, block, name, ranges, unit, cv.scale_of(block.ls2))
+    if plan.first_norm is not None and network.norm_pre is not None:
+        before = cv.unit_of(ranges[f"{plan.first_norm.name}:in"])
+        cv.finish_norm(network.norm_pre, plan.first_norm, before, unit)
+    cv.convert_pixels(network.embed, plan, mean, deviation, before)
+    assert plan.position is not None
+    network.position.copy_(cv.to_int16(cv.double(plan.position), before))
+    if plan.prefix is not None:
+        network.prefix.copy_(cv.to_int16(cv.double(plan.prefix), before))
+    for block, ours in zip(stage.blocks, network.blocks, strict=True):
+        cv.convert_block(ours, block, ranges, unit)
 
-    norm = model.norm if cv.has_weights(model.norm) else model.fc_norm
-    made = "norm:out" if cv.has_weights(model.norm) else "fc_norm:out"
     if shape.pool == "mean_then_norm":
         # a mean is smaller than what it is of
         assert network.mean is not None
-        pooled = cv.unit_of(ranges["fc_norm:in"])
+        pooled = cv.unit_of(ranges[f"{plan.norm.name}:in"])
         units = torch.full((shape.channels,), unit, dtype=torch.float64, device="cpu")
         cv.finish_mean(network.mean, units, units * (pooled / unit))
         unit = pooled
     if shape.pool == "mean":
-        cv.convert_norm_mean_head(network, norm, ranges[made], ranges["head:in"], unit, model.head)
+        cv.convert_norm_mean_head(network, plan, ranges, unit)
     else:
-        cv.convert_norm_head(network, norm, ranges[made], ranges["head:in"], unit, model.head)
+        cv.convert_norm_head(network, plan, ranges, unit)
     return network.eval()

@@ -1,0 +1,239 @@
+"""What conversion is held to: the float network as it was read, and the integer network that came of it.
+
+:func:`check_read` compares what was read of a model with the model itself, :func:`judge` the integer network with the float
+one. Neither knows a model family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import operators as op
+from .float_network import FloatNetwork
+from .mixed import layer_errors
+from .models import IntegerNetwork
+from .quality import Quality, sqnr_db
+
+LEAST_READ_DB = 60.0
+"""The float network as it was read equals the model from here on. Two float32 programs of one network have 90 to 130 dB."""
+WARN_DB = 20.0
+"""Below it an integer network comes with a warning."""
+_BATCH = 4
+
+
+def _run(network: Any, images: torch.Tensor) -> torch.Tensor:
+    """Run something on images, a few at a time."""
+    return torch.cat([network(part) for part in images.split(_BATCH)])
+
+
+@contextlib.contextmanager
+def exact_floats() -> Iterator[None]:
+    """Compute float32 as such: no TF32, no bfloat16 in its place, no autocast."""
+    backends: Any = torch.backends
+    if hasattr(backends, "fp32_precision"):
+        # PyTorch 2.9 and newer; the functions for all products raise where somebody has set one of these
+        places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+        settings: list[tuple[Any, str, Any]] = [(place, "fp32_precision", "ieee") for place in places]
+    else:
+        settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+    before = [(place, name, getattr(place, name)) for place, name, _ in settings]
+    try:
+        for setting in settings:
+            setattr(*setting)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        for setting in before:
+            setattr(*setting)
+
+
+def is_constant(rows: torch.Tensor) -> bool:
+    """Tell whether all rows are equal, and more than one."""
+    return len(rows) > 1 and bool((rows == rows[:1]).all())
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy in float32 where it has parameters of 16 bits."""
+    narrow = (torch.float16, torch.bfloat16)
+    return copy.deepcopy(model).float() if any(x.dtype in narrow for x in model.parameters()) else model
+
+
+def check_read(plan: FloatNetwork, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """Require the float network as it was read to compute what the model does; return the model's output.
+
+    A model of 16 bits is compared as a copy in float32, whose rounding hides nothing.
+
+    Args:
+        plan: what was read of the model.
+        model: the float one.
+        images: normalised, float32 or float64.
+
+    Raises:
+        ValueError: the outputs have another shape or less than 60 dB; the message names the first part that differs. Or the
+            model's holds NaN or infinity.
+        TypeError: the model does not return a tensor.
+    """
+    exact = _in_float32(model)
+    with exact_floats():
+        try:
+            returned = [exact(part) for part in images.split(_BATCH)]
+        except RuntimeError as error:
+            if exact is model:
+                raise
+            raise ValueError(f"model cannot be compared in float32, quantise model.float(): {error}") from error
+        if not all(isinstance(each, torch.Tensor) for each in returned):
+            raise TypeError(f"model must return a tensor of logits or features, returns {type(returned[0]).__name__}")
+        want, got = torch.cat(returned), _run(plan.run, images)
+        if not bool(want.isfinite().all()):
+            raise ValueError("NaN or infinity in the output of the float network on the calibration images")
+        if want.shape != got.shape:
+            found = f"shape {tuple(want.shape)} and not {tuple(got.shape)}"
+        elif not (db := sqnr_db(want, got)) >= LEAST_READ_DB:
+            found = f"{db:.1f} dB, where equal ones have {LEAST_READ_DB:.0f}"
+        else:
+            return want
+        raise ValueError(
+            f"model computes something that conversion does not know: its output has {found} beside the float network that "
+            f"was read of it. {_first_difference(plan, exact, images[:1])}"
+        )
+
+
+def _first_difference(plan: FloatNetwork, model: nn.Module, images: torch.Tensor) -> str:
+    """Say at which part of a model what was read of it begins to differ."""
+    modules = dict(model.named_modules())
+    # a module may stand at several places, and be called once for each
+    seen: dict[tuple[nn.Module, str], list[Any]] = {}
+    steps: list[tuple[str, torch.Tensor]] = []
+    plan.run(images, lambda name, x: steps.append((name, x)))
+    with contextlib.ExitStack() as stack:
+        for module in {id(modules[name.rpartition(":")[0]]): modules[name.rpartition(":")[0]] for name, _ in steps}.values():
+
+            def before(module: nn.Module, arguments: Any) -> None:
+                seen.setdefault((module, "in"), []).append(arguments[0] if arguments else None)
+
+            def after(module: nn.Module, _: Any, out: Any) -> None:
+                seen.setdefault((module, "out"), []).append(out)
+
+            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        model(images)
+    last = "the images"
+    for name, want in steps:
+        path, _, side = name.rpartition(":")
+        calls = seen.get((modules[path], side))
+        if not calls:
+            return f"{path} is not called, behind {last}"
+        got = calls.pop(0)
+        where = f"the input of {path}" if side == "in" else f"what {path} ({type(modules[path]).__name__}) returns"
+        if not isinstance(got, torch.Tensor) or got.numel() != want.numel():
+            return f"It first differs in the size of {where}, behind {last}"
+        if not (db := sqnr_db(got, want)) >= LEAST_READ_DB:
+            return f"It first differs at {where} ({db:.1f} dB), behind {last}"
+        last = where
+    return f"All parts that it knows agree; something differs behind {last}"
+
+
+class _Saturation(TorchDispatchMode):
+    """Counts int8 activations, and those that were clipped: each operator is run again with room for them.
+
+    Attributes:
+        clipped, total: elements.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clipped = self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) == "qflash" and isinstance(out, torch.Tensor) and out.dtype == torch.int8:
+            self.total += out.numel()
+            wide = self._unclipped(func, args)
+            self.clipped += int(((wide < -128.5) | (wide >= 127.5)).sum())
+        return out
+
+    def _unclipped(self, func: Any, args: Any) -> torch.Tensor:
+        """Return what an operator would give with room beyond int8, in its output's unit."""
+        ops = torch.ops.qflash
+        packet = func.overloadpacket
+        wide: torch.Tensor
+        if packet is ops.int8_linear_gelu:
+            x, weight, bias, multiplier, left, factor, offset, shift, backend = args
+            sums = ops.int8_linear(x, weight, bias, multiplier, left, None, None, torch.int32, backend)
+            return (op.gelu(sums) * factor + offset) >> shift
+        if packet is ops.int8_attention:
+            wide = func(*args[:9], None, torch.float32, *args[11:]) / args[9]
+            return wide
+        # those of a layer end in the type and the back end
+        wide = func(*args[:-2], torch.int32, args[-1])
+        return wide
+
+
+def judge(
+    network: IntegerNetwork,
+    plan: FloatNetwork,
+    images: torch.Tensor,
+    normalised: torch.Tensor,
+    want: torch.Tensor,
+    held_out: bool,
+    min_sqnr: float | None,
+) -> Quality:
+    """Compare an integer network with its float model.
+
+    Args:
+        network: to judge.
+        plan: what was read of the model.
+        images: uint8.
+        normalised: the same for the float network.
+        want: the model's output for them.
+        held_out: whether the network's ranges are of other images.
+        min_sqnr: least SQNR in dB; None for any.
+
+    Raises:
+        ValueError: the network is not as close; the message names the parts that lose most.
+    """
+    with torch.inference_mode():
+        with _Saturation() as saturation:
+            out = _run(network, images)
+        got = network.dequantize(out)
+        quality = Quality(
+            sqnr_db(want, got), min(map(sqnr_db, want, got)), saturation.clipped / max(1, saturation.total), len(images),
+            held_out, tuple(network.float_parts()),
+        )  # fmt: skip
+        if quality.sqnr_db >= WARN_DB and (min_sqnr is None or quality.sqnr_db >= min_sqnr):
+            if is_constant(out):
+                warnings.warn(
+                    f"the integer network gives all {len(images)} calibration images the same output: they differ by less than "
+                    f"its error, {quality.sqnr_db:.1f} dB", stacklevel=3,
+                )  # fmt: skip
+            return quality
+        with exact_floats():
+            worst = _worst_parts(network, plan, images[:_BATCH], normalised[:_BATCH], quality.sqnr_db)
+    found = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images"
+    if min_sqnr is not None and not quality.sqnr_db >= min_sqnr:
+        raise ValueError(
+            f"{found}, and min_sqnr={min_sqnr:g} asks for more (None accepts any). Most is lost in {worst}. keep_float leaves "
+            "parts in floating point"
+        )
+    warnings.warn(f"{found}; most is lost in {worst}", stacklevel=3)
+    return quality
+
+
+def _worst_parts(
+    network: IntegerNetwork, plan: FloatNetwork, images: torch.Tensor, normalised: torch.Tensor, sqnr: float
+) -> str:
+    """Name the parts behind which the error has grown most, with the SQNR before and behind."""
+    rows = [(row.name, row.sqnr_db) for row in layer_errors(network, plan, images, normalised)]
+    rows.append(("the last normalisation and the head", sqnr))
+    before = [float("inf"), *(db for _, db in rows)]
+    grown = [10 ** (-db / 10) - 10 ** (-first / 10) for (_, db), first in zip(rows, before, strict=False)]
+    order = sorted(range(len(rows)), key=grown.__getitem__, reverse=True)[:3]
+    return ", ".join(f"{rows[i][0]} ({rows[i][1]:.1f} dB behind it)" for i in order if grown[i] > 0)

@@ -93,7 +93,7 @@ def verify(
     sample: Annotated[
         str | None, typer.Option(metavar="N|1/N", help="Only so many of them, or such a share, drawn at random.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="What the sample is drawn with; the day's number by default.")] = None,
+    seed: Annotated[int, typer.Option(help="What the sample is drawn with.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a CPU core.")] = None,
     dump: Annotated[
         pathlib.Path | None, typer.Option(file_okay=False, help="Folder for the PTX and SASS of every kernel.")

@@ -98,7 +98,7 @@ def attention(
 
     Returns:
         ``(..., heads, queries, value_dim)`` in query's dtype; heads and queries lie in memory in query's order, as
-        SDPA leaves them. A row with no key is zero. NaN or infinity in
+        SDPA's fused kernels leave them (:class:`qflash.sdpa` gives all strides of SDPA). A row with no key is zero. NaN or infinity in
         an input comes out as NaN wherever a shared scale spreads it.
 
     Raises:

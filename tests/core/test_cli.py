@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -117,7 +118,7 @@ def test_help_names_defaults_and_no_types_of_switches() -> None:
 @pytest.mark.parametrize("command", ["verify", "models", "bench", "evaluate"])
 def test_help_is_broken_at_the_terminals_width(command: str) -> None:
     prose = help_of(command).partition("╭")[0].splitlines()[2:]
-    for line, after in zip(prose, prose[1:], strict=False):
+    for line, after in itertools.pairwise(prose):
         if line.strip() and after.strip():
             # the next word would not have had room
             assert len(line.rstrip()) + 1 + len(after.split()[0]) > 79, line

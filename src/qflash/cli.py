@@ -687,4 +687,4 @@ def _reflowed(text: str) -> str:
 
 
 for _command in app.registered_commands:
-    _command.help = _reflowed(_command.callback.__doc__ or "")  # type: ignore[union-attr]
+    _command.help = _reflowed(_command.callback.__doc__ or "")

@@ -30,7 +30,7 @@ FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 help:
 	@echo "make demo             float against integer attention on a small image classifier (report in qflash-report/)"
 	@echo "make test             the test suite; WORKERS=n sets the number of processes, ARGS=... goes to pytest"
-	@echo "make test-all         with the slow cases of every day, an hour; make test runs an eighth of them, another every day"
+	@echo "make test-all         with all slow cases, an hour; make test runs a fixed part of them"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make test-python      half of the test suite, on the wheel, with PYTHON=python3.13 or another one (another 6 GB)"
 	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"

@@ -43,6 +43,10 @@ def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
     return _MARKED.sub(lines, page)
 
 
+CARD = "h200"
+"""The GPU that the pages are of, as files' names have it; results of other ones may lie beside its."""
+
+
 def card(device: str) -> str:
     """Return what a GPU's name has for its model: ``H100`` for ``NVIDIA H100 80GB HBM3``; ``GPU`` where no word has a digit."""
     return next((word for word in device.split() if any(map(str.isdigit, word))), "GPU")

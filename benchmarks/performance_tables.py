@@ -26,7 +26,7 @@ FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
 """PyTorch's fused 16-bit kernels. Ratios are against the fastest of them that a run has."""
 FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
 """This library's kernels of methods with int8 products and a float softmax."""
-CARD = "h200"
+CARD = pages.CARD
 """Whose results are shown."""
 
 READ: list[str] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qflash_lab.paper import paper_results
 from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
-from qflash_lab.paper.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
+from qflash_lab.paper.results import Found, accuracy_record, device_of, gpu_rows, on_gpu, read_results, row_of_method
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -22,8 +22,13 @@ PAGE = HERE.parent / "docs" / "reproduction.md"
 
 @functools.cache
 def found() -> Found:
-    """Return the committed results, as ``qflash-lab report`` reads them."""
-    return read_results([HERE / "results"])
+    """Return the committed results, as ``qflash-lab report`` reads them; of GPUs those of the pages' card."""
+    everything = read_results([HERE / "results"])
+    return {kind: [record for record in records if _is_shown(device_of(record))] for kind, records in everything.items()}
+
+
+def _is_shown(device: str) -> bool:
+    return "NVIDIA" not in device or pages.card(device).lower() == pages.CARD
 
 
 def claim_table() -> list[str]:

@@ -4,10 +4,11 @@
 them. Results go to ``benchmarks/results/model_survey.json`` as they come: a run that was broken off goes on where it was.
 ``python scripts/survey_models.py --table`` writes the tables of docs/models.md from that file.
 
-timm: every registered architecture is built without memory for weights (PyTorch's meta device), and its classes of attention
-are looked up. Of the architectures that have the same classes the smallest is built with random weights and run. transformers:
-families of ``SMALL`` are run with random weights, patched and by name; every model that takes pixels is run patched, from its
-usual config on the meta device, or on the CPU where values count.
+timm: every registered architecture is built without memory for weights (PyTorch's meta device), its classes of attention are
+looked up, and if it has any it is run patched, which tells shapes, types and memory layouts, no values. Of the architectures
+that have the same classes the smallest is built with random weights and run. transformers: families of ``SMALL`` are run with
+random weights, patched and by name; every model that takes pixels is run patched, from its usual config on the meta device,
+or on the CPU where values count.
 
 A layer is in floating point silently if a softmax or an attention function of PyTorch runs in it, and ``qflash.coverage``
 does not say so. The exit status is 1 if there is one, or a model that fails only where it is patched.
@@ -294,6 +295,52 @@ def timm_classes(names: list[str], store: Store) -> None:
         store.put("timm_architectures", name, {"parameters": size, "classes": classes})
 
 
+def layouts(out: Any) -> list[tuple[Any, ...]]:
+    """Return shapes, strides and types of the tensors in an output."""
+    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(out)]
+
+
+def run_architecture(name: str) -> dict[str, Any]:
+    """Run an architecture of timm without memory for weights, in floating point and patched.
+
+    Returns:
+        layers, those of them in integers, and why it does not return what it does in floating point, None if it does. A model
+        none of whose attention can be replaced stays as it is.
+    """
+    import timm
+
+    with without_initialisation(), torch.no_grad():
+        model = timm.create_model(name).eval()
+        x = torch.empty(2, *model.pretrained_cfg.get("input_size", (3, 224, 224)))
+        want = layouts(model(x))
+        error = None
+        try:
+            qflash.patch(model)
+            got = layouts(model(x))
+            if got != want:
+                error = f"{PATCHED_ONLY}: it returns {got} in place of {want}"
+        except Exception as raised:
+            refused = isinstance(raised, ValueError) and "holds no attention" in str(raised)
+            error = None if refused else f"{PATCHED_ONLY}: {type(raised).__name__}: {raised}"
+    report = qflash.coverage(model)
+    return {"layers": len(report), "integer": len(report.integer), "error": error}
+
+
+def run_architectures(names: list[str], store: Store) -> None:
+    """Run every architecture with attention, patched."""
+    done = store.section("timm_patched")
+    attending = [name for name, entry in store.section("timm_architectures").items() if entry.get("classes") and name in names]
+    for name in bar("timm, patched, on the meta device", [name for name in attending if name not in done]):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = run_architecture(name)
+            result = found["error"] or f"{found['integer']} of {found['layers']}"
+        except Exception as error:
+            result = f"not run: {type(error).__name__}: {error}"
+        store.put("timm_patched", name, result[:300])
+
+
 SIZES = (64, 96, 112, 128, 192, 224, 256, 288, 384, 512)
 
 
@@ -325,6 +372,7 @@ def survey_timm(names: list[str], store: Store) -> None:
 
     store.data["timm"] = timm.__version__
     timm_classes(names, store)
+    run_architectures(names, store)
     store.write()
     smallest: dict[tuple[str, ...], tuple[int, str]] = {}
     for name, entry in store.section("timm_architectures").items():
@@ -936,7 +984,9 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     share = f"{100 * integer / tokens:.1f}"
     sentence = (
         f"timm {data['timm']} registers {everything} architectures. {tokens} have attention with a softmax over tokens; in "
-        f"{integer} of these ({share} %) all of it runs in integers."
+        f"{integer} of these ({share} %) all of it runs in integers. All {len(data['timm_patched'])} with modules that attend "
+        "were run patched without memory for weights, two images each, and return the shapes, types and memory layouts that "
+        "they return unpatched."
     )
     return {
         "recipes": "\n".join(recipe_table()),
@@ -996,6 +1046,7 @@ def main(arguments: list[str]) -> int:
     ]
     print(f"{len(silent)} models with attention in floating point that is not named{': ' * bool(silent)}{', '.join(silent)}")
     broken = [name for name, entry in store.section("transformers_meta").items() if PATCHED_ONLY in entry.get("error", "")]
+    broken += [name for name, result in store.section("timm_patched").items() if PATCHED_ONLY in result]
     print(f"{len(broken)} models that run only where they are not patched{': ' * bool(broken)}{', '.join(broken)}")
     return bool(silent or broken)
 

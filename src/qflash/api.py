@@ -99,9 +99,9 @@ def attention(
         backend: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"triton"``; all give the same integers.
 
     Returns:
-        ``(..., heads, queries, value_dim)`` in query's dtype; heads and queries lie in memory in query's order, as
-        SDPA leaves them. A row with no key is zero. NaN or infinity in
-        an input comes out as NaN wherever a shared scale spreads it.
+        ``(..., heads, queries, value_dim)`` in query's dtype; heads and queries lie in memory in query's order, as SDPA's fused
+        kernels leave them (:class:`qflash.sdpa` gives all strides of SDPA). A row with no key is zero. NaN or infinity in an
+        input comes out as NaN wherever a shared scale spreads it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.

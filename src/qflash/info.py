@@ -73,10 +73,15 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _patching() -> list[dict[str, str | None]]:
-    """Return every model family that :func:`qflash.patch` knows, and why it is not available here (or None)."""
-    return [
+    """Return every kind of attention module that :func:`qflash.patch` takes, and why it is not available here (or None)."""
+    kinds: list[dict[str, str | None]] = [
+        {"models": "modules that call scaled_dot_product_attention", "route": "sdpa", "package": "any", "unavailable": None},
+        {"models": "modules with a softmax between two products", "route": "softmax", "package": "any", "unavailable": None},
+    ]  # fmt: skip
+    return kinds + [
         {
             "models": adapter.name,
+            "route": "adapter",
             "package": adapter.package,
             "unavailable": None if importlib.util.find_spec(adapter.package) else f"{adapter.package} is not installed",
         }
@@ -151,9 +156,9 @@ def print_info() -> None:
     if data["cuda_unavailable"]:
         console.print(f"No CUDA device: {data['cuda_unavailable']}.\n", soft_wrap=True)
     show(
-        "Models qflash.patch takes",
-        ("attention modules", "package", "here"),
-        [(row["models"], row["package"], row["unavailable"] or "available") for row in data["patching"]],
+        "Attention modules qflash.patch takes",
+        ("attention modules", "route", "package", "here"),
+        [(row["models"], row["route"], row["package"], row["unavailable"] or "available") for row in data["patching"]],
     )
     show("Back ends", ("", "runs on"), [tuple(row.values()) for row in data["backends"]])
     show("Features", ("feature", *_BACKENDS), [tuple(row.values()) for row in data["features"]])

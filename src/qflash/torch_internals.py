@@ -2,11 +2,13 @@
 
 Most tell whether anything but a kernel is on a call's way: a mode, a transform, a tangent, a lazily negated view. Without
 them no call counts as ordinary, so that each goes through PyTorch's dispatcher and all checks, which is slower. Without those
-of DTensor it does not take the operators.
+of DTensor it does not take the operators, and without those of scaled_dot_product_attention outputs keep the memory layout of
+:func:`qflash.attention`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,6 +33,11 @@ _keys_of_thread = _find("_C._dispatch_tls_local_include_set")
 _any_autocast = _find("_C._is_any_autocast_enabled")
 _transform_level = _find("_C._functorch.maybe_current_level")
 _has_transform_gradient = _find("_C._functorch.is_gradtrackingtensor")
+_sdpa_kernel = _find("_fused_sdp_choice")
+without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    _find("_C.DisableTorchFunction") or contextlib.nullcontext
+)
+"""Makes a context in which no function mode and no ``__torch_function__`` is asked."""
 
 
 def _plain_keys() -> int | None:
@@ -148,6 +155,21 @@ def has_transform_gradient(x: torch.Tensor) -> bool:
     An operator's own derivative then says that there is none.
     """
     return _has_transform_gradient is not None and bool(_has_transform_gradient(x)) and x.requires_grad
+
+
+def sdpa_kernel(*args: Any, **kwargs: Any) -> str | None:
+    """Return by which kind of kernel PyTorch would run a call of scaled_dot_product_attention; None where nothing tells.
+
+    Args:
+        args, kwargs: those of scaled_dot_product_attention.
+
+    Returns:
+        ``"plain"``, ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"other"``.
+    """
+    if _sdpa_kernel is None or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+        return None
+    kinds = {0: "plain", 1: "flash", 2: "efficient", 3: "cudnn"}
+    return kinds.get(_sdpa_kernel(*args, **kwargs), "other")
 
 
 def register_sharding(operator: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_ra
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: too few dimensions, or a sparse layout.
+        ValueError: too few dimensions, a sparse layout or a nested tensor.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -55,6 +55,8 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], least_ra
         raise TypeError(f"{name} must be {_names(dtypes)}, got {str(x.dtype).removeprefix('torch.')}")
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+    if x.is_nested:
+        raise ValueError(f"{name} must be a dense (strided) tensor, got a nested tensor of strided layout")
     if x.dim() < least_rank:
         raise ValueError(f"{name} must have at least {least_rank} dimensions, got shape {_shape(x.shape)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -73,6 +74,38 @@ def test_importing_the_package_registers_everything() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+def help_of(*command: str) -> str:
+    """Return what ``--help`` prints on a terminal of 80 columns."""
+    return runner.invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+
+
+def test_help_names_defaults_and_no_types_of_switches() -> None:
+    assert "<bool>" not in "".join(line for line in help_of().splitlines() if "--version" in line)
+    text = help_of("models")
+    switches = [line for line in text.splitlines() if "--pretrained" in line or "--integer " in line]
+    assert switches and not any("<bool>" in line for line in switches)
+    flowing = " ".join(text.replace("│", " ").split())
+    for default in (
+        "Swin-T",
+        "1, 8 and 64 on a GPU",
+        "(all)",
+        "(default)",
+        "float16 on a GPU",
+        "timm's own",
+        "if there is one",
+    ):
+        assert default in flowing.partition("Options")[2], default
+
+
+@pytest.mark.parametrize("command", ["verify", "models", "bench", "evaluate"])
+def test_help_is_broken_at_the_terminals_width(command: str) -> None:
+    prose = help_of(command).partition("╭")[0].splitlines()[2:]
+    for line, after in itertools.pairwise(prose):
+        if line.strip() and after.strip():
+            # the next word would not have had room
+            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 79, line
+
+
 def test_info_json() -> None:
     result = runner.invoke(app, ["info", "--format", "json"])
     assert result.exit_code == 0, result.output
@@ -84,6 +117,10 @@ def test_info_json() -> None:
     assert [row["architecture"] for row in data["architectures"]] == list(compile.TARGETS)
     assert all({"feature", "reference", "cpu", "interpreter", "triton"} == set(row) for row in data["features"])
     assert all(row["package"] for row in data["patching"])
+    # not adapters alone: any module that calls SDPA or spells attention out, of any library
+    routes = [row["route"] for row in data["patching"]]
+    assert routes[:2] == ["sdpa", "softmax"] and {*routes[2:]} == {"adapter"}
+    assert all(row["package"] == "any" and row["unavailable"] is None for row in data["patching"][:2])
 
 
 def test_info_table() -> None:

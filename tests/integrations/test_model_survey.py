@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,13 @@ def test_timm_is_in_integers(survey: ModuleType, data: dict[str, Any]) -> None:
     everything, tokens, integer = survey.count_timm(data)
     assert everything > 1300
     assert integer >= 0.95 * tokens > 500
+
+
+def test_every_architecture_of_timm_runs_patched(data: dict[str, Any]) -> None:
+    attending = {name for name, entry in data["timm_architectures"].items() if entry.get("classes")}
+    assert data["timm_patched"].keys() == attending
+    assert not {name: result for name, result in data["timm_patched"].items() if not re.fullmatch(r"\d+ of \d+", result)}
+    assert sum(name.startswith("levit_conv_") for name in attending) == 10
 
 
 def test_the_page_has_the_tables(survey: ModuleType, data: dict[str, Any]) -> None:

@@ -567,6 +567,35 @@ def test_an_encoder_of_pytorch_with_padding() -> None:
     assert all(each.integer_calls == 1 for each in layers)
 
 
+class Nested(nn.Module):
+    """Attention that takes nested tensors of strided layout, by SDPA or spelled out."""
+
+    def __init__(self, spelled: bool) -> None:
+        super().__init__()
+        self.spelled = spelled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.spelled:
+            return (x @ x.transpose(-2, -1)).softmax(-1) @ x
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spelled", [False, True])
+def test_nested_tensors_of_strided_layout_stay_in_floating_point(spelled: bool) -> None:
+    model = Nested(spelled)
+    x = torch.nested.nested_tensor([torch.randn(2, 5, 8), torch.randn(2, 3, 8)])
+    want = model(x).to_padded_tensor(0.0)
+    qflash.patch(model)
+    with pytest.warns(UserWarning, match="Nested: attention stays in floating point"):
+        got = model(x)
+    assert torch.equal(got.to_padded_tensor(0.0), want)
+    assert not qflash.coverage(model).integer
+    qflash.patch(model, strict=True)
+    with pytest.raises(RuntimeError, match="strict=True"):
+        model(x)
+
+
 @torch.no_grad()
 def test_a_module_traced_by_fx_is_a_node() -> None:
     model = nn.Sequential(nn.Linear(32, 32), Spelled("biased")).eval()

@@ -91,6 +91,11 @@ def as_jagged(x: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor(list(x.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)
 
 
+def as_nested(x: torch.Tensor) -> torch.Tensor:
+    """Return a batch (batch, heads, tokens, channels) as a nested tensor of strided layout."""
+    return torch.nested.nested_tensor([x[0], x[1, :, :-1]])
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "float64": (lambda x: SDPA(x.double(), x.double(), x.double()), "query must be float16, bfloat16, float32, got float64"),
     "dropout": (lambda x: SDPA(x, x, x, dropout_p=1.0), "dropout_p must be 0, "),
@@ -100,6 +105,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
         lambda x: SDPA(*[as_jagged(x.double())] * 3),
         "query must be float16, bfloat16, float32, got float64",
     ),
+    "strided": (lambda x: SDPA(*[as_nested(x)] * 3), module.NESTED),
 }
 
 
@@ -139,6 +145,63 @@ def test_what_does_not_qualify_falls_back_with_its_reason(case: str, process: bo
     assert sum(report.fallbacks.values()) == 1
     with on("error") as report, pytest.raises(RuntimeError, match=f"fallback='error': {wanted}"):
         again(query)
+
+
+def nested() -> torch.Tensor:
+    """Return sequences of two lengths as PyTorch's fused layers take them."""
+    return torch.nested.nested_tensor([TOKENS[0], TOKENS[1, :3]])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], int]] = {
+    "attention": (multi_head, lambda model: model(x := nested(), x, x, need_weights=False)[0], 1),
+    "attention with weights": (multi_head, lambda model: model(x := nested(), x, x)[0], 1),
+    "layer": (lambda: encoder().layers[0], lambda model: model(nested()), 1),
+    "norm first": (lambda: encoder(norm_first=True), lambda model: model(nested()), 2),
+    "encoder": (encoder, lambda model: model(nested()), 2),
+}
+"""Modules, calls with nested tensors, and how many times these attend."""
+
+
+@pytest.mark.parametrize("way", ["context", "process", "patched", "patched in a context"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
+def test_nested_tensors_of_strided_layout_fall_back_in_layers(name: str, way: str) -> None:
+    make, call, attentions = LAYERS[name]
+    forwards = [each.forward for each in module.LAYERS]
+    model = make()
+    want = call(model).to_padded_tensor(0.0)
+    if "patched" in way:
+        qflash.patch(model)
+    context: Any = qflash.sdpa() if "context" in way else contextlib.nullcontext()
+    with context:
+        report = qflash.sdpa.enable() if way == "process" else context
+        with pytest.warns(UserWarning, match=f"stays in floating point: {module.NESTED}"):
+            got = call(model)
+    assert same_bits(got.to_padded_tensor(0.0), want)
+    if "patched" in way:
+        assert [layer.float_calls for layer in qflash.coverage(model)] == [1] * attentions
+        assert all(layer.reason == module.NESTED for layer in qflash.coverage(model))
+    else:
+        assert report.fallbacks == {module.NESTED: attentions} and report.integer == 0
+        # a call without nested tensors is in integers
+        with context:
+            if isinstance(model, nn.MultiheadAttention):
+                model(TOKENS, TOKENS, TOKENS, need_weights=False)
+            else:
+                model(TOKENS)
+        assert report.integer == attentions
+    qflash.sdpa.disable()
+    assert [each.forward for each in module.LAYERS] == forwards
+
+
+def test_nested_tensors_are_an_error_where_that_is_wanted() -> None:
+    with qflash.sdpa(fallback="error"), pytest.raises(RuntimeError, match=f"fallback='error': {module.NESTED}"):
+        encoder()(nested())
+    x = as_nested(torch.randn(2, 4, 5, 16))
+    for call in (lambda: qflash.attention(x, x, x), lambda: qflash.quantize(x)):
+        with pytest.raises(ValueError, match=r"must be a dense \(strided\) tensor, got a nested tensor of strided layout"):
+            call()
 
 
 def test_a_backend_that_cannot_run_is_a_reason() -> None:

@@ -217,10 +217,40 @@ def test_arguments_are_those_of_attention() -> None:
     assert same_bits(call(*shape, softcap=None, output_attentions=False), expected(*shape))
 
 
-@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(3)}, {"output_attentions": True}])
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(3)}, {"cache": object()}])
 def test_what_it_cannot_do_is_said(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(option))}.*Module"):
         call(1, 3, 5, 16, **option)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_weights_that_are_wanted_are_none_as_with_sdpa(name: str) -> None:
+    model, given = build(name), inputs(name)
+    use(model, "sdpa")
+    wanted = model(**given, output_attentions=True).attentions
+    use(model, "integer")
+    with torch.no_grad(), pytest.warns(UserWarning, match='output_attentions=True: .*attn_implementation="eager" has them'):
+        out = model(**given, output_attentions=True)
+    assert out.attentions == wanted
+    with torch.no_grad():
+        assert same_bits(out.last_hidden_state, model(**given).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_a_patched_model_gives_the_weights_that_it_gives_unpatched(name: str) -> None:
+    given = inputs(name)
+    for implementation in ("sdpa", "eager"):
+        model = build(name)
+        use(model, implementation)
+        with torch.no_grad():
+            wanted = model(**given, output_attentions=True).attentions
+            qflash.patch(model)
+            got = model(**given, output_attentions=True).attentions
+        assert [x.shape for x in got] == [x.shape for x in wanted]
+        assert len(got) == (2 if implementation == "eager" else 0)
+        if got:  # the next layer's are of what integer attention gave
+            assert sqnr(wanted[0], got[0]) > 100.0
+        assert all(layer.is_integer for layer in qflash.coverage(model))
 
 
 def test_dropout_raises() -> None:

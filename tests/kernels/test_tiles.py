@@ -239,81 +239,65 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dim", "heads", "fused", "grid", "block", "warps"),
+    ("tokens", "dim", "heads", "fused", "grid", "block", "warps", "tail", "turn", "walk", "sums"),
     [
-        (197, 64, 6, False, 4, 64, 4),
-        (197, 64, 24, True, 4, 64, 8),
-        (197, 64, 48, False, 2, 128, 8),
-        (197, 64, 40, False, 3, 64, 4),
-        (197, 64, 48, True, 2, 128, 8),
-        (197, 64, 96, False, 4, 64, 4),
-        (197, 64, 96, True, 1, 128, 8),
-        (197, 64, 192, True, 2, 64, 4),
-        (197, 64, 384, False, 1, 64, 4),
-        (197, 64, 384, True, 1, 64, 4),
-        (197, 64, 768, True, 1, 64, 4),
+        (197, 64, 6, False, (4, 1, 6), 64, 4, 0, 0, False, "products"),
+        (197, 64, 24, True, (4, 1, 24), 64, 8, 0, 0, False, "products"),
+        (197, 64, 48, False, (2, 1, 48), 128, 8, 0, 0, False, "begin"),
+        (197, 64, 40, False, (3, 1, 40), 64, 4, 0, 0, True, "end"),
+        (197, 64, 48, True, (2, 1, 48), 128, 8, 0, 0, False, "products"),
+        (197, 64, 96, False, (4, 1, 96), 64, 4, 0, 0, False, "begin"),
+        (197, 64, 96, True, (1, 1, 96), 128, 8, 0, 0, True, "begin"),
+        (197, 64, 192, True, (1, 192, 2), 64, 4, 8, 0, True, "begin"),
+        (197, 64, 384, False, (1, 1, 384), 64, 4, 8, 0, True, "begin"),
+        (197, 64, 384, True, (1, 1, 384), 64, 4, 8, 0, True, "begin"),
+        (197, 64, 768, True, (1, 1, 768), 64, 4, 8, 0, True, "begin"),
         # programs that a processor has room for two of
-        (257, 64, 16, False, 5, 64, 4),
-        (257, 64, 16, True, 5, 64, 8),
-        (257, 64, 128, False, 1, 64, 4),
-        (257, 64, 48, False, 5, 64, 4),
-        (257, 64, 96, True, 2, 64, 4),
-        (257, 64, 1024, False, 1, 64, 4),
+        (257, 64, 16, False, (5, 1, 16), 64, 4, 0, 0, False, "products"),
+        (257, 64, 16, True, (5, 1, 16), 64, 8, 0, 0, False, "products"),
+        (257, 64, 128, False, (1, 1, 128), 64, 4, 0, 0, True, "end"),
+        (257, 64, 48, False, (5, 1, 48), 64, 4, 0, 0, False, "begin"),
+        (257, 64, 96, True, (2, 1, 96), 64, 4, 8, 0, True, "end"),
+        (257, 64, 1024, False, (1, 1, 1024), 64, 4, 8, 0, True, "begin"),
         # rows that are not held whole, or by two warps
-        (401, 64, 12, False, 7, 64, 8),
-        (577, 64, 12, True, 10, 64, 8),
-        (577, 64, 16, False, 5, 128, 8),
-        (577, 64, 128, True, 1, 128, 8),
-        (577, 64, 768, True, 1, 64, 4),
-        (577, 64, 768, False, 1, 64, 4),
-        (401, 64, 96, False, 4, 64, 4),
-        (401, 64, 768, True, 1, 64, 4),
-        (1025, 64, 16, True, 5, 128, 8),
+        (401, 64, 12, False, (7, 1, 12), 64, 8, 0, 0, False, "products"),
+        (577, 64, 12, True, (10, 1, 12), 64, 8, 0, 0, False, "end"),
+        (577, 64, 16, False, (5, 1, 16), 128, 8, 0, 2, False, "end"),
+        (577, 64, 128, True, (1, 1, 128), 128, 8, 0, 2, True, "end"),
+        (577, 64, 768, True, (1, 1, 768), 64, 4, 8, 2, True, "begin"),
+        (577, 64, 768, False, (1, 1, 768), 64, 4, 8, 2, True, "begin"),
+        (401, 64, 96, False, (4, 1, 96), 64, 4, 0, 1, True, "end"),
+        (401, 64, 768, True, (1, 1, 768), 64, 4, 0, 1, True, "begin"),
+        (1025, 64, 16, True, (5, 1, 16), 128, 8, 0, 2, True, "end"),
         # wider heads
-        (256, 72, 16, False, 4, 64, 8),
-        (256, 72, 128, False, 2, 64, 4),
-        (257, 80, 128, False, 1, 64, 4),
-        (256, 72, 128, True, 1, 128, 8),
-        (257, 80, 1024, True, 1, 64, 4),
-        (256, 128, 16, False, 4, 64, 8),
-        (257, 128, 1024, True, 1, 64, 8),
-        (577, 80, 16, True, 5, 128, 8),
-        (577, 80, 96, True, 1, 128, 8),
-        (577, 80, 1024, True, 1, 64, 4),
-        (577, 80, 1024, False, 1, 64, 4),
-        (401, 128, 128, True, 1, 128, 8),
-        (401, 128, 1024, True, 1, 64, 4),
+        (256, 72, 16, False, (4, 1, 16), 64, 8, 0, 0, False, "products"),
+        (256, 72, 128, False, (2, 1, 128), 64, 4, 0, 0, True, "begin"),
+        (257, 80, 128, False, (1, 1, 128), 64, 4, 0, 0, True, "end"),
+        (256, 72, 128, True, (1, 1, 128), 128, 8, 0, 0, True, "begin"),
+        (257, 80, 1024, True, (1, 1, 1024), 64, 4, 0, 0, True, "begin"),
+        (256, 128, 16, False, (4, 1, 16), 64, 8, 0, 0, False, "products"),
+        (257, 128, 1024, True, (1, 1, 1024), 64, 8, 0, 0, True, "begin"),
+        (577, 80, 16, True, (5, 1, 16), 128, 8, 0, 2, False, "end"),
+        (577, 80, 96, True, (1, 1, 96), 128, 8, 0, 2, True, "end"),
+        (577, 80, 1024, True, (1, 1, 1024), 64, 4, 0, 2, True, "begin"),
+        (577, 80, 1024, False, (1, 1, 1024), 64, 4, 0, 2, True, "begin"),
+        (401, 128, 128, True, (1, 1, 128), 128, 8, 0, 1, True, "end"),
+        (401, 128, 1024, True, (1, 1, 1024), 64, 4, 0, 1, True, "begin"),
     ],
 )
 def test_heads_are_shared_out_by_load(
-    tokens: int, dim: int, heads: int, fused: bool, grid: int, block: int, warps: int
-) -> None:
+    tokens: int, dim: int, heads: int, fused: bool, grid: tuple[int, int, int], block: int, warps: int, tail: int, turn: int,
+    walk: bool, sums: str,
+) -> None:  # fmt: skip
+    """Blocks and warps; places for last queries apart, how rows are held, whether programs take several blocks, sums of V."""
     call = hopper_call(heads, tokens, tokens, dim, fused)
-    across = 16 * warps // block
-    held = tiles.row_fits_registers(tokens, across)
-    # a few queries past whole blocks
-    few = grid <= (2 if fused and held else 1) and warps == 4 and tokens % 64 <= 8
-    few = few and (held or tiles.most_programs(tiles.shared_bytes(tokens, dim, 8)) > 1)
-    pays = dim <= 64 and (held or tokens > 512)
-    if not fused:
-        pays = heads > 132
-    assert call.arguments["TAIL"] == (8 if few and pays else 0)
-    spread = few and pays and grid == 2 and tokens <= 256
-    assert call.arguments["SPREAD"] == spread
-    assert call.grid == ((1, heads, grid) if spread else (grid, 1, heads))
-    assert (call.arguments["BLOCK_M"], call.options["num_warps"], call.arguments["BLOCKS"]) == (block, warps, 0)
-    assert call.arguments["TURN"] == (0 if held else 1 if "maxnreg" in call.options or tokens < 512 else 2)
-    assert call.arguments["WALK"] == (grid < -(-tokens // block))
-    assert call.arguments["ACROSS"] == across
-    # Sums of V by products where a program has a block, and registers that wide outputs need unless two warps share them; but
-    # not by eight warps on int8.
-    eight = held and not fused and block == 128
-    room = (dim <= 64 or across > 1) and not tiles.is_crowded(tokens)
-    products = held and room and grid * heads <= 132 and grid * block >= tokens and not eight
-    # else products begin at them where other programs hide that this takes longer
-    begin = grid * heads > 132 or (fused and across == 1) or eight if held else heads > 132
-    begin = begin and not (held and fused and call.arguments["TAIL"] and tokens > 256)
-    assert call.arguments["SUMS"] == ("products" if products else "begin" if begin else "end")
+    given = call.arguments
+    assert (call.grid, given["BLOCK_M"], call.options["num_warps"], given["BLOCKS"]) == (grid, block, warps, 0)
+    assert (given["TAIL"], given["TURN"], given["WALK"], given["SUMS"]) == (tail, turn, walk, sums)
+    # where the blocks of a head are in the grid's last dimension
+    assert given["SPREAD"] == (grid == (1, heads, 2))
+    # a warp for every sixteen queries, or two
+    assert given["ACROSS"] == {(64, 4): 1, (128, 8): 1, (64, 8): 2}[block, warps]
 
 
 @pytest.mark.parametrize(
@@ -491,48 +475,72 @@ def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None,
     return call
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("windows", "period", "each", "programs", "warps"),
-    [(8, None, (1, 1), (1, 1), (4, 4)), (110, None, (1, 1), (1, 1), (4, 4)), (111, None, (1, 1), (1, 1), (2, 4)),
-     (264, None, (1, 1), (1, 1), (2, 4)), (265, None, (1, 1), (1, 1), (1, 4)), (308, None, (1, 1), (1, 1), (1, 4)),
-     (309, None, (1, 1), (1, 1), (1, 1)), (353, None, (1, 1), (1, 1), (1, 1)),
-     (4096, None, (1, 1), (1, 1), (1, 1)), (4096, 64, (6, 8), (1, 1), (1, 1)), (4096, 1, (6, 8), (1, 1), (1, 1)),
-     (2048, 64, (3, 4), (1, 1), (1, 1)), (44, 44, (1, 1), (1, 1), (4, 4)),
-     (64, 64, (1, 1), (1, 1), (4, 4)), (128, 64, (1, 1), (1, 1), (4, 4)), (176, 22, (1, 1), (2, 1), (1, 4)),
-     (177, 59, (1, 1), (2, 2), (1, 1)), (4096, 4096, (1, 1), (1, 1), (1, 1))],
-)  # fmt: skip
+    ("windows", "grid", "warps", "groups", "splits", "shares", "ways"),
+    [
+        ((8, None, False), (8, 3, 1), 4, 8, 1, (0, 24), set()),
+        ((8, None, True), (8, 3, 1), 4, 8, 1, (0, 24), {"DIVIDED"}),
+        ((110, None, False), (110, 3, 1), 4, 110, 1, (2, 66), {"DIVIDED"}),
+        ((110, None, True), (110, 3, 1), 4, 110, 1, (2, 66), {"DIVIDED"}),
+        ((111, None, False), (111, 3, 1), 2, 111, 1, (2, 69), set()),
+        ((111, None, True), (111, 3, 1), 4, 111, 1, (2, 69), {"DIVIDED"}),
+        ((264, None, False), (264, 3, 1), 2, 264, 1, (6, 0), set()),
+        ((264, None, True), (264, 3, 1), 4, 264, 1, (6, 0), {"DIVIDED"}),
+        ((265, None, False), (265, 3, 1), 1, 265, 1, (6, 3), set()),
+        ((265, None, True), (265, 3, 1), 4, 265, 1, (6, 3), {"DIVIDED"}),
+        ((308, None, False), (308, 3, 1), 1, 308, 1, (7, 0), set()),
+        ((308, None, True), (308, 3, 1), 4, 308, 1, (7, 0), {"DIVIDED"}),
+        ((309, None, False), (309, 3, 1), 1, 309, 1, (7, 3), set()),
+        ((309, None, True), (309, 3, 1), 1, 309, 1, (7, 3), set()),
+        ((353, None, False), (353, 3, 1), 1, 353, 1, (8, 3), set()),
+        ((353, None, True), (353, 3, 1), 1, 353, 1, (8, 3), set()),
+        ((4096, None, False), (4096, 3, 1), 1, 4096, 1, (93, 12), set()),
+        ((4096, None, True), (4096, 3, 1), 1, 4096, 1, (93, 12), set()),
+        ((4096, 64, False), (132, 16, 1), 1, 11, 1, (16, 0), {"SEVERAL", "TOGETHER"}),
+        ((4096, 64, True), (8, 3, 64), 1, 8, 1, (11, 84), {"SEVERAL", "STAGED"}),
+        ((4096, 1, False), (132, 16, 1), 1, 683, 1, (15, 69), {"SEVERAL", "TOGETHER"}),
+        ((4096, 1, True), (512, 3, 1), 1, 512, 1, (11, 84), {"SEVERAL", "STAGED"}),
+        ((2048, 64, False), (132, 16, 1), 1, 11, 1, (16, 0), {"SEVERAL", "TOGETHER"}),
+        ((2048, 64, True), (8, 3, 64), 1, 8, 1, (11, 84), {"SEVERAL", "STAGED"}),
+        ((44, 44, False), (1, 3, 44), 4, 1, 1, (1, 0), set()),
+        ((44, 44, True), (1, 3, 44), 4, 1, 1, (1, 0), {"DIVIDED"}),
+        ((64, 64, False), (1, 3, 64), 4, 1, 1, (1, 60), {"DIVIDED"}),
+        ((64, 64, True), (1, 3, 64), 4, 1, 1, (1, 60), {"DIVIDED"}),
+        ((128, 64, False), (2, 3, 64), 4, 2, 1, (2, 120), {"DIVIDED"}),
+        ((128, 64, True), (2, 3, 64), 4, 2, 1, (2, 120), {"DIVIDED"}),
+        ((176, 22, False), (132, 8, 1), 1, 8, 2, (8, 0), {"TOGETHER"}),
+        ((176, 22, True), (8, 3, 22), 4, 8, 1, (4, 0), {"DIVIDED"}),
+        ((177, 59, False), (132, 9, 1), 1, 3, 2, (8, 6), {"TOGETHER"}),
+        ((177, 59, True), (6, 3, 59), 1, 3, 2, (8, 6), set()),
+        ((4096, 4096, False), (132, 94, 1), 1, 1, 1, (93, 12), {"TOGETHER"}),
+        ((4096, 4096, True), (1, 3, 4096), 1, 1, 1, (93, 12), set()),
+    ],
+)
 def test_windows_with_the_same_bias_share_a_program(
-    windows: int, period: int | None, each: tuple[int, int], programs: tuple[int, int], warps: tuple[int, int], fused: bool
-) -> None:
-    """So many windows a program; programs a window, and their warps: on int8, where a bias is fixed point, and from floats."""
-    dtype = torch.float16 if fused else torch.int32
-    bias = None if period is None else torch.zeros(period, 3, 49, 49, dtype=dtype, device="meta")
-    call = windows_call(windows, bias=bias, fused=fused)
+    windows: tuple[int, int | None, bool], grid: tuple[int, int, int], warps: int, groups: int, splits: int,
+    shares: tuple[int, int], ways: set[str],
+) -> None:  # fmt: skip
+    """So many windows, their bias's period, from floats or not; on int8 a bias is fixed point."""
+    count, period, fused = windows
+    bias = None
+    if period is not None:
+        bias = torch.zeros(period, 3, 49, 49, dtype=torch.float16 if fused else torch.int32, device="meta")
+    call = windows_call(count, bias=bias, fused=fused)
+    given = call.arguments
     assert call.kernel.__name__ == "windows_kernel"
-    assert call.options["num_warps"] == warps[fused]
-    assert call.arguments["DIVIDED"] == (warps[fused] == 4 and (fused or windows > 44))
-    periods = period or 1
-    groups = -(-windows // periods // each[fused])
-    total = groups * programs[fused] * 3 * periods
-    assert call.arguments["SEVERAL"] == (each[fused] > 1)
-    assert call.arguments["STAGED"] == (each[fused] > 1 and fused)
-    assert call.arguments["windows"] == windows and call.arguments["periods"] == periods
-    assert call.arguments["groups"] == groups and call.arguments["SPLITS"] == programs[fused]
-    assert call.arguments["share"] * 132 + call.arguments["longer"] == total
-    together = bias is not None and not fused and warps[fused] == 1
-    assert call.arguments["TOGETHER"] == together
-    assert call.grid == ((132, -(-total // 132), 1) if together else (groups * programs[fused], 3, periods))
+    assert (call.grid, call.options["num_warps"], given["groups"], given["SPLITS"]) == (grid, warps, groups, splits)
+    assert (given["share"], given["longer"]) == shares
+    assert (given["windows"], given["periods"]) == (count, period or 1)
+    assert {way for way in ("DIVIDED", "SEVERAL", "STAGED", "TOGETHER") if given[way]} == ways
 
 
 def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
     """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
     from qflash.kernels.dispatch import attention_launches
 
-    head = 3 * 49 * 32 * 4  # bytes of a window's query, key, value and output, in int8
-    most = (50 << 20) // head
-    policies = [windows_call(windows).arguments["POLICY"] for windows in (most, most + 1)]
-    policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (most // 2, most // 2 + 1)]
+    # 50 MiB of query, key, value and output in int8, then in float16
+    policies = [windows_call(windows).arguments["POLICY"] for windows in (2786, 2787)]
+    policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (1393, 1394)]
     assert policies == ["", "evict_first"] * 2
 
     def fused(tokens: int, key_heads: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from qflash.bench.metrics import sqnr
+from qflash_lab.bench.metrics import sqnr
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from qflash.bench.metrics import sqnr
+from qflash_lab.bench.metrics import sqnr
 
 import qflash
 from qflash.network.families import read

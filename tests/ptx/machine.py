@@ -68,8 +68,6 @@ ALL = np.ones(LANES, dtype=bool)
 
 _LANE = np.arange(LANES)
 
-_NOISE = np.random.default_rng(0)
-
 
 class Memory:
     """The bytes of the tensors among some arguments, at their own addresses."""
@@ -161,7 +159,7 @@ class Warp:
             return np.full(LANES, self.program.kernel.parameters.index(name), dtype=UNSIGNED[width])
         if name[0] == "%" or "@" in name:
             # nobody has written it: some number
-            noise = _NOISE.integers(0, 2**16, LANES)
+            noise = self.program.noise.integers(0, 2**16, LANES)
             return noise % 2 == 1 if width == 1 else noise.astype(UNSIGNED[width])
         return constant(name, width)
 
@@ -203,9 +201,11 @@ class Program:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.index, self.parameters, self.memory = kernel, grid, index, parameters, memory
         self.late = late
-        self.shared = _NOISE.integers(0, 256, shared, dtype=np.uint8)
+        # a program's own: what it finds in memory does not depend on what was run before it
+        self.noise = np.random.default_rng(index)
+        self.shared = self.noise.integers(0, 256, shared, dtype=np.uint8)
         self.announced: dict[int, Announcement] = {}
-        self.tensor_memory = _NOISE.integers(0, 2**32, (128, 512), dtype=np.uint32)
+        self.tensor_memory = self.noise.integers(0, 2**32, (128, 512), dtype=np.uint32)
         self.uncommitted: list[Callable[[], None]] = []
         warps = [Warp(self, number) for number in range(kernel.threads // LANES)]
         running = {warp: warp.run() for warp in (reversed(warps) if backwards else warps)}

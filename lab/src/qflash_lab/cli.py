@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import json
 import pathlib
 import shlex
@@ -64,7 +65,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -93,7 +96,7 @@ def verify(
     sample: Annotated[
         str | None, typer.Option(metavar="N|1/N", help="Only so many of them, or such a share, drawn at random.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="What the sample is drawn with; the day's number by default.")] = None,
+    seed: Annotated[int, typer.Option(help="What the sample is drawn with.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a CPU core.")] = None,
     dump: Annotated[
         pathlib.Path | None, typer.Option(file_okay=False, help="Folder for the PTX and SASS of every kernel.")
@@ -147,15 +150,26 @@ def verify(
 
 WorkloadOption = Annotated[list[str] | None, typer.Option(help="A1 to A7, all, or long (rows of 1024 to 16384); repeatable.")]
 ShapeOption = Annotated[list[str] | None, typer.Option(help="Z,H,N,D or Z,H,N,D,Nk; repeatable.")]
-BatchOption = Annotated[list[int] | None, typer.Option(min=1, help="Images, for the workloads; repeatable.")]
-MethodOption = Annotated[list[str] | None, typer.Option(help="Only this method, by its name in the table; repeatable.")]
+_BATCH_HELP = "Images, for the workloads; repeatable."
+BatchOption = Annotated[
+    list[int] | None, typer.Option(min=1, show_default="1, 8 and 64 on a GPU, 1 and 8 on a CPU", help=_BATCH_HELP)
+]
+EightOption = Annotated[list[int] | None, typer.Option(min=1, show_default="8", help=_BATCH_HELP)]
+MethodOption = Annotated[
+    list[str] | None, typer.Option(show_default="all", help="Only this method, by its name in the table; repeatable.")
+]
 PeerOption = Annotated[
     list[str] | None, typer.Option(help="NAME=module:callable, called as f(q, k, v, attn_mask, is_causal, scale); repeatable.")
 ]
-RecipeOption = Annotated[list[str] | None, typer.Option(help="paper, default, accurate or per-tensor; repeatable.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float16, bfloat16 or float32.")]
+RecipeOption = Annotated[
+    list[str] | None, typer.Option(show_default="default", help="paper, default, accurate or per-tensor; repeatable.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(show_default="float16 on a GPU, float32 on a CPU", help="float16, bfloat16 or float32."),
+]
 InputOption = Annotated[str, typer.Option("--input", help="uniform in [-4, 4), as in the paper, or normal.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu; the GPU if there is one.")]
+DeviceOption = Annotated[str | None, typer.Option(show_default="the GPU if there is one", help="cuda, cuda:N or cpu.")]
 BaseOption = Annotated[
     str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), by turns.")
 ]
@@ -171,13 +185,18 @@ def bench(
     method: MethodOption = None,
     peer: PeerOption = None,
     recipe: RecipeOption = None,
-    bias: Annotated[bool, typer.Option("--bias", help="Also with an additive bias (Swin's, shifted windows).")] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
+    bias: Annotated[
+        bool, typer.Option("--bias", metavar="", help="Also with an additive bias (Swin's, shifted windows).")
+    ] = False,
+    causal: Annotated[bool, typer.Option("--causal", metavar="", help="With a causal mask.")] = False,
     dtype: DtypeOption = None,
     inputs: InputOption = "uniform",
     base: BaseOption = None,
     first_call: Annotated[
-        bool, typer.Option("--first-call", help="Time QFlash's first calls, in a process without and one with kept kernels.")
+        bool,
+        typer.Option(
+            "--first-call", metavar="", help="Time QFlash's first calls, in a process without and one with kept kernels."
+        ),
     ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples a method.")] = None,
     device: DeviceOption = None,
@@ -231,19 +250,28 @@ def bench(
 
 @app.command()
 def models(
-    model: Annotated[list[str] | None, typer.Option(help="A short name of the paper (DeiT-T), or timm's; repeatable.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default="DeiT-T, -S, -B and Swin-T; with --integer DeiT-S, -B and Swin-T",
+            help="A short name of the paper, or timm's; repeatable.",
+        ),
+    ] = None,
     batch: BatchOption = None,
     method: MethodOption = None,
     peer: PeerOption = None,
     recipe: RecipeOption = None,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Download timm's weights; speed does not need them.")
+        bool, typer.Option("--pretrained", metavar="", help="Download timm's weights; speed does not need them.")
     ] = False,
     image_size: Annotated[
-        int | None, typer.Option(min=1, help="Build the models for images of this height and width; timm's own by default.")
+        int | None, typer.Option(min=1, show_default="timm's own", help="Build the models for images of this height and width.")
     ] = None,
     integer: Annotated[
-        bool, typer.Option("--integer", help="Time whole networks in integers, beside eager, compiled and torchao's models.")
+        bool,
+        typer.Option(
+            "--integer", metavar="", help="Time whole networks in integers, beside eager, compiled and torchao's models."
+        ),
     ] = False,
     dtype: DtypeOption = None,
     base: BaseOption = None,
@@ -305,7 +333,7 @@ def models(
 def energy(
     workload: WorkloadOption = None,
     shape: ShapeOption = None,
-    batch: BatchOption = None,
+    batch: EightOption = None,
     method: MethodOption = None,
     peer: PeerOption = None,
     recipe: RecipeOption = None,
@@ -344,7 +372,7 @@ def energy(
 def profile(
     workload: WorkloadOption = None,
     shape: ShapeOption = None,
-    batch: BatchOption = None,
+    batch: EightOption = None,
     method: MethodOption = None,
     peer: PeerOption = None,
     recipe: RecipeOption = None,
@@ -401,7 +429,7 @@ def evaluate(
             "that come with the small models."
         ),
     ] = "shipped",
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="Download timm's weights.")] = False,
+    pretrained: Annotated[bool, typer.Option("--pretrained", metavar="", help="Download timm's weights.")] = False,
     weights: Annotated[pathlib.Path | None, typer.Option(help="safetensors file or torch checkpoint.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images per step; part of what is measured.")] = 64,
     workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 4,
@@ -412,8 +440,10 @@ def evaluate(
     output: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Folder for the results.")] = pathlib.Path(
         "qflash-evaluate"
     ),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where other results lie.")] = False,
-    integer: Annotated[bool, typer.Option("--integer", help="Rows for whole integer networks as well (small models).")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Start anew where other results lie.")] = False,
+    integer: Annotated[
+        bool, typer.Option("--integer", metavar="", help="Rows for whole integer networks as well (small models).")
+    ] = False,
 ) -> None:
     """Measure Top-1 and Top-5 of image classifiers with any method in their attention (the paper's Table 5).
 
@@ -613,7 +643,7 @@ def report(
 def tune(
     workload: WorkloadOption = None,
     shape: ShapeOption = None,
-    batch: BatchOption = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, show_default="1, 8 and 64", help=_BATCH_HELP)] = None,
     output_format: FormatOption = Format.TABLE,
 ) -> None:
     """Measure tiles on this GPU for the shapes you run and keep the fastest in the user's cache folder.
@@ -640,3 +670,12 @@ def tune(
         kept = "rules kept" if row["best"] == row["rule"] else f"{row['best_us']:.2f} µs with {row['best']}"
         typer.echo(f"{row['shape']} {row['kernel']}: {row['rule_us']:.2f} µs by the rules, {kept}")
     typer.echo(f"Table: {table_path()}")
+
+
+def _reflowed(text: str) -> str:
+    """Return a docstring whose paragraphs are a line each, which the terminal breaks at its own width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
+
+
+for _command in app.registered_commands:
+    _command.help = _reflowed(_command.callback.__doc__ or "")

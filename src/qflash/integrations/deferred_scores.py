@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .adapter import refuse_dropout
-from .sdpa import call_alone
+from .sdpa import call_alone, with_strides
 
 LEAST_MASK = -1e4
 """A number that is written in place of scores hides a key if it is this low or lower."""
@@ -316,7 +316,7 @@ def product(func: Any, args: Any, kwargs: Any, owner: Any) -> Any:
 
 
 def _is_batched(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() >= 3 and x.dtype.is_floating_point
+    return isinstance(x, torch.Tensor) and x.dim() >= 3 and x.dtype.is_floating_point and not x.is_nested
 
 
 def _einsum_letters(args: Any) -> list[str] | None:
@@ -718,7 +718,10 @@ def _assigned(x: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(x: Deferred, value: torch.Tensor) -> torch.Tensor | None:
-    """Return the product of probabilities and a value, by the attention function of the mode; None if it takes them not."""
+    """Return the product of probabilities and a value, by the attention function of the mode; None if it takes them not.
+
+    Its memory layout is the attention function's: :func:`_contiguous` makes it a product's.
+    """
     lead = x.core[:-2]
     outer = x.shape[:-2]
     if value.dim() - 2 > len(outer) and any(size != 1 for size in value.shape[: value.dim() - 2 - len(outer)]):
@@ -736,20 +739,27 @@ def _attend(x: Deferred, value: torch.Tensor) -> torch.Tensor | None:
     return None if out is None else out.reshape(*outer, *out.shape[-2:])
 
 
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a product of batched matrices lies in memory, dimensions of one element included."""
+    return x.flatten().view(x.shape)
+
+
 def _matmul(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Multiply probabilities by values, or their transposes from the other side."""
     if kwargs or len(args) != 2:
         return None
     x, other, first = _sides(args if name_of(func) != "rmatmul" else args[::-1])
     if not x.is_softmax or not isinstance(other, torch.Tensor) or other.dim() < 3 or other.dim() > x.ndim:
         return None
     if first and not x.is_turned:
-        return _attend(x, other)
+        out = _attend(x, other)
+        return None if out is None else _contiguous(out)
     if not first and x.is_turned:
         turned = x.after(x.call)
         turned.shape = torch.Size([*x.shape[:-2], x.shape[-1], x.shape[-2]])
         out = _attend(turned, other.transpose(-2, -1))
         x.is_answered = True
-        return None if out is None else out.transpose(-2, -1)
+        return None if out is None else _contiguous(out.transpose(-2, -1))
     return None
 
 
@@ -768,8 +778,14 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     if len(free) != 1 or {*second} != {*lead, column, *free} or {*out} != {*lead, row, *free}:
         return None
     result = _attend(a, b.permute([second.index(each) for each in (*lead, column, *free)]))
+    if result is None:
+        return None
     order = [*lead, row, *free]
-    return None if result is None else result.permute([order.index(each) for each in out])
+    result = result.permute([order.index(each) for each in out])
+    # which operand's dimensions come first in memory is PyTorch's choice
+    empty = [torch.empty(x.shape, device="meta") if x is a else torch.empty_like(x, device="meta") for x in args[1:]]
+    strides = call_alone(torch.einsum, (args[0], *empty), {}).stride()
+    return with_strides(result, strides)
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {

@@ -16,7 +16,18 @@ from torch.overrides import TorchFunctionMode
 from . import deferred_scores
 from .adapter import refuse_dropout
 from .deferred_scores import Deferred, work_out
-from .sdpa import _FLOAT, _MULTI_HEAD, _multi_head_body, _process_attention, _process_multi_head, _thread, call_alone
+from .sdpa import (
+    _FLOAT,
+    _MULTI_HEAD,
+    NESTED,
+    _multi_head_body,
+    _process_attention,
+    _process_multi_head,
+    _thread,
+    as_sdpa_returns,
+    call_alone,
+    has_nested,
+)
 
 AttentionFunction = Callable[..., torch.Tensor]
 """Takes query, key, value, mask, is_causal, scale and enable_gqa; raises ValueError or TypeError for what it does not take."""
@@ -72,16 +83,19 @@ class IntegerAttention(TorchFunctionMode):
         """Stand for a call of scaled_dot_product_attention."""
         if dropout_p > 0.0:
             refuse_dropout(dropout_p)
-        heads = query.shape[-3] if query.dim() > 2 else 1
-        if not enable_gqa and heads > 1 and key.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:
-            # one head of keys for all of the query's, which SDPA broadcasts
-            key, value = (x.expand(*x.shape[:-3], heads, -1, -1) for x in (key, value))
-        out = self._try(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        given = query, key, value, attn_mask
+        if has_nested(given):
+            self.note(NESTED)
+            out = None
+        else:
+            heads = query.shape[-3] if query.dim() > 2 else 1
+            if not enable_gqa and heads > 1 and key.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:
+                # one head of keys for all of the query's, which SDPA broadcasts
+                key, value = (x.expand(*x.shape[:-3], heads, -1, -1) for x in (key, value))
+            out = self._try(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is None:
-            return call_alone(
-                _FLOAT, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
-            )
-        return out
+            return call_alone(_FLOAT, (*given, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa})
+        return as_sdpa_returns(out, *given, is_causal, scale, enable_gqa)
 
     def _try(self, *arguments: Any) -> torch.Tensor | None:
         """Call the attention function; None, with the reason noted, if it does not take the arguments."""

@@ -26,6 +26,7 @@ from .adapter import Adapter, AttentionFunction, call_chosen
 from .deferred_scores import is_deferred, work_out
 from .function_mode import NOT_SEEN, IntegerAttention
 from .inspection import Layer, attends, coverage, described, listed, route_of, why_float
+from .sdpa import LAYERS, NESTED, _thread, call_fast, has_nested
 from .timm import ADAPTERS
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -135,10 +136,18 @@ def _note(module: Any, reason: str | None) -> None:
         _warn_of_float(module._qflash_base.__name__, reason)
 
 
+def _note_nested(layer: Any) -> None:
+    """Count the attention of a layer of PyTorch that runs with its fast path; an encoder's layers count theirs themselves."""
+    if not _thread.decided and not isinstance(layer, nn.TransformerEncoder):
+        for module in layer.modules():
+            if isinstance(module, _Patched) and not isinstance(module, _CARRIERS):
+                _note(module, NESTED)
+
+
 def _forward_within(base: Any) -> Callable[..., Any]:
     """Return the ``forward`` of a class with its attention answered."""
     own = base.forward
-    is_carrier = issubclass(base, _CARRIERS)
+    is_carrier, is_layer = issubclass(base, _CARRIERS), issubclass(base, LAYERS)
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,6 +155,9 @@ def _forward_within(base: Any) -> Callable[..., Any]:
         if proxy is not None:
             # what the attention is put together from has no nodes of its own: the module is one
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
+        if is_layer and has_nested((*args, *kwargs.values())):
+            _note_nested(self)
+            return call_fast(own, self, args, kwargs)
         mode = IntegerAttention(functools.partial(call_chosen, self), functools.partial(_note, self))
         with mode:
             out = own(self, *args, **kwargs)

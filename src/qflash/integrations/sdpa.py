@@ -23,17 +23,25 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from ..api import attention
 from ..backends import why_unavailable
 from ..recipe import Recipe, resolve_recipe
-from ..torch_internals import constant_in_traces, leave_function_mode, traces_context_variables
+from ..torch_internals import (
+    constant_in_traces,
+    leave_function_mode,
+    sdpa_kernel,
+    traces_context_variables,
+    without_function_modes,
+)  # fmt: skip
 from ..validation import check_backend, reason_for_float
 
 FALLBACKS = ("warn", "error", "quiet")
 WEIGHTS_WANTED = "multi_head_attention_forward returns attention weights (need_weights=True), which are never formed here"
+NESTED = "its input is a nested tensor of strided layout, which only kernels of PyTorch take"
 
 _FLOAT = F.scaled_dot_product_attention
 _MULTI_HEAD = F.multi_head_attention_forward
@@ -155,6 +163,51 @@ def call_alone(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _thread.decided = decided
 
 
+def has_nested(tensors: Iterable[Any]) -> bool:
+    """Tell whether a nested tensor of strided layout is among some arguments; it has no shape that could be asked for."""
+    return any(isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.strided for x in tensors)
+
+
+def as_sdpa_returns(
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return an output of attention with the strides that scaled_dot_product_attention gives it, which views depend on.
+
+    PyTorch's fused kernels keep the order in which query's dimensions lie in memory, or put tokens before heads; where they do
+    not take a call its output is contiguous.
+
+    Args:
+        out: of :func:`qflash.attention`.
+        query, key, value, attn_mask, is_causal, scale, enable_gqa: what the call was given.
+    """
+    if type(out) is not torch.Tensor or out.is_nested:
+        return out
+    mask = attn_mask if type(attn_mask) is torch.Tensor else None
+    kernel = sdpa_kernel(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if kernel is None:
+        # in a trace the operator's own order stays, which is query's or its tokens before its heads
+        rank = query.dim()
+        if rank in (3, 4) and key.dim() == value.dim() == rank and out.shape == query.shape and key.shape[0] == query.shape[0]:
+            return out
+        kernel = "plain"
+    if kernel == "plain" or out.numel() == 0:
+        return out.flatten().view(out.shape)
+    if kernel == "efficient":
+        heads_last = out.transpose(-3, -2)
+        return heads_last.flatten().view(heads_last.shape).transpose(-3, -2)
+    if out.shape != query.shape:
+        return out
+    return with_strides(out, torch.empty_like(query, device="meta").stride())
+
+
+def with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with these strides: itself where it has them, else a copy."""
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
 @constant_in_traces
 def _why_unavailable(backend: str, device: torch.device) -> str | None:
     return why_unavailable(backend, device)
@@ -188,28 +241,89 @@ def attend_or_fall_back(
     Raises:
         RuntimeError: the call does not qualify and ``fallback`` is ``"error"``; the message has the reason.
     """
-    reason = reason_for_float(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if has_nested((query, key, value, attn_mask)):
+        reason: str | None = NESTED
+    else:
+        reason = reason_for_float(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is None and backend != "auto":
         reason = _why_unavailable(backend, query.device)
     _note(reason, fallback, report)
     if reason is None:
-        return attention(
+        integer = attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe=recipe, backend=backend
         )  # fmt: skip
+        return as_sdpa_returns(integer, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     out: torch.Tensor = call_alone(fall_back, arguments, {"scale": scale, "enable_gqa": enable_gqa})
     return out
 
 
+LAYERS: tuple[Any, ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules of PyTorch that have a fused fast path."""
+
+
+def _with_names(function: Any, **names: Any) -> Any:
+    """Return a function of Python that has other functions under some of its global names."""
+    other = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    other.__kwdefaults__ = function.__kwdefaults__
+    return other
+
+
+class _FastTorch:
+    """Stands for ``torch`` in the forward of one of :data:`LAYERS`, which finds the fast path on, whatever the switch is."""
+
+    backends = types.SimpleNamespace(mha=types.SimpleNamespace(get_fastpath_enabled=lambda: True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@functools.cache
+def _fast(forward: Any) -> Any:
+    return _with_names(forward, torch=_FastTorch()) if isinstance(forward, types.FunctionType) else forward
+
+
+def call_fast(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+    """Call the forward of one of :data:`LAYERS` with its fast path, the only one that takes nested tensors.
+
+    The attention in it is for the caller to count: the module inside a ``nn.TransformerEncoderLayer`` may not be called.
+    """
+    with without_function_modes():
+        if isinstance(layer, nn.TransformerEncoder):
+            # its layers are modules of their own, which count
+            return _fast(forward)(layer, *args, **kwargs)
+        return call_alone(_fast(forward), (layer, *args), kwargs)
+
+
+@functools.cache
+def _falling_back(own: Any) -> Any:
+    """Return a forward of one of :data:`LAYERS` that takes nested tensors with the fast path switched off."""
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_nested((*args, *kwargs.values())):
+            return own(self, *args, **kwargs)
+        choices = _thread.contexts[-1] if _thread.contexts else _process
+        if choices is not None and not _thread.decided and not isinstance(self, nn.TransformerEncoder):
+            _note(NESTED, choices.fallback, choices)
+        return call_fast(own, self, args, kwargs)
+
+    return forward
+
+
 class _FastPath:
     """PyTorch's switch for the fused layers of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``: one for all threads.
 
-    A function mode alone keeps them off, but not where Dynamo traces.
+    A function mode alone keeps them off, but not where Dynamo traces. They refuse nested tensors then, so that their forward
+    is another one meanwhile.
     """
 
     def __init__(self) -> None:
         self.users = 0
         self.before = True
+        self.forwards: list[tuple[Any, Any, Any]] = []
 
     def switch_off(self) -> None:
         """Switch it off for one more user."""
@@ -217,6 +331,9 @@ class _FastPath:
             if self.users == 0:
                 self.before = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
+                self.forwards = [(layer, layer.forward, _falling_back(layer.forward)) for layer in LAYERS]
+                for layer, _, other in self.forwards:
+                    layer.forward = other
             self.users += 1
 
     def restore(self) -> None:
@@ -225,6 +342,9 @@ class _FastPath:
             self.users -= 1
             if self.users == 0:
                 torch.backends.mha.set_fastpath_enabled(self.before)
+                for layer, own, other in self.forwards:
+                    if layer.forward is other:
+                        layer.forward = own
 
 
 _fast_path = _FastPath()
@@ -239,15 +359,6 @@ def _check_key_padding_mask(mask: torch.Tensor, keys: int, batch: int) -> None:
     """Do what PyTorch's function of this name does, which Dynamo does not trace."""
     if mask.shape[0] != batch or mask.shape[1] != keys:
         raise AssertionError(f"Expected key_padding_mask of shape {(batch, keys)}, but got {tuple(mask.shape)}")
-
-
-def _with_names(function: Any, **names: Any) -> Any:
-    """Return a function of Python that has other functions under some of its global names."""
-    other = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
-    )
-    other.__kwdefaults__ = function.__kwdefaults__
-    return other
 
 
 # it does not offer itself to the modes, which then see what it calls

@@ -31,7 +31,6 @@ _UNKNOWN = {
     "softcap": "a bound on the scores",
     "s_aux": "attention sinks",
     "cache": "a paged cache",
-    "output_attentions": "attention weights as an output",
 }
 """Keywords of other implementations that change what is computed."""
 
@@ -66,6 +65,13 @@ def _function(recipe: Recipe, backend: str) -> Callable[..., tuple[torch.Tensor,
             given = options.get(name)
             if given is not None and given is not False:
                 raise ValueError(f"{name}: QFlash lacks {what}; {type(module).__name__} needs another attn_implementation")
+        if options.get("output_attentions"):
+            # transformers' own "sdpa" warns, too, and returns none
+            warnings.warn(
+                "output_attentions=True: attention weights are never formed here, and none are returned; "
+                'attn_implementation="eager" has them',
+                stacklevel=2,
+            )
         if dropout > 0.0:
             raise RuntimeError(f"attention dropout {dropout} is active, and QFlash is for inference: call model.eval()")
         if is_causal is None:

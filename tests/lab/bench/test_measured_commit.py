@@ -1,4 +1,4 @@
-"""What the pages show of a GPU was measured on one kind of card, with the kernels of one commit, which they name."""
+"""Results of a kind of card were measured with the kernels of one commit: for the card of the pages, the one they name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,56 @@ import pytest
 import torch
 
 import qflash
-from helpers import BENCHMARKS
+from helpers import BENCHMARKS, load_benchmark
 from qflash_lab.bench import records
 
 ROOT = BENCHMARKS.parent
-CARD = "h200"
+RESULTS = BENCHMARKS / "results"
+PAGES_CARD = load_benchmark("pages").CARD
 KERNELS = (
     "src/qflash/kernels/common", "src/qflash/kernels/gluon", "src/qflash/kernels/triton", "src/qflash/kernels/heuristics.py",
     "src/qflash/kernels/tiles.py", "src/qflash/network", "lab/src/qflash_lab/baselines/*.py",
 )  # fmt: skip
-OTHERS = ("authors_kernel", "overlap", "gpu_tests")
+OTHERS = ("authors_kernel", "overlap", "gpu_tests", "real", "accuracy")
 """Beginnings of the names of results that are not of this library's kernels, or no times."""
+
+card_of = load_benchmark("measure").card_of
+
+
+def environments(record: Any) -> list[dict[str, Any]]:
+    """Return what a result says of where it was measured, run by run; nothing for a result that is not of a GPU."""
+    if not isinstance(record, dict):
+        return []
+    several = record.get("environments") or [record.get("environment") or record]
+    return [each for each in several if "NVIDIA" in str(each.get("device"))]
+
+
+def read_gpu_results(paths: Iterable[Path]) -> dict[str, list[tuple[str, list[dict[str, Any]]]]]:
+    """Return names and environments of the results of GPUs, by kind of card."""
+    found: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
+    for path in sorted(paths):
+        runs = environments(json.loads(path.read_text()))
+        cards = {card_of(run["device"]).partition("-")[0] for run in runs}
+        assert len(cards) <= 1, f"{path.name} is of several cards: {sorted(cards)}"
+        for card in cards:
+            assert card in re.split("[_-]", path.stem), f"{path.name} was measured on a {runs[0]['device']}"
+            found.setdefault(card, []).append((path.stem, runs))
+    return found
+
+
+def differing(
+    results: list[tuple[str, list[dict[str, Any]]]], base: str | None, changed: Callable[[str, str], str | None]
+) -> list[str]:
+    """Name the results of one card whose kernels are not those of the others, or of a commit.
+
+    Args:
+        results: of :func:`read_gpu_results`.
+        base: the commit; None for that of the first result.
+        changed: gives the kernels' files that differ between two commits, None where git does not know them.
+    """
+    timed = [(name, str(run.get("commit"))) for name, runs in results if not name.startswith(OTHERS) for run in runs]
+    base = base or (timed[0][1] if timed else "")
+    return [f"{name}: {commit}" for name, commit in timed if commit != base and changed(base, commit) != ""]
 
 
 def named() -> str:
@@ -33,43 +73,69 @@ def named() -> str:
     return found[1]
 
 
-def gpu_results() -> list[Path]:
-    """Return the results of a GPU beside ``trials``."""
-    found = [path for path in (BENCHMARKS / "results").glob("*.json") if re.search(r"_[a-z]+\d{2,}$", path.stem)]
-    return sorted(path for path in found if not path.stem.startswith(("verify", "cpu")))
-
-
-def environments(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what a result file says of where it was measured, run by run."""
-    several: list[dict[str, Any]] = record.get("environments") or [record["environment"]]
-    return several
-
-
 @functools.cache
-def changed(commit: str) -> str | None:
-    """Return the kernels' files that differ between a commit and the one that is named; None where git does not know it."""
-    command = ["git", "-C", str(ROOT), "diff", "--name-only", named(), commit, "--", *KERNELS]
+def files_changed(base: str, commit: str) -> str | None:
+    """Return the kernels' files that differ between two commits; None where git does not know one."""
+    command = ["git", "-C", str(ROOT), "diff", "--name-only", base, commit, "--", *KERNELS]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
 
 
-def test_every_result_is_of_one_card() -> None:
-    assert len(gpu_results()) > 15
-    # accuracy does not depend on the card: all have the same bits
-    assert [path.name for path in gpu_results() if not path.stem.endswith(CARD)] == ["real_fashion_h100.json"]
+FOUND = read_gpu_results(RESULTS.glob("*.json"))
 
 
-@pytest.mark.parametrize("path", [path for path in gpu_results() if path.stem.endswith(CARD)], ids=lambda path: path.stem)
-def test_every_result_names_a_commit_with_the_same_kernels(path: Path) -> None:
-    record = json.loads(path.read_text())
-    if path.stem.startswith(OTHERS):
-        assert "H200" in record["device"]
-        return
-    for environment in environments(record):
-        assert "H200" in environment["device"]
-        if changed(named()) is None:
-            pytest.skip("this is no clone with its history")
-        assert changed(environment["commit"]) == "", environment["commit"]
+def test_the_pages_are_of_one_card() -> None:
+    assert len(FOUND[PAGES_CARD]) > 15
+    assert (
+        f"All times and energies of this page and its tables are an {PAGES_CARD.upper()}'s"
+        in (ROOT / "docs" / "performance.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("card", sorted(FOUND))
+def test_every_result_of_a_card_names_a_commit_with_the_same_kernels(card: str) -> None:
+    if files_changed(named(), named()) is None:
+        pytest.skip("this is no clone with its history")
+    assert not differing(FOUND[card], named() if card == PAGES_CARD else None, files_changed)
+
+
+def write(folder: Path, name: str, device: str, commit: str | None) -> Path:
+    """Write a result as a benchmark would."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"environment": {"device": device, "commit": commit}, "rows": []}))
+    return path
+
+
+def test_results_of_another_card_are_compared_with_one_another(tmp_path: Path) -> None:
+    a100, ada = "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"
+    paths = [
+        write(tmp_path, "bench_a100-sxm4-80gb", a100, "new"), write(tmp_path, "energy_a100", a100, "same"),
+        write(tmp_path, "models_4090", ada, "newest"), write(tmp_path, "real_fashion_a100", a100, None),
+        write(tmp_path, "bench_cpu", "x86_64 CPU", None),
+    ]  # fmt: skip
+    found = read_gpu_results(paths)
+    assert {card: len(results) for card, results in found.items()} == {"a100": 3, "4090": 1}
+
+    def changed(base: str, commit: str) -> str | None:
+        return {"same": "", "other": "kernels.py", "new": ""}.get(commit)
+
+    assert not differing(found["a100"], None, changed) and not differing(found["4090"], None, changed)
+    paths.append(write(tmp_path, "shapes_a100", a100, "other"))
+    paths.append(write(tmp_path, "varlen_a100", a100, "unknown"))
+    paths.append(write(tmp_path, "profile_a100", a100, None))
+    different = differing(read_gpu_results(paths)["a100"], None, changed)
+    assert different == ["profile_a100: None", "shapes_a100: other", "varlen_a100: unknown"]
+
+
+def test_the_pages_leave_out_other_cards() -> None:
+    shown = load_benchmark("reproduction_tables")._is_shown
+    devices = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "x86_64 CPU", "?")
+    assert [shown(device) for device in devices] == [True, False, False, True, True]
+
+
+def test_a_result_is_of_the_card_in_its_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="was measured on a NVIDIA H100"):
+        read_gpu_results([write(tmp_path, "bench_h200", "NVIDIA H100 80GB HBM3", "new")])
 
 
 def test_results_name_the_commit_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:

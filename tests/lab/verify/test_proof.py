@@ -20,10 +20,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from typer.testing import CliRunner
 
 from helpers import run_compiling
-from qflash import execution
+from qflash import backends, execution
 from qflash.attention_call import float_call, int8_call
+from qflash.cli import app
 from qflash.kernels.device import STAND_IN
 from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder
 from qflash.quantization import scale_shape
@@ -262,6 +264,24 @@ def test_a_sample_can_be_drawn_again() -> None:
     for text in ("0", "-1", "1/0", "a", "0.5", ""):
         with pytest.raises(proof.VerificationError, match="sample must be"):
             proof.sample_size(text, 100)
+
+
+def test_a_sample_is_the_same_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DrawnError(Exception):
+        pass
+
+    def draw_sample(every: Any, text: str, seed: object) -> None:
+        raise DrawnError(seed)
+
+    monkeypatch.setattr(backends, "interpreting", lambda: False)
+    monkeypatch.setattr(proof, "disassemblers", lambda: None)
+    monkeypatch.setattr(proof, "_pick_jobs", lambda *_: [])
+    monkeypatch.setattr(proof, "draw_sample", draw_sample)
+    with pytest.raises(DrawnError) as drawn:
+        proof.verify(sample="5", workers=1)
+    assert drawn.value.args == (0,)
+    result = CliRunner().invoke(app, ["verify", "--sample", "5"])
+    assert isinstance(result.exception, DrawnError) and result.exception.args == (0,)
 
 
 LOOP = """

@@ -17,7 +17,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
 import functools
 import multiprocessing
 import os
@@ -255,7 +254,7 @@ def verify(
     workers: int | None = None,
     progress: bool = False,
     sample: str | None = None,
-    seed: int | None = None,
+    seed: int = 0,
 ) -> list[Report]:
     """Compile and read every case for every target, in parallel processes.
 
@@ -266,7 +265,7 @@ def verify(
         workers: processes; one per CPU core this process may use if None.
         progress: show a progress bar on standard error.
         sample: only so many of them, or such a share, drawn at random: see :func:`sample_size`.
-        seed: what that is drawn with, the day's number if None.
+        seed: what that is drawn with.
 
     Returns:
         one report per case and target, in that order.
@@ -301,7 +300,7 @@ def verify(
         pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(workers or cores, context))
         jobs = _pick_jobs(cases, capabilities, pool.map)
         if sample is not None:
-            total, seed = len(jobs), datetime.date.today().toordinal() if seed is None else seed
+            total = len(jobs)
             jobs = draw_sample(jobs, sample, seed)
             print(f"{len(jobs)} of {total} launches, drawn with --seed {seed}", file=sys.stderr)
         advance = stack.enter_context(_progress(len(jobs), progress))

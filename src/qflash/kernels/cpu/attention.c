@@ -1045,6 +1045,8 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
             one.query_scale = q.scale, one.key_scale = k.scale, one.value_scale = one.output_scale = v.scale;
             one.offset = v.offset;
             one.queries = queries, one.keys = k.tokens;
+            /* one key is one scale for the head, whatever other sequences have */
+            one.key_token = k.granularity == PER_TOKEN && one.keys > 1;
             one.q[1] = queries * one.head_dim, one.k[1] = one.keys * one.head_dim, one.v[1] = one.keys * one.value_dim;
             /* scales of tokens follow one another head by head */
             if (q.granularity == PER_TOKEN) one.qs[1] = queries;

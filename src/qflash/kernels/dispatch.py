@@ -129,11 +129,16 @@ def fusable(call: AttentionCall) -> bool:
     return sm90.takes_resident(call, _tiles_for(call, True))
 
 
-def prefers_streaming(call: AttentionCall) -> bool:
-    """Tell whether :func:`launch_long` should take float tensors, even if :func:`fusable` accepts them."""
+def is_one_launch(call: AttentionCall) -> bool:
+    """Tell whether :func:`launch_fused` should take a call: float tensors that :func:`fusable` accepts.
+
+    Not where :func:`launch_long` is faster.
+    """
+    if call.scales is not None:
+        return False
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return apart and quantizes_streaming(call)
+    return not (apart and quantizes_streaming(call)) and fusable(call)
 
 
 def quantizes_streaming(call: AttentionCall) -> bool:

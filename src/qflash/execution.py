@@ -231,12 +231,16 @@ def attend(call: AttentionCall, backend: str) -> torch.Tensor:
 
 def _without_unseen_on_gpu(call: AttentionCall, backend: str) -> AttentionCall:
     """Do what :func:`.unseen_tokens.without_unseen` does by launches that can be made again, and without waiting for a GPU."""
-    from .kernels.dispatch import is_one_launch
+    from .kernels.dispatch import is_one_launch, quantizes_streaming
     from .kernels.triton.unseen_tokens import launch_places, take
 
-    if call.mask is not None and call.mask.is_floating_point() and not is_one_launch(call):
+    whole = is_one_launch(call)
+    if call.mask is not None and call.mask.is_floating_point() and not whole:
         call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
-    return take(call, launch_places(call))
+    places = launch_places(call)
+    if whole or (call.scales is None and quantizes_streaming(call)):
+        return dataclasses.replace(call, places=places)
+    return take(call, places)
 
 
 def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:

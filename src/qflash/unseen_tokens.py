@@ -1,9 +1,10 @@
 """Tokens that no query may see: they are replaced, so that their content cannot reach a scale or a mean.
 
 A shared scale, a midrange or a mean is found over all tokens. A key that a mask hides from every query takes no part in the
-softmax, but would take part in those. So a hidden token is replaced by a copy of one that is seen, key and value alike, before
-anything is found; the mask still hides it. Copies leave ranges as they are, and they are shared out evenly, so that a mean stays
-close to that of the seen tokens. Which tokens are hidden is told from the mask's values, whatever its shape and strides.
+softmax, but would take part in those. So a hidden token is replaced by a copy of one that is seen, key and value alike,
+before anything is found; the mask still hides it. Copies leave ranges as they are, and they are shared out evenly, so that a
+mean stays close to that of the seen tokens. Which tokens are hidden is told from the mask's values, whatever its shape and
+strides.
 
 Causal attention with more keys than queries leaves out the last keys instead.
 

@@ -150,7 +150,7 @@ def test_memory_of_a_mask_changes_no_bit(backend: str, kind: str) -> None:
     for name, each in in_other_memory(mask, (batch, heads, tokens, tokens)).items():
         if kind == "fixed":
             # scales of tokens, whose largest a hidden one would be
-            q, k, v = (qflash.quantize(x, granularity) for x, granularity in ((query, "token"), (key, "token"), (value, "head")))
+            q, k, v = (qflash.quantize(x, by) for x, by in ((query, "token"), (key, "token"), (value, "head")))
             out = qflash.int8_attention(
                 q, k, v, qflash.quantize_bias(each), recipe=recipe, out_dtype=torch.float32, backend=backend
             )

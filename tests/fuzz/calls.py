@@ -332,9 +332,9 @@ class PackedCall:
 def packed_calls(draw: st.DrawFn, work: int = MOST_WORK) -> PackedCall:
     """Draw packed sequences, with none, one or many tokens beside one another.
 
-    What a back end chooses for all of them has to be right for each. So in every second call there is a scale for each key, scores
-    so large that their exponents have few fraction bits, and outputs of full precision: there what one sequence has to do with
-    another shows. The longest sequence may be said to be longer than it is.
+    What a back end chooses for all of them has to be right for each. So in every second call there is a scale for each key,
+    scores so large that their exponents have few fraction bits, and outputs of full precision: there what one sequence has to
+    do with another shows. The longest sequence may be said to be longer than it is.
     """
     length = st.one_of(st.sampled_from((0, 1, 1, 2)), sizes(_EDGES, 70 if work == MOST_WORK else 20))
     masks, fine = ("none", "causal"), recipes().map(lambda recipe: recipe.replace(key_granularity="token"))

@@ -197,8 +197,9 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(
-        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value
-    )
+        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value,
+        places=call.places,
+    )  # fmt: skip
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,

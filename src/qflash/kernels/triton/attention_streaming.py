@@ -296,8 +296,9 @@ def long_kernel(
         # fraction bits of that count.
         mantissa, exponent = split_scale(tl.load(ks_base, mask=keys == 1, other=0x3F800000))
         _, narrow_bits, _ = row_multiplier(
-            query_bits, mantissa, exponent, constant_mantissa, constant_exponent, MASK, False, COLUMN_BITS, MOST, MOST_BITS, GUARD
-        )
+            query_bits, mantissa, exponent, constant_mantissa, constant_exponent, MASK, False, COLUMN_BITS, MOST, MOST_BITS,
+            GUARD,
+        )  # fmt: skip
         fraction_bits = tl.where(keys == 1, narrow_bits, fraction_bits)
 
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)

@@ -144,7 +144,7 @@ def _repeatable(
             # keys that are left out are other addresses' views
             if resolved != "cpu" or leaves_out_keys(made):
                 return None
-            from .kernels.cpu.launch import prepare_attention
+            from .kernels.cpu.launch import launch_seen, prepare_attention
 
             plan = prepare_attention(made, out)
             if plan is None or not searches(made):
@@ -154,7 +154,7 @@ def _repeatable(
             def run(*given: torch.Tensor | None) -> torch.Tensor:
                 views = [x if x is None or y is None else x.as_strided(*y) for x, y in zip(given, layouts, strict=True)]
                 # hidden tokens are replaced in every call anew
-                seen = seen_tokens(call(*views), lambda bias: quantize_bias(bias, backend))
+                seen = seen_tokens(call(*views), lambda bias: quantize_bias(bias, backend), launch_seen)
                 return plan(*given) if bool(seen.all()) else go(*views)
 
             return run
@@ -222,10 +222,17 @@ def attend(call: AttentionCall, backend: str) -> torch.Tensor:
     """Go the whole way: quantise float tensors by the recipe, turn a float bias into fixed point, run the back end."""
     if call.mask is not None:
         call = dataclasses.replace(call, mask=once(call.mask))
-    if searches(call) and resolve_backend(backend, call.query.device) == "triton":
+    resolved = resolve_backend(backend, call.query.device)
+    if searches(call) and resolved == "triton":
         call = _without_unseen_on_gpu(call, backend)
     else:
-        call = without_unseen(call, lambda bias: quantize_bias(bias, backend))
+        shown = None
+        if resolved == "cpu":
+            from .kernels.cpu.launch import launch_seen as shown
+        if searches(call) and call.mask is not None and call.mask.is_floating_point():
+            # once for both the search and attention
+            call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
+        call = without_unseen(call, lambda bias: quantize_bias(bias, backend), shown)
     return _attend_floats(call, backend) if call.scales is None else _attend_int8(call, backend)
 
 

@@ -46,35 +46,51 @@ def once(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def without_unseen(call: AttentionCall, quantize_bias: Callable[[torch.Tensor], torch.Tensor]) -> AttentionCall:
+def without_unseen(
+    call: AttentionCall,
+    quantize_bias: Callable[[torch.Tensor], torch.Tensor],
+    shown: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+) -> AttentionCall:
     """Return a call with the same result, whose hidden tokens are copies of seen ones.
 
     Args:
         call: int8 or float.
         quantize_bias: :func:`qflash.quantize_bias` of the back end, for a float mask.
+        shown: :func:`shown_tokens` of the back end; this module's if None.
     """
     if leaves_out_keys(call):
         return first_keys(call)
     if not searches(call):
         return call
-    seen = seen_tokens(call, quantize_bias)
+    seen = seen_tokens(call, quantize_bias, shown)
     # nothing waits for a CPU
     if seen.device.type == "cpu" and bool(seen.all()):
         return call
     return taken(call, _places(seen, call))
 
 
-def seen_tokens(call: AttentionCall, quantize_bias: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def seen_tokens(
+    call: AttentionCall,
+    quantize_bias: Callable[[torch.Tensor], torch.Tensor],
+    shown: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Return which tokens a query sees, bool, (period, heads of key | 1, keys), of a call that :func:`searches`."""
     assert call.mask is not None
-    mask, heads = once(call.mask), call.key.shape[1]
-    if mask.dtype.is_floating_point:
-        mask = quantize_bias(mask)
+    mask = once(call.mask)
+    return (shown or shown_tokens)(quantize_bias(mask) if mask.dtype.is_floating_point else mask, call.key.shape[1])
+
+
+def shown_tokens(mask: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Return which tokens any row of a mask shows to a head of key, bool, (period, heads of key | 1, keys).
+
+    Args:
+        mask: bool or in fixed point, (period, heads | 1, queries, keys).
+        key_heads: each of which belongs to a group of the mask's heads, if it has several.
+    """
     # a bias at its lower limit gives a weight of 0
     seen = mask.any(dim=2) if mask.dtype == torch.bool else mask.amax(dim=2) > -fp.BIAS_LIMIT
-    if seen.shape[1] not in (1, heads):
-        # a head of key is seen by a group of query's heads
-        seen = seen.unflatten(1, (heads, -1)).any(dim=2)
+    if seen.shape[1] not in (1, key_heads):
+        seen = seen.unflatten(1, (key_heads, -1)).any(dim=2)
     return seen
 
 

@@ -91,9 +91,9 @@ def main() -> None:
     for name, shape in shapes.items():
         batch, heads, tokens, head_dim, period = shape
         sizes = batch // period, period, heads, tokens, head_dim
-        tensors = [torch.randn(sizes, device=device, dtype=dtype) for _ in range(3)]
+        query, key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(3))
         for about, mask in masks(shape, device, dtype):
-            found = (on_gpu if device.type == "cuda" else on_cpu)(functools.partial(attention, *tensors, mask))
+            found = (on_gpu if device.type == "cuda" else on_cpu)(functools.partial(attention, query, key, value, mask))
             rows.append({"shape": name, "sizes": shape, "mask": about, **found})
             print(f"{name:16} {about:36} {found}", flush=True)
     if len(sys.argv) > 1:

@@ -226,9 +226,11 @@ def attend(call: AttentionCall, backend: str) -> torch.Tensor:
     if searches(call) and resolved == "triton":
         call = _without_unseen_on_gpu(call, backend)
     else:
-        shown = None
+        shown: Callable[[torch.Tensor, int], torch.Tensor] | None = None
         if resolved == "cpu":
-            from .kernels.cpu.launch import launch_seen as shown
+            from .kernels.cpu.launch import launch_seen
+
+            shown = launch_seen
         if searches(call) and call.mask is not None and call.mask.is_floating_point():
             # once for both the search and attention
             call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))

@@ -145,23 +145,23 @@ def rotate(x):
     return x
 
 
-def without_unseen(key, value, key_scale, mask, bias, causal, queries):
+def without_unseen(key, value, key_scale, mask, bias, causal, queries, recipe):
     """Replace tokens that no query sees by copies of seen ones, or leave them out where attention is causal.
 
-    Only a mask with one row for all queries is searched.
+    Of int8 tensors, whose keys have a scale here, only where there is a scale a key or an exact row sum.
     """
     keys = key.shape[2]
     if causal and keys > queries:
         cut = key_scale if key_scale is None or key_scale.shape[2] == 1 else key_scale[:, :, :queries]
         return key[:, :, :queries], value[:, :, :queries], cut
-    row = mask if mask is not None else bias
-    if row is None or row.shape[2] != 1 or row.shape[3] == 1:
+    rows = mask if mask is not None else bias
+    per_token = key_scale is not None and key_scale.shape[2] > 1
+    if rows is None or rows.shape[3] == 1 or not (key_scale is None or per_token or has_exact_sum(recipe, keys)):
         return key, value, key_scale
-    seen = (row if mask is not None else row > -BIAS_LIMIT)[:, :, 0]
+    seen = (rows if mask is not None else rows > -BIAS_LIMIT).any(axis=2)
     if seen.shape[1] not in (1, key.shape[1]):
         seen = seen.reshape(len(seen), key.shape[1], -1, keys).any(axis=2)  # seen by a query head that shares the key head
     seen = np.broadcast_to(seen, key.shape[:3])
-    per_token = key_scale is not None and key_scale.shape[2] > 1
     key, value, key_scale = key.copy(), value.copy(), key_scale.copy() if per_token else key_scale
     for place in np.ndindex(*key.shape[:2]):
         tokens, hidden = np.flatnonzero(seen[place]), np.flatnonzero(~seen[place])
@@ -287,6 +287,18 @@ def weights(t, F, exponential, bits, rounding):
 # Steps 6 and 7: accumulation, row sum and missing mass.
 
 
+def has_exact_sum(recipe, keys):
+    """Whether a row of so many keys is divided by the sum of P before it is rounded."""
+    return (
+        recipe["row_sum"] == "exact"
+        and recipe["probability_bits"] == 8
+        and recipe["probability_rounding"] == "nearest"
+        and recipe["normalization"] == "two_pass"
+        and recipe["output"] == "accumulator"
+        and keys > 64
+    )
+
+
 def two_pass(scores, visible, value, recipe):
     """O, the divisor, and its fraction bits."""
     m = np.where(visible, scores.values, MASKED_SCORE).max(axis=-1, keepdims=True)
@@ -295,14 +307,7 @@ def two_pass(scores, visible, value, recipe):
     P, w = np.where(visible, P, 0), np.where(visible, w, 0)
     l, O = P.sum(axis=-1, keepdims=True), P @ value
     keys = value.shape[2]
-    exact = (
-        recipe["row_sum"] == "exact"
-        and recipe["probability_bits"] == 8
-        and recipe["probability_rounding"] == "nearest"
-        and recipe["output"] == "accumulator"
-        and keys > 64
-    )
-    if not exact:
+    if not has_exact_sum(recipe, keys):
         return O, l, 0, m
     L = np.maximum(w.sum(axis=-1, keepdims=True), 128 * l)
     missing = (L - 128 * l) >> 8
@@ -379,7 +384,7 @@ def attention(
     attention takes neither.
     """
     heads, queries = query.shape[1:3]
-    key, value, key_scale = without_unseen(key, value, key_scale, mask, bias, causal, queries)
+    key, value, key_scale = without_unseen(key, value, key_scale, mask, bias, causal, queries, recipe)
     query, key, value = (x.astype(np.int64) for x in (query, key, value))
     key, value, key_scale, value_scale = (per_query_head(x, heads) for x in (key, value, key_scale, value_scale))
 
@@ -424,7 +429,7 @@ def float_attention(query, key, value, recipe, softmax_scale, mask=None, bias=No
     """Float query, key and value to float32: step 1, then :func:`attention`. The bias is in nats."""
     query, key, value = (float32(x) for x in (query, key, value))
     bias = None if bias is None else fixed_point_bias(bias)
-    key, value, _ = without_unseen(key, value, None, mask, bias, causal, query.shape[2])
+    key, value, _ = without_unseen(key, value, None, mask, bias, causal, query.shape[2], recipe)
     if recipe["smooth_key"]:
         key = key - midrange(key)[0]
     if recipe["balance"]:

@@ -43,6 +43,8 @@ class AttentionCall:
         out_dtype: int8, float16, bfloat16 or float32.
         recipe: the numerical choices. Of int8 tensors those about exponential, P, normalisation and output.
         like: a tensor whose order in memory the output takes (:func:`qflash.memory_format.empty_output`); query if None.
+        places: int32 (period of the mask, heads of key | 1, keys): from where a kernel that quantises takes each token of key
+            and value (:mod:`.kernels.triton.unseen_tokens`); None: each from its own.
     """
 
     query: torch.Tensor
@@ -55,6 +57,7 @@ class AttentionCall:
     out_dtype: torch.dtype
     recipe: Recipe
     like: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:

@@ -13,7 +13,7 @@ from .attention_call import AttentionCall, Scales, float_call, int8_call
 from .backends import resolve_backend
 from .memory_format import as_four, is_expanded
 from .recipe import Recipe
-from .unseen_tokens import may_hide, without_unseen
+from .unseen_tokens import leaves_out_keys, once, searches, seen_tokens, without_unseen
 
 
 def quantize(x: torch.Tensor, granularity: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,12 +140,24 @@ def _repeatable(
         out = go(*tensors)
 
         def prepare() -> Callable[..., torch.Tensor] | None:
-            # hidden tokens are replaced in every call anew
-            if resolved != "cpu" or may_hide(call(*tensors)):
+            made = call(*tensors)
+            # keys that are left out are other addresses' views
+            if resolved != "cpu" or leaves_out_keys(made):
                 return None
-            from .kernels.cpu.launch import prepare_attention
+            from .kernels.cpu.launch import launch_seen, prepare_attention
 
-            return prepare_attention(call(*tensors), out)
+            plan = prepare_attention(made, out)
+            if plan is None or not searches(made):
+                return plan
+            layouts = [None if x is None else (x.shape, x.stride()) for x in tensors]
+
+            def run(*given: torch.Tensor | None) -> torch.Tensor:
+                views = [x if x is None or y is None else x.as_strided(*y) for x, y in zip(given, layouts, strict=True)]
+                # hidden tokens are replaced in every call anew
+                seen = seen_tokens(call(*views), lambda bias: quantize_bias(bias, backend), launch_seen)
+                return plan(*given) if bool(seen.all()) else go(*views)
+
+            return run
 
     plan_cache.remember(tensors, (operator, *choices), tensors, out.shape, prepare)
     return out
@@ -208,8 +220,36 @@ def attention(
 
 def attend(call: AttentionCall, backend: str) -> torch.Tensor:
     """Go the whole way: quantise float tensors by the recipe, turn a float bias into fixed point, run the back end."""
-    call = without_unseen(call, lambda bias: quantize_bias(bias, backend))
+    if call.mask is not None:
+        call = dataclasses.replace(call, mask=once(call.mask))
+    resolved = resolve_backend(backend, call.query.device)
+    if searches(call) and resolved == "triton":
+        call = _without_unseen_on_gpu(call, backend)
+    else:
+        shown: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        if resolved == "cpu":
+            from .kernels.cpu.launch import launch_seen
+
+            shown = launch_seen
+        if searches(call) and call.mask is not None and call.mask.is_floating_point():
+            # once for both the search and attention
+            call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
+        call = without_unseen(call, lambda bias: quantize_bias(bias, backend), shown)
     return _attend_floats(call, backend) if call.scales is None else _attend_int8(call, backend)
+
+
+def _without_unseen_on_gpu(call: AttentionCall, backend: str) -> AttentionCall:
+    """Do what :func:`.unseen_tokens.without_unseen` does by launches that can be made again, and without waiting for a GPU."""
+    from .kernels.dispatch import is_one_launch, quantizes_streaming
+    from .kernels.triton.unseen_tokens import launch_places, take
+
+    whole = is_one_launch(call)
+    if call.mask is not None and call.mask.is_floating_point() and not whole:
+        call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
+    places = launch_places(call)
+    if whole or (call.scales is None and quantizes_streaming(call)):
+        return dataclasses.replace(call, places=places)
+    return take(call, places)
 
 
 def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
@@ -229,9 +269,9 @@ def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
 def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
     query, key, value, mask, recipe, scale = call.query, call.key, call.value, call.mask, call.recipe, call.softmax_scale
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.dispatch import fusable, launch_fused, launch_long, prefers_streaming, quantizes_streaming
+        from .kernels.dispatch import is_one_launch, launch_fused, launch_long, quantizes_streaming
 
-        if not prefers_streaming(call) and fusable(call):
+        if is_one_launch(call):
             return launch_fused(call)
         if quantizes_streaming(call):
             fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask

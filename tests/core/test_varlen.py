@@ -84,6 +84,47 @@ def test_one_launch_has_the_bits_of_separate_calls(recipe: str, causal: bool) ->
     assert same_bits(qflash.varlen_attention(*arguments, **options, backend="triton"), separately(*arguments, **options))
 
 
+TOKEN_KEYS = {
+    "8 bits": DEFAULT.replace(key_granularity="token"),
+    "15 bits": ACCURATE,
+    "7 bits online": PAPER.replace(key_granularity="token"),
+    "two pass": PAPER.replace(key_granularity="token", normalization="two_pass", output="accumulator"),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("recipe", TOKEN_KEYS)
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_one_key_goes_its_own_way_beside_many(backend: str, recipe: str, causal: bool) -> None:
+    # a single key has one scale a head, where the unit of its exponent is another than with a scale for each key
+    if backend == "triton" and DEVICE.type == "cuda":
+        backend = "auto"
+    if backend == "cpu" and backends.cpu_missing():
+        pytest.skip(str(backends.cpu_missing()))
+    options = {"is_causal": causal, "enable_gqa": True, "recipe": TOKEN_KEYS[recipe]}
+    for seed, loud in enumerate((100, 300, 1000)):
+        query, key, *rest = packed(([1, 3, 1, 2, 0], [1, 9, 7, 1, 2]), 2, 1, seed)
+        arguments = query * loud, key * loud, *rest
+        got = qflash.varlen_attention(*arguments, **options, backend=backend)
+        assert same_bits(got, separately(*arguments, **options)), loud
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("recipe", ["default", "paper", "head"])
+def test_the_longest_length_that_is_said_changes_no_bit(recipe: str, backend: str) -> None:
+    # with 65537 keys sums are those of sections, in 64 bits
+    if backend == "cpu" and backends.cpu_missing():
+        pytest.skip(str(backends.cpu_missing()))
+    if backend == "triton" and DEVICE.type == "cuda":
+        backend = "auto"
+    *arguments, queries, keys = packed(([1, 0, 5], [7, 3, 66]), 2, 1)
+    options = {"enable_gqa": True, "recipe": RECIPES[recipe]}
+    expected = separately(*arguments, **options)
+    for most in (keys, keys + 1, 128, 257, (1 << 16) + 1):
+        got = qflash.varlen_attention(*arguments, queries + 3, most, **options, backend=backend)
+        assert same_bits(got, expected), most
+
+
 @pytest.mark.usefixtures("_compiler")
 def test_any_strides_and_types_of_lengths_will_do() -> None:
     query, key, value, cu_q, cu_k, *longest = packed(LENGTHS["odd, one and none"])

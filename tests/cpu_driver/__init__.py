@@ -267,7 +267,9 @@ class DriverLibrary:
         answers: where what the driver returns is written, too.
     """
 
-    _ORDER = ("attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention")
+    _ORDER = (
+        "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
+    )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -404,6 +406,17 @@ class DriverLibrary:
         given = [self._add(buffers, x, 4 * rows * keys, False), self._add(buffers, out, 4 * rows * keys, True)]
         buffers.append(_Buffer(bytes(sizes._obj)))
         self._call("bias", buffers, [*given, len(buffers) - 1])
+
+    def _seen(self, mask: int, seen: int, sizes: Any) -> None:
+        period, heads, group, rows, keys, *strides, biased, _ = sizes._obj
+        last = sum((size - 1) * stride for size, stride in zip((period, heads * group, rows, keys), strides, strict=True))
+        buffers: list[_Buffer] = []
+        given = [
+            self._add(buffers, mask, (1 + last) * (4 if biased else 1), False),
+            self._add(buffers, seen, period * heads * keys, True),
+        ]
+        buffers.append(_Buffer(bytes(sizes._obj)))
+        self._call("seen", buffers, [*given, len(buffers) - 1])
 
     def _attention_at(self, like: Any, *addresses: int) -> int:
         sizes = _attention_spans(list(like._obj.integers))

@@ -35,7 +35,7 @@ from qflash.fixed_point import MAX_HEAD_DIM, MAX_KEYS, SECTION_KEYS
 from qflash.kernels.cpu import launch
 from qflash.network import operators
 from qflash.recipe import PRESETS, Recipe
-from qflash.unseen_tokens import may_hide
+from qflash.unseen_tokens import leaves_out_keys, searches, shown_tokens
 
 CPU = torch.device("cpu")
 LONG = dataclasses.replace(
@@ -67,7 +67,7 @@ def _check_floats(number: int) -> None:
     first = attend(call, "cpu")
     assert same_bits(first, expected)
     # hidden tokens are replaced before, in every call anew
-    repeat = None if may_hide(call) else launch.prepare_attention(call, first)
+    repeat = None if leaves_out_keys(call) or searches(call) else launch.prepare_attention(call, first)
     if repeat is not None:
         assert same_bits(repeat(query, key, value, mask), expected)
 
@@ -215,6 +215,19 @@ def _check_bias(number: int) -> None:
     assert same_bits(launch.launch_quantize_bias(bias), quantization.bias_to_fixed(bias))
 
 
+def _check_seen(number: int) -> None:
+    generator, chance = torch.Generator().manual_seed(number), random.Random(number)
+    key_heads, group = chance.choice((1, 2, 3)), chance.choice((1, 2))
+    heads = chance.choice((1, key_heads * group))
+    shape = chance.choice((1, 2)), heads, chance.choice((1, 2, 9)), chance.choice((2, 5, 17, 40))
+    mask = torch.rand(shape, generator=generator) < chance.choice((0.02, 0.3, 0.9, 1.0))
+    if chance.random() < 0.5:
+        mask = torch.where(mask, torch.randint(-100, 100, shape, generator=generator), chance.choice((-(1 << 28), -(1 << 30))))
+        mask = mask.to(torch.int32)
+    mask = lay_out(mask, chance.choice(LAYOUTS))
+    assert torch.equal(launch.launch_seen(mask, key_heads), shown_tokens(mask, key_heads))
+
+
 def _ends(size: tuple[int, ...], chance: random.Random) -> torch.Tensor:
     """Return int8 numbers at the ends of their range, in one of several patterns along the last dimension."""
     kind = chance.randrange(4)
@@ -310,6 +323,7 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "quantisation": (_check_quantisation, 300),
     "quantisation with given middles": (_check_given, 150),
     "bias": (_check_bias, 100),
+    "hidden tokens": (_check_seen, 60),
     "linear layers": (_check_linear, 200),
     "large linear layers": (_check_deep_linear, 15),
     "layer normalisation": (_check_layer_norm, 60),

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import qflash
 from helpers import LAYOUTS, lay_out, move_far
+from qflash.fixed_point import SECTION_KEYS
 from qflash.recipe import _CHOICES, PRESETS, Recipe
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = (
     "normal", "uniform", "loud channel", "outlier", "constant", "zeros", "zero tokens", "huge", "tiny", "offset",
-    "large offset", "steps",
+    "large offset", "steps", "loud",
 )  # fmt: skip
 MASKS = ("none", "causal", "padding", "bool", "bias", "padding bias", "far")
 _EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 49, 63, 64, 65, 127, 128, 129, 197, 255, 256, 257, 300)
@@ -54,6 +55,8 @@ def numbers(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: to
         x = x + 1000
     elif kind == "steps":
         x = (x * 4).round() / 4
+    elif kind == "loud":
+        x = x * 2.0 ** int(torch.randint(1, 12, (), generator=generator))
     return x.to(dtype)
 
 
@@ -289,6 +292,8 @@ class PackedCall:
     call: Call
     lengths: tuple[tuple[int, int], ...]
     """Queries and keys of each sequence."""
+    slack: tuple[int, int]
+    """By how much more than the longest sequence the arguments say there may be."""
     wide: bool
     """Cumulative lengths are int64."""
 
@@ -306,7 +311,7 @@ class PackedCall:
         cumulative = [torch.tensor([0, *itertools.accumulate(each)]) for each in (queries, keys)]
         if not self.wide:
             cumulative = [x.to(torch.int32) for x in cumulative]
-        return *tensors, *cumulative, max(queries), max(keys)
+        return *tensors, *cumulative, max(queries) + self.slack[0], max(keys) + self.slack[1]
 
     def run(self, backend: str) -> torch.Tensor:
         """Make the call."""
@@ -325,10 +330,18 @@ class PackedCall:
 
 @st.composite
 def packed_calls(draw: st.DrawFn, work: int = MOST_WORK) -> PackedCall:
-    """Draw packed sequences, empty ones among them."""
-    length = st.one_of(st.integers(0, 3), sizes(_EDGES, 70 if work == MOST_WORK else 20))
+    """Draw packed sequences, with none, one or many tokens beside one another.
+
+    What a back end chooses for all of them has to be right for each. So in every second call there is a scale for each key,
+    scores so large that their exponents have few fraction bits, and outputs of full precision: there what one sequence has to
+    do with another shows. The longest sequence may be said to be longer than it is.
+    """
+    length = st.one_of(st.sampled_from((0, 1, 1, 2)), sizes(_EDGES, 70 if work == MOST_WORK else 20))
+    masks, fine = ("none", "causal"), recipes().map(lambda recipe: recipe.replace(key_granularity="token"))
+    shown = calls(masks, ("loud",), (torch.float32,), fine, work)
     return PackedCall(
-        call=draw(calls(masks=("none", "causal"), work=work)),
+        call=draw(st.one_of(calls(masks, work=work), shown)),
         lengths=tuple(draw(st.lists(st.tuples(length, length), min_size=1, max_size=5))),
+        slack=(draw(st.sampled_from((0, 0, 1, 64))), draw(st.sampled_from((0, 0, 1, 64, SECTION_KEYS)))),
         wide=draw(st.booleans()),
     )

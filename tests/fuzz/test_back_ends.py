@@ -58,7 +58,7 @@ def test_integers_in_c(call: IntegerCall) -> None:
 
 
 @needs_a_compiler
-@examples(15)
+@examples(60)
 @given(packed_calls())
 def test_packed_sequences_in_c(call: PackedCall) -> None:
     expected = call.separately()
@@ -82,7 +82,7 @@ def test_integers_in_the_interpreter(call: IntegerCall) -> None:
 
 
 @in_the_interpreter
-@examples(2)
+@examples(12)
 @given(packed_calls(work=INTERPRETED_WORK))
 def test_packed_sequences_in_the_interpreter(call: PackedCall) -> None:
     assert same_bits(call.run("triton"), call.separately())

@@ -100,6 +100,18 @@ def few_processors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     monkeypatch.setattr(device, "STAND_IN_PROCESSORS", processors)
 
 
+@pytest.mark.parametrize("case", range(7))
+def test_places_of_hidden_tokens(emulated: Load, case: int) -> None:
+    module = emulated("gpu.test_gpu_unseen_tokens", TARGETS[case % 4])
+    module.test_places_are_those_of_the_specification(case)
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_tokens_from_their_places(emulated: Load, case: int) -> None:
+    module = emulated("gpu.test_gpu_unseen_tokens", TARGETS[case % 4])
+    module.test_kernels_that_quantise_take_tokens_from_their_places(case)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = emulated("core.test_fixed_point", target)

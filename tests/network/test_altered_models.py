@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from qflash_lab.bench.metrics import sqnr
 from torch import nn
 from torch.nn import functional as F
 
 import qflash
+from qflash_lab.bench.metrics import sqnr
 from small_networks import build, draw, normalise, timm
 
 RIGHT = "right"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from qflash_lab.bench.metrics import sqnr
 
 import qflash
 from qflash.network.families import read
+from qflash_lab.bench.metrics import sqnr
 from small_networks import draw, normalise, timm
 
 MODULES = {

@@ -48,6 +48,15 @@ def _make_shfl(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     target, source, lane = operands[0].partition("|")[0], operands[1], operands[2]
     # the lanes that exchange are those alike in the bits of a mask
     alike = int(operands[3], 0) >> 8
+    if kind == "up":
+        # of all lanes of the warp; those at its beginning keep what they have
+        assert int(operands[3], 0) == 0
+
+        def shift(warp: Warp) -> None:
+            which = _LANE - warp.read(lane).astype(np.int64)
+            warp.write(target, warp.read(source)[np.where(which < 0, _LANE, which)])
+
+        return shift
     assert kind in ("bfly", "idx") and int(operands[3], 0) & 255 == 31
 
     def step(warp: Warp) -> None:

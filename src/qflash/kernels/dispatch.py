@@ -129,11 +129,16 @@ def fusable(call: AttentionCall) -> bool:
     return sm90.takes_resident(call, _tiles_for(call, True))
 
 
-def prefers_streaming(call: AttentionCall) -> bool:
-    """Tell whether :func:`launch_long` should take float tensors, even if :func:`fusable` accepts them."""
+def is_one_launch(call: AttentionCall) -> bool:
+    """Tell whether :func:`launch_fused` should take a call: float tensors that :func:`fusable` accepts.
+
+    Not where :func:`launch_long` is faster.
+    """
+    if call.scales is not None:
+        return False
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return apart and quantizes_streaming(call)
+    return not (apart and quantizes_streaming(call)) and fusable(call)
 
 
 def quantizes_streaming(call: AttentionCall) -> bool:
@@ -192,8 +197,9 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(
-        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value
-    )
+        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value,
+        places=call.places,
+    )  # fmt: skip
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,

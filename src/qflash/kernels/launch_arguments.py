@@ -258,6 +258,17 @@ def parts(request: KernelRequest) -> Iterator[Part]:
         yield part
 
 
+def place_arguments(request: KernelRequest, part: Part) -> dict[str, Any]:
+    """Return what tells a kernel that quantises from where it takes tokens; their period is the mask's."""
+    places, query = request.call.places, request.call.query
+    if places is None:
+        # a pointer that is not read; any tensor will do
+        return {"place_ptr": query, "place_stride_z": 0, "place_stride_h": 0, "PLACES": False}
+    stride_z, stride_h = broadcast_strides(places, (0, 1))
+    pointer = places if mask_period(request.call) else part.of(places)
+    return {"place_ptr": pointer, "place_stride_z": stride_z, "place_stride_h": stride_h, "PLACES": True}
+
+
 def new_output(call: AttentionCall) -> torch.Tensor:
     """Return the output that kernels fill: of the call's type, but for bfloat16 in the interpreter.
 

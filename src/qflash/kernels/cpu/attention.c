@@ -891,6 +891,37 @@ void qflash_bias(const float *x, int32_t *out, const int64_t *sizes) {
     for (int64_t row = 0; row < rows; row++) bias_row(x + row * keys, out + row * keys, keys);
 }
 
+/* Which keys one row of a mask or a fixed-point bias shows, beside what is seen already. */
+INLINE void see_row(const void *mask, int64_t at, const int64_t step, int biased, uint8_t *restrict seen, int64_t keys) {
+    const uint8_t *shown = (const uint8_t *)mask + at;
+    const int32_t *bias = (const int32_t *)mask + at;
+    if (biased)
+        for (int64_t n = 0; n < keys; n++) seen[n] |= bias[n * step] > -BIAS_LIMIT;
+    else
+        for (int64_t n = 0; n < keys; n++) seen[n] |= shown[n * step] != 0;
+}
+
+/* Which tokens a query sees: unseen_tokens.seen_tokens. Rows are read from the last on, which sees most in a causal mask, until
+ * every key is seen. `sizes`: elements of the mask's batch, heads of `seen`, heads of the mask for each of these, rows, keys, four
+ * strides, whether it is a bias, threads. */
+void qflash_seen(const void *mask, uint8_t *seen, const int64_t *sizes) {
+    const int64_t heads = sizes[1], group = sizes[2], rows = sizes[3], keys = sizes[4], *stride = sizes + 5;
+    const int biased = (int)sizes[9];
+#pragma omp parallel for num_threads(threads_of(sizes[10]))
+    for (int64_t head = 0; head < sizes[0] * heads; head++) {
+        uint8_t *row = seen + head * keys;
+        memset(row, 0, keys);
+        int all = 0;
+        for (int64_t i = rows * group - 1; i >= 0 && !all; i--) {
+            const int64_t at = head / heads * stride[0] + (head % heads * group + i % group) * stride[1] + i / group * stride[2];
+            if (stride[3] == 1) see_row(mask, at, 1, biased, row, keys);
+            else see_row(mask, at, stride[3], biased, row, keys);
+            all = 1;
+            for (int64_t n = 0; n < keys; n++) all &= row[n];
+        }
+    }
+}
+
 INLINE int64_t numbers_of(const conversion *a) { return a->batch * a->heads * a->tokens * a->channels; }
 
 INLINE int64_t scales_of(const conversion *a) {
@@ -1045,6 +1076,8 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
             one.query_scale = q.scale, one.key_scale = k.scale, one.value_scale = one.output_scale = v.scale;
             one.offset = v.offset;
             one.queries = queries, one.keys = k.tokens;
+            /* one key is one scale for the head, whatever other sequences have */
+            one.key_token = k.granularity == PER_TOKEN && one.keys > 1;
             one.q[1] = queries * one.head_dim, one.k[1] = one.keys * one.head_dim, one.v[1] = one.keys * one.value_dim;
             /* scales of tokens follow one another head by head */
             if (q.granularity == PER_TOKEN) one.qs[1] = queries;

@@ -41,8 +41,8 @@ _SOURCES = ("attention.c", "network.c")
 """What is compiled, to one library."""
 _HEADERS = ("products.h",)
 _FUNCTIONS = {
-    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "float_attention": 7, "varlen_attention": 4, "linear": 1,
-    "layer_norm": 1,
+    "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
+    "linear": 1, "layer_norm": 1,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded
@@ -309,6 +309,19 @@ def launch_quantize_bias(bias: torch.Tensor) -> torch.Tensor:
         sizes = (ctypes.c_int64 * 3)(wide.numel() // keys, keys, threads_for(8 * wide.numel()))
         load().qflash_bias(wide.data_ptr(), fixed.data_ptr(), ctypes.byref(sizes))
     return fixed
+
+
+def launch_seen(mask: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Run :func:`qflash.unseen_tokens.shown_tokens`: same arguments, same result."""
+    period, heads, rows, keys = mask.shape
+    shared = 1 if heads == 1 else key_heads
+    seen = torch.empty((period, shared, keys), dtype=torch.bool, device="cpu")
+    sizes = (ctypes.c_int64 * 11)(
+        period, shared, heads // shared, rows, keys, *_strides(mask, (0, 1, 2, 3)), mask.dtype == torch.int32,
+        threads_for(mask.numel()),
+    )  # fmt: skip
+    load().qflash_seen(mask.data_ptr(), seen.data_ptr(), ctypes.byref(sizes))
+    return seen
 
 
 def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:

@@ -64,20 +64,27 @@ def _combine_ranges(low_a, high_a, most_a, low_b, high_b, most_b):
 
 
 @triton.jit
-def _load_rows(base, stride_n, stride_d, n, keys, channels, CHANNELS: tl.constexpr, CLAMP: tl.constexpr):
-    """Rows ``n`` of a float tensor, (len(n), channels) as stored; past the last key the last is repeated (CLAMP), or zero."""
+def _load_rows(
+    base, stride_n, stride_d, place, n, keys, channels, CHANNELS: tl.constexpr, CLAMP: tl.constexpr, PLACES: tl.constexpr
+):  # fmt: skip
+    """Rows ``n`` of a float tensor, (len(n), channels) as stored; past the last key the last is repeated (CLAMP), or zero.
+
+    With PLACES row n is taken from where ``place`` says.
+    """
     inside = channels[None, :] < CHANNELS
-    if CLAMP:
-        n = tl.minimum(n, keys - 1)
-    else:
+    if not CLAMP:
         inside = inside & (n[:, None] < keys)
+    if CLAMP or PLACES:
+        n = tl.minimum(n, keys - 1)
+    if PLACES:
+        n = tl.load(place + n)
     return tl.load(base + n[:, None] * stride_n + channels[None, :] * stride_d, mask=inside, other=0.0)
 
 
 @triton.jit
 def _load_quads(
-    base, stride_n, stride_d, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr,
-    CLAMP: tl.constexpr,
+    base, stride_n, stride_d, place, start, keys, channels, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr,
+    CLAMP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """A (BLOCK_N, channels) tile as four tiles of a quarter of its rows, 4i + 0, 1, 2 and 3; K in :func:`key_order`.
 
@@ -88,10 +95,10 @@ def _load_quads(
     if KEY:
         n0, n1, n2, n3 = key_order(n0), key_order(n1), key_order(n2), key_order(n3)
     return (
-        _load_rows(base, stride_n, stride_d, start + n0, keys, channels, CHANNELS, CLAMP),
-        _load_rows(base, stride_n, stride_d, start + n1, keys, channels, CHANNELS, CLAMP),
-        _load_rows(base, stride_n, stride_d, start + n2, keys, channels, CHANNELS, CLAMP),
-        _load_rows(base, stride_n, stride_d, start + n3, keys, channels, CHANNELS, CLAMP),
+        _load_rows(base, stride_n, stride_d, place, start + n0, keys, channels, CHANNELS, CLAMP, PLACES),
+        _load_rows(base, stride_n, stride_d, place, start + n1, keys, channels, CHANNELS, CLAMP, PLACES),
+        _load_rows(base, stride_n, stride_d, place, start + n2, keys, channels, CHANNELS, CLAMP, PLACES),
+        _load_rows(base, stride_n, stride_d, place, start + n3, keys, channels, CHANNELS, CLAMP, PLACES),
     )
 
 
@@ -168,7 +175,7 @@ def short_kernel(
     vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d,
     vo_stride_z, vo_stride_h, vo_stride_d,
-    mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n,
+    mask_stride_z, mask_stride_h, mask_stride_m, mask_stride_n, place_ptr, place_stride_z, place_stride_h,
     queries, constant_mantissa, constant_exponent,
     GROUP: tl.constexpr, MASK_PERIOD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -177,12 +184,13 @@ def short_kernel(
     MOST: tl.constexpr, MOST_BITS: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CHECK: tl.constexpr,
     VALUE_ROWS: tl.constexpr, QUANTIZE: tl.constexpr, CENTER: tl.constexpr, QUERY_TOKEN: tl.constexpr,
     VALUE_CHANNEL: tl.constexpr, OUTPUT_CHANNEL: tl.constexpr, EXACT: tl.constexpr, INVERSE_COUNT: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr, GUARD: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr, PLACES: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
     With QUANTIZE query, key and value are float, their scales are found here and the output is float; VALUE_OFFSET then says
-    that the values are centred. CHECK says that some keys may take no part (a mask, a bias or causal attention). Strides
+    that the values are centred, PLACES that tokens of key and value are taken from the places at ``place_ptr``
+    (:mod:`.triton.unseen_tokens`). CHECK says that some keys may take no part (a mask, a bias or causal attention). Strides
     are in elements; ``constant`` is ``scale * log2(e)``, INVERSE_COUNT that of :func:`.common.fixed_point.twice_mean`.
     """
     z = tl.program_id(2).to(tl.int64)
@@ -205,12 +213,19 @@ def short_kernel(
 
     if QUANTIZE:
         # all loads are issued before the first use, and one reduction finds all ranges
-        ka, kb, kc, kd = _load_quads(k_base, k_stride_n, k_stride_d, 0, KEYS, d, HEAD_DIM, BLOCK_N, True, True)
-        va, vb, vc, vd = _load_quads(v_base, v_stride_n, v_stride_d, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET)
+        place = mask_pointer(place_ptr, z, kv_head, place_stride_z, place_stride_h, MASK_PERIOD)
+        ka, kb, kc, kd = _load_quads(
+            k_base, k_stride_n, k_stride_d, place, 0, KEYS, d, HEAD_DIM, BLOCK_N, True, True, PLACES
+        )  # fmt: skip
+        va, vb, vc, vd = _load_quads(
+            v_base, v_stride_n, v_stride_d, place, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET, PLACES
+        )
         if TILES == 2:
-            ke, kf, kg, kh = _load_quads(k_base, k_stride_n, k_stride_d, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True, True)
+            ke, kf, kg, kh = _load_quads(
+                k_base, k_stride_n, k_stride_d, place, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True, True, PLACES
+            )  # fmt: skip
             ve, vf, vg, vh = _load_quads(
-                v_base, v_stride_n, v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET
+                v_base, v_stride_n, v_stride_d, place, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False, VALUE_OFFSET, PLACES
             )
         low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
         if TILES == 2:
@@ -265,7 +280,7 @@ def short_kernel(
             query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for block in range(blocks):
                 rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-                q = _load_rows(q_base, q_stride_n, q_stride_d, rows, queries, d, HEAD_DIM, False)
+                q = _load_rows(q_base, q_stride_n, q_stride_d, 0, rows, queries, d, HEAD_DIM, False, False)
                 query_amplitude = nan_max(query_amplitude, tl.abs(q.to(tl.float32)))
             query_amplitude = highest(highest(query_amplitude, 1, GUARD), 0, GUARD)
             head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)

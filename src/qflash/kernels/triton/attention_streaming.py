@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ... import fixed_point as fp
-from ..common.fixed_point import inverse_of_count, multiply_high, release_factor, twice_mean, usable_scale
+from ..common.fixed_point import inverse_of_count, multiply_high, release_factor, split_scale, twice_mean, usable_scale
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (
     MASKED,
@@ -291,6 +291,15 @@ def long_kernel(
         query_bits, key_mantissa, key_exponent, constant_mantissa, constant_exponent, MASK, KEY_TOKEN, COLUMN_BITS, MOST,
         MOST_BITS, GUARD,
     )  # fmt: skip
+    if VARLEN and KEY_TOKEN:
+        # One key is one scale for the head, whatever other sequences have. Its weight has the exponent 0 in any unit; only the
+        # fraction bits of that count.
+        mantissa, exponent = split_scale(tl.load(ks_base, mask=keys == 1, other=0x3F800000))
+        _, narrow_bits, _ = row_multiplier(
+            query_bits, mantissa, exponent, constant_mantissa, constant_exponent, MASK, False, COLUMN_BITS, MOST, MOST_BITS,
+            GUARD,
+        )  # fmt: skip
+        fraction_bits = tl.where(keys == 1, narrow_bits, fraction_bits)
 
     row_max = tl.full((BLOCK_M, 1), MASKED, tl.int32)
     # row sums are a product with a matrix of ones, which costs the tensor core next to nothing

@@ -21,6 +21,7 @@ from ..launch_arguments import (
     launch_options,
     needs_wide_offsets,
     parts,
+    place_arguments,
     row_arguments,
 )
 from ..launch_recorder import KernelLaunch, ScoreTile
@@ -50,8 +51,8 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     scores = ScoreTile(tiles.block_m, tiles.block_n * constants["TILES"], whole=True)
     return [
         KernelLaunch(
-            short_kernel, (tiles.splits, call.heads, part.batch), part.arguments | constants, launch_options(tiles),
-            "triton.resident", scores,
+            short_kernel, (tiles.splits, call.heads, part.batch), part.arguments | constants | place_arguments(request, part),
+            launch_options(tiles), "triton.resident", scores,
         )
         for part in parts(request)
     ]  # fmt: skip

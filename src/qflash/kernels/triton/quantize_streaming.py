@@ -39,7 +39,7 @@ from ..common.quantize_ops import (
     zero_point,
 )
 from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
-from ..launch_arguments import needs_wide_offsets
+from ..launch_arguments import broadcast_strides, needs_wide_offsets
 from ..launch_recorder import launch_kernel
 from ..tiles import packed_width
 
@@ -53,9 +53,15 @@ _SHORT = 1024
 
 
 @triton.jit
-def _load(base, stride_n, stride_d, n, last, d, channels):
-    """Tokens ``n`` of a head, (tokens, channels) as stored; past the ``last`` one it is repeated."""
-    ptrs = base + tl.minimum(n, last)[:, None] * stride_n + d[None, :] * stride_d
+def _load(base, stride_n, stride_d, place, n, last, d, channels, PLACES: tl.constexpr):
+    """Tokens ``n`` of a head, (tokens, channels) as stored; past the ``last`` one it is repeated.
+
+    With PLACES token n is taken from where ``place`` says (:mod:`.triton.unseen_tokens`).
+    """
+    n = tl.minimum(n, last)
+    if PLACES:
+        n = tl.load(place + n)
+    ptrs = base + n[:, None] * stride_n + d[None, :] * stride_d
     return tl.load(ptrs, mask=d[None, :] < channels, other=0.0)
 
 
@@ -65,6 +71,12 @@ def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFF
     if WIDE_OFFSETS:
         stride_n = tl.cast(stride_n, tl.int64)
     return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
+
+
+@triton.jit
+def _head_places(ptr, z, h, stride_z, stride_h, period):
+    """Where the places of a head's tokens begin; they repeat with the mask."""
+    return ptr + z % period * stride_z + h * stride_h
 
 
 # These are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
@@ -80,28 +92,29 @@ def _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _range(
-    base, stride_n, stride_d, begin, end, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr
+    base, stride_n, stride_d, place, begin, end, channels, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """(minima, maxima) of a head's channels over tokens ``begin`` to ``end``, at least one: two (BLOCK_D,) float32.
 
     A channel with a NaN has NaN there, or infinity in the interpreter.
     """
     n, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    low = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    low = _load(base, stride_n, stride_d, place, n, end - 1, d, channels, PLACES)
     if GUARD:
         low = low.to(tl.float32)
     high = low
     for start in range(BLOCK_N, end - begin, BLOCK_N):
-        x = _load(base, stride_n, stride_d, start + n, end - 1, d, channels)
+        x = _load(base, stride_n, stride_d, place, start + n, end - 1, d, channels, PLACES)
         low, high = lower(low, x, GUARD), higher(high, x, GUARD)
     return lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
 
 
 @triton.jit(do_not_specialize=("tokens",))
 def long_range_kernel(
-    k_ptr, v_ptr, low_ptr, high_ptr, cu_q_ptr, cu_k_ptr, k_stride_z, k_stride_h, k_stride_n, k_stride_d,
-    v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels, value_channels, chunk, VARLEN: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    k_ptr, v_ptr, low_ptr, high_ptr, cu_q_ptr, cu_k_ptr, place_ptr, place_stride_z, place_stride_h, period,
+    k_stride_z, k_stride_h, k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels,
+    value_channels, chunk, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, PLACES: tl.constexpr,
     UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd).
@@ -124,7 +137,8 @@ def long_range_kernel(
     # of a chunk past the end the last token's range is written, which changes none
     if tokens > 0:
         low, high = _range(
-            base, stride_n, stride_d, begin, tl.minimum(begin + chunk, tokens), channels, BLOCK_N, BLOCK_D, GUARD
+            base, stride_n, stride_d, _head_places(place_ptr, z, h, place_stride_z, place_stride_h, period), begin,
+            tl.minimum(begin + chunk, tokens), channels, PLACES, BLOCK_N, BLOCK_D, GUARD,
         )  # fmt: skip
         out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + tl.arange(0, BLOCK_D)
         tl.store(low_ptr + out, low)
@@ -138,7 +152,8 @@ def _whole_range(
 ):  # fmt: skip
     """(minimum, maximum) of a head's channels, two (BLOCK_D,) float32, from those of its chunks; if RANGES is 0, its tokens."""
     if RANGES == 0:
-        low, high = _range(base, stride_n, stride_d, 0, tokens, channels, BLOCK_N, BLOCK_D, GUARD)
+        # of packed sequences, which have no mask
+        low, high = _range(base, stride_n, stride_d, 0, 0, tokens, channels, False, BLOCK_N, BLOCK_D, GUARD)
     else:
         parts = tl.arange(0, RANGES)[:, None]
         at = (row * ranges + parts) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -157,7 +172,7 @@ def _queries(
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = (n[:, None] < end) & (d[None, :] < channels)
-        x = _load(base, stride_n, stride_d, n, end - 1, d, channels).to(tl.float32)
+        x = _load(base, stride_n, stride_d, 0, n, end - 1, d, channels, False).to(tl.float32)
         scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
         tl.store(scales + n[:, None], scale, mask=n[:, None] < end)
         x = round_to_int8(x, inverse_scale(scale, GUARD), GUARD)
@@ -188,14 +203,15 @@ def _store_keys(
 
 @triton.jit
 def _keys(
-    base, stride_n, stride_d, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens, channels,
-    RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    base, stride_n, stride_d, place, values, values_stride_n, scale_ptr, low_ptr, high_ptr, row, ranges, begin, end, tokens,
+    channels, PLACES: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write keys ``begin`` to ``end`` of a head as int8; the first chunk's program also writes the scale."""
     d = tl.arange(0, BLOCK_D)
     n = begin + tl.arange(0, BLOCK_N)
     # prefetch: this load runs while the ranges are combined, later ones while the tile before is stored
-    x = _load(base, stride_n, stride_d, n, end - 1, d, channels)
+    x = _load(base, stride_n, stride_d, place, n, end - 1, d, channels, PLACES)
     low, high = _whole_range(
         low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
     )
@@ -204,19 +220,36 @@ def _keys(
     inverse = inverse_scale(scale, GUARD)
     for _ in range(begin, end, BLOCK_N):
         y = x.to(tl.float32)
-        x = _load(base, stride_n, stride_d, n + BLOCK_N, end - 1, d, channels)
+        x = _load(base, stride_n, stride_d, place, n + BLOCK_N, end - 1, d, channels, PLACES)
         _store_keys(values, values_stride_n, y, middle, inverse, n, end, d, channels, CENTER, GUARD)
         n += BLOCK_N
 
 
 @triton.jit
-def _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR: tl.constexpr):
+def _load_placed(base, stride_n, stride_d, place, n, tokens, d, channels):
+    """Rows ``n`` from where ``place`` says, zero past the last token."""
+    inside = n < tokens
+    n = tl.load(place + n, mask=inside, other=0)
+    ptrs = base + n[:, None] * stride_n + d[None, :] * stride_d
+    return tl.load(ptrs, mask=inside[:, None] & (d[None, :] < channels), other=0.0)
+
+
+@triton.jit
+def _load_values(
+    base, stride_n, stride_d, place, n, tokens, d, channels, PLACES: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
     """Four tiles of rows, zero past the last token: ``n``, ``n + 1``, ``n + FAR`` and ``n + FAR + 1``."""
-    ptrs, inside = base + n[:, None] * stride_n + d[None, :] * stride_d, d[None, :] < channels
-    v0 = tl.load(ptrs, mask=inside & (n[:, None] < tokens), other=0.0)
-    v1 = tl.load(ptrs + stride_n, mask=inside & (n[:, None] + 1 < tokens), other=0.0)
-    v2 = tl.load(ptrs + FAR * stride_n, mask=inside & (n[:, None] + FAR < tokens), other=0.0)
-    v3 = tl.load(ptrs + (FAR + 1) * stride_n, mask=inside & (n[:, None] + FAR + 1 < tokens), other=0.0)
+    if PLACES:
+        v0 = _load_placed(base, stride_n, stride_d, place, n, tokens, d, channels)
+        v1 = _load_placed(base, stride_n, stride_d, place, n + 1, tokens, d, channels)
+        v2 = _load_placed(base, stride_n, stride_d, place, n + FAR, tokens, d, channels)
+        v3 = _load_placed(base, stride_n, stride_d, place, n + FAR + 1, tokens, d, channels)
+    else:
+        ptrs, inside = base + n[:, None] * stride_n + d[None, :] * stride_d, d[None, :] < channels
+        v0 = tl.load(ptrs, mask=inside & (n[:, None] < tokens), other=0.0)
+        v1 = tl.load(ptrs + stride_n, mask=inside & (n[:, None] + 1 < tokens), other=0.0)
+        v2 = tl.load(ptrs + FAR * stride_n, mask=inside & (n[:, None] + FAR < tokens), other=0.0)
+        v3 = tl.load(ptrs + (FAR + 1) * stride_n, mask=inside & (n[:, None] + FAR + 1 < tokens), other=0.0)
     return v0, v1, v2, v3
 
 
@@ -262,8 +295,9 @@ def _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK
 
 @triton.jit
 def _values(
-    base, stride_n, stride_d, packed, row_stride, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin, end,
-    tokens, padded, channels, WIDTH: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr, PERMUTED: tl.constexpr,
+    base, stride_n, stride_d, place, packed, row_stride, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin,
+    end, tokens, padded, channels, PLACES: tl.constexpr, WIDTH: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
+    PERMUTED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write values ``begin`` to ``end`` of a head, with zeros up to WIDTH and ``padded``, their scales and sums."""
@@ -273,7 +307,7 @@ def _values(
     FAR: tl.constexpr = 8 if PERMUTED else 2
     if PERMUTED:
         n = inverse_key_order(n)
-    v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tokens, d, channels, FAR)
+    v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, place, n, tokens, d, channels, PLACES, FAR)
     low, high = _whole_range(
         low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
     )
@@ -290,7 +324,9 @@ def _values(
     for start in range(begin, end, BLOCK_N):
         four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, CENTER, GUARD)
         n += BLOCK_N
-        v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, n, tl.minimum(tokens, end), d, channels, FAR)
+        v0, v1, v2, v3 = _load_values(
+            base, stride_n, stride_d, place, n, tl.minimum(tokens, end), d, channels, PLACES, FAR
+        )  # fmt: skip
         sums += _store_values(packed, four, rows, start, padded, row_stride, d, WIDTH, BLOCK_N, BLOCK_D)
     tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < WIDTH)
 
@@ -298,11 +334,13 @@ def _values(
 @triton.jit(do_not_specialize=("queries", "tokens"))
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
-    value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
+    value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, place_ptr, place_stride_z, place_stride_h, period,
+    q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
     k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n,
     value_channels, key_heads, ranges, parts, chunk, WIDTH: tl.constexpr, KINDS: tl.constexpr, RANGES: tl.constexpr,
     CENTER: tl.constexpr, CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    PLACES: tl.constexpr, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
@@ -338,6 +376,7 @@ def long_quantize_kernel(
         head = z * key_heads + h
         row = (2 * z + kind) * key_heads + h
         place, packed, row_stride = head * tokens, packed_ptr + head * WIDTH * padded, padded
+        places = _head_places(place_ptr, z, h, place_stride_z, place_stride_h, period)
         first, inside, empty = 0, True, False
         if VARLEN:
             first, count = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
@@ -349,9 +388,9 @@ def long_quantize_kernel(
             base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
             if inside:
                 _keys(
-                    base + first * stride_n, stride_n, k_stride_d, key_ptr + place * key_stride_n,
+                    base + first * stride_n, stride_n, k_stride_d, places, key_ptr + place * key_stride_n,
                     key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin,
-                    tl.minimum(tokens, begin + chunk), tokens, channels, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+                    tl.minimum(tokens, begin + chunk), tokens, channels, PLACES, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
                 )  # fmt: skip
         else:
             base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
@@ -365,9 +404,9 @@ def long_quantize_kernel(
                     tl.store(offsets + d, 0.0, mask=d < value_channels)
             else:
                 _values(
-                    base + first * stride_n, stride_n, v_stride_d, packed, row_stride, scales, offsets, sums, low_ptr, high_ptr,
-                    row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, WIDTH, RANGES,
-                    CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
+                    base + first * stride_n, stride_n, v_stride_d, places, packed, row_stride, scales, offsets, sums, low_ptr,
+                    high_ptr, row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, PLACES,
+                    WIDTH, RANGES, CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
                 )  # fmt: skip
 
 
@@ -427,6 +466,7 @@ def _range_chunk(tokens: int, heads: int) -> int:
 def launch_quantize_long(
     query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool,
     fragment_order: bool = False, center_value: bool = False, lengths: Lengths | None = None, is_causal: bool = False,
+    places: torch.Tensor | None = None,
 ) -> LongQuantized:  # fmt: skip
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
@@ -442,6 +482,7 @@ def launch_quantize_long(
         lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
             :func:`.common.tile_ops.packed_start`. Many short sequences are one launch (:func:`finds_ranges`).
         is_causal: leave out the keys of a sequence past its last query.
+        places: from where tokens of key and value are taken: :attr:`qflash.attention_call.AttentionCall.places`.
     """
     _, key_heads, total, channels = key.shape
     value_channels = value.shape[3]
@@ -488,6 +529,9 @@ def launch_quantize_long(
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
     packs = {"VARLEN": lengths is not None, "CAUSAL": is_causal, "UNIT": unit, "WIDE_OFFSETS": wide, "GUARD": guard}
+    packs["PLACES"] = places is not None
+    # without places the pointer is not used; any tensor will do
+    placed = (key, 0, 0, 1) if places is None else (places, *broadcast_strides(places, (0, 1)), places.shape[0])
     ranges, low, high = 0, key, key
     if not together:
         range_chunk = _range_chunk(tokens, batch * key_heads)
@@ -495,7 +539,7 @@ def launch_quantize_long(
         low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
         block = min(range_chunk, max(16, 8192 // block_d))
         launch_kernel(
-            long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, *strides(key),
+            long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, *placed, *strides(key),
             *strides(value), total, channels, value_channels, range_chunk, BLOCK_N=block, BLOCK_D=block_d,
             num_warps=2 if block == range_chunk else 4, **packs,
         )  # fmt: skip
@@ -510,7 +554,7 @@ def launch_quantize_long(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
         found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
-        *strides(like), *strides(key), *strides(value), all_queries,
+        *placed, *strides(like), *strides(key), *strides(value), all_queries,
         total, padded, channels, key_row, value_channels, key_heads, ranges, parts, chunk, WIDTH=width, KINDS=kinds,
         RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
         PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,

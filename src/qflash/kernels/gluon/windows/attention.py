@@ -660,7 +660,8 @@ def _quotient(n, inverse):
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
     k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
-    mask_ptr, mask_stride_z, mask_stride_h, ks_ptr, qs_ptr, vs_ptr, os_ptr, vo_ptr, constant_mantissa, constant_exponent,
+    mask_ptr, mask_stride_z, mask_stride_h, place_ptr, place_stride_z, place_stride_h,
+    ks_ptr, qs_ptr, vs_ptr, os_ptr, vo_ptr, constant_mantissa, constant_exponent,
     o_ptr, o_stride_z, o_stride_h,
     qs_stride_z, qs_stride_h, qs_stride_n, ks_stride_z, ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d,
     os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
@@ -670,7 +671,7 @@ def windows_kernel(
     QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
     VALUE_OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr,
     DIVIDED: gl.constexpr,
-    ALIGNED: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr,
+    ALIGNED: gl.constexpr, POLICY: gl.constexpr, PLACES: gl.constexpr, DEPENDENT: gl.constexpr,
     q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
     mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
 ):  # fmt: skip
@@ -690,6 +691,7 @@ def windows_kernel(
     * ONE_SCALE: (int8) query, key, value and output have one scale each for the whole tensor.
     * ALIGNED: rows of the bias begin at multiples of four elements.
     * POLICY: the L2 eviction policy of query, key, value and output, unless they are DIVIDED.
+    * PLACES: (float) tokens of key and value are taken from the places at ``place_ptr`` (:mod:`.triton.unseen_tokens`).
     * DEPENDENT: see :func:`..heuristics.dependent_launch`.
     """
     wait_for_kernels(DEPENDENT)
@@ -743,6 +745,9 @@ def windows_kernel(
     if ALIGNED:
         mask_offset = gl.multiple_of(mask_offset, 4)
     mask_base = mask_ptr + mask_offset
+    taken = place_ptr
+    if PLACES:
+        taken = place_ptr + place * place_stride_z + kv_head * place_stride_h
     staged = ()
     staged_flags = 0
     flags_smem = 0
@@ -779,13 +784,13 @@ def windows_kernel(
         o_base = o_ptr + z * o_stride_z + h * o_stride_h
         qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
         if DIVIDED and QUANTIZE:
-            k = load_key_parts(k_base, k_stride_n, KEYS, KEY_ORDER)
+            k = load_key_parts(k_base, k_stride_n, taken, KEYS, KEY_ORDER, PLACES)
         else:
-            k = load_keys(k_base, k_stride_n, KEYS, KEY_ORDER, POLICY)
+            k = load_keys(k_base, k_stride_n, taken, KEYS, KEY_ORDER, POLICY, PLACES)
         if DIVIDED:
-            v = load_value_parts(v_base, v_stride_n, KEYS, KEY_ORDER, QUANTIZE and VALUE_OFFSET)
+            v = load_value_parts(v_base, v_stride_n, taken, KEYS, KEY_ORDER, QUANTIZE and VALUE_OFFSET, PLACES)
         else:
-            v = load_values(v_base, v_stride_n, KEYS, KEY_ORDER, POLICY, QUANTIZE and VALUE_OFFSET)
+            v = load_values(v_base, v_stride_n, taken, KEYS, KEY_ORDER, POLICY, QUANTIZE and VALUE_OFFSET, PLACES)
         tile = first_tile
         following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED

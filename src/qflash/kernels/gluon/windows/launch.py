@@ -19,6 +19,7 @@ from ...launch_arguments import (
     launch_options,
     mask_period,
     parts,
+    place_arguments,
     row_arguments,
     side_by_side,
 )
@@ -68,7 +69,7 @@ def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     for part in parts(request):
         periods = 1 if mask is None or mask.shape[0] == 1 else period or part.batch
         grid, shared, tiles = share_windows(tiles, part.batch, call.heads, call.queries, periods, mask, call.query.device)
-        arguments = part.arguments | constants | shared
+        arguments = part.arguments | constants | shared | place_arguments(request, part)
         arguments = {name: arguments[name] for name in kernel.arg_names}
         # one block of sixteen queries a warp, and then one of eight for the rest
         half = has_half_block(call.queries, tiles.warps, tiles.splits)

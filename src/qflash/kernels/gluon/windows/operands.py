@@ -84,6 +84,15 @@ def key_of(n, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
 
 
 @gluon.jit
+def _taken(n, place, KEYS: gl.constexpr, PLACES: gl.constexpr):
+    """Numbers of keys below KEYS, past the last the last one; with PLACES those that ``place`` has there."""
+    n = gl.minimum(n, KEYS - 1)
+    if PLACES:
+        n = gl.load(place + n)
+    return n
+
+
+@gluon.jit
 def load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.constexpr):
     """Rows from ``first`` on, (ROWS, 32) as stored; past the END the last row is repeated. Every warp has all of them."""
     L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
@@ -94,80 +103,94 @@ def load_rows(base, stride_n: gl.constexpr, first, END: gl.constexpr, ROWS: gl.c
 
 @gluon.jit
 def _load_key(
-    base, stride_n: gl.constexpr, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr,
-    POLICY: gl.constexpr,
+    base, stride_n: gl.constexpr, place, START: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr,
+    POLICY: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """The keys of one tile of scores, (ROWS, 32) as stored; past the last key it is repeated."""
     L: gl.constexpr = rows_layout(ROWS, gl.num_warps())
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    if START + ROWS <= KEYS:
+    if START + ROWS <= KEYS and not PLACES:
         ptrs = base + (key_of(n, ROWS, KEY_ORDER)[:, None] * stride_n + d[None, :]) + START * stride_n
     else:
-        ptrs = base + gl.minimum(key_of(START + n, KEYS, KEY_ORDER), KEYS - 1)[:, None] * stride_n + d[None, :]
+        n = _taken(key_of(START + n, KEYS, KEY_ORDER), place, KEYS, PLACES)
+        ptrs = base + n[:, None] * stride_n + d[None, :]
     return gl.load(ptrs, eviction_policy=POLICY)
 
 
 @gluon.jit
 def _load_value(
-    base, stride_n: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr,
-    REPEAT: gl.constexpr,
+    base, stride_n: gl.constexpr, place, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr,
+    REPEAT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """The values of 32 columns of scores from START on, (32, 32) as stored; past the last it is repeated (REPEAT), or zero."""
     L: gl.constexpr = value_layout(gl.num_warps())
     n = gl.arange(0, 32, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    if START + 32 <= KEYS:
+    if START + 32 <= KEYS and not PLACES:
         ptrs = base + (key_of(n, 32, KEY_ORDER)[:, None] * stride_n + d[None, :]) + START * stride_n
         x = gl.load(ptrs, eviction_policy=POLICY)
     elif REPEAT:
-        n = gl.minimum(key_of(START + n, KEYS, KEY_ORDER), KEYS - 1)[:, None]
+        n = _taken(key_of(START + n, KEYS, KEY_ORDER), place, KEYS, PLACES)[:, None]
         x = gl.load(base + (n * stride_n + d[None, :]), eviction_policy=POLICY)
     else:
-        n = key_of(START + n, KEYS, KEY_ORDER)[:, None]
-        inside = (n < KEYS) & (d[None, :] >= 0)
-        x = gl.load(base + (n * stride_n + d[None, :]), mask=inside, other=0, eviction_policy=POLICY)
+        n = key_of(START + n, KEYS, KEY_ORDER)
+        inside = (n < KEYS)[:, None] & (d[None, :] >= 0)
+        if PLACES:
+            n = _taken(n, place, KEYS, True)
+        x = gl.load(base + (n[:, None] * stride_n + d[None, :]), mask=inside, other=0, eviction_policy=POLICY)
     return x
 
 
 @gluon.jit
-def load_keys(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr):
-    """All keys of a window, one tensor per tile."""
+def load_keys(
+    base, stride_n: gl.constexpr, place, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr,
+    PLACES: gl.constexpr,
+):  # fmt: skip
+    """All keys of a window, one tensor per tile; with PLACES each from where ``place`` says."""
     STARTS: gl.constexpr = starts(KEYS)
     WIDTHS: gl.constexpr = widths(KEYS)
     k = ()
     for i in gl.static_range(len(WIDTHS)):
-        k = k + (_load_key(base, stride_n, STARTS[i], WIDTHS[i], KEYS, KEY_ORDER, POLICY),)
+        k = k + (_load_key(base, stride_n, place, STARTS[i], WIDTHS[i], KEYS, KEY_ORDER, POLICY, PLACES),)
     return k
 
 
 @gluon.jit
 def load_values(
-    base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr
-):
-    """All values of a window, two tensors of 32 keys."""
-    first = _load_value(base, stride_n, 0, KEYS, KEY_ORDER, POLICY, REPEAT)
-    return first, _load_value(base, stride_n, 32, KEYS, KEY_ORDER, POLICY, REPEAT)
+    base, stride_n: gl.constexpr, place, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, POLICY: gl.constexpr,
+    REPEAT: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """All values of a window, two tensors of 32 keys; with PLACES each from where ``place`` says."""
+    first = _load_value(base, stride_n, place, 0, KEYS, KEY_ORDER, POLICY, REPEAT, PLACES)
+    return first, _load_value(base, stride_n, place, 32, KEYS, KEY_ORDER, POLICY, REPEAT, PLACES)
 
 
 @gluon.jit
-def load_key_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr):
+def load_key_parts(
+    base, stride_n: gl.constexpr, place, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, PLACES: gl.constexpr
+):  # fmt: skip
     """The keys of all tiles, (64, 32) as stored, sixteen per warp; past the last key it is repeated."""
     L: gl.constexpr = own_rows_layout(64)
-    n = gl.minimum(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER), KEYS - 1)
+    n = _taken(key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER), place, KEYS, PLACES)
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     return gl.load(base + n[:, None] * stride_n + d[None, :])
 
 
 @gluon.jit
-def load_value_parts(base, stride_n: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, REPEAT: gl.constexpr):
+def load_value_parts(
+    base, stride_n: gl.constexpr, place, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, REPEAT: gl.constexpr, PLACES: gl.constexpr
+):  # fmt: skip
     """The values of 64 columns of scores, (64, 32) as stored, sixteen per warp; REPEAT as in :func:`_load_value`."""
     L: gl.constexpr = part_value_layout()
-    n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER)[:, None]
+    n = key_of(gl.arange(0, 64, layout=gl.SliceLayout(1, L)), KEYS, KEY_ORDER)
     d = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    inside = (n < KEYS)[:, None] & (d[None, :] >= 0)
+    if REPEAT or PLACES:
+        n = _taken(n, place, KEYS, PLACES)
     if REPEAT:
-        return gl.load(base + (gl.minimum(n, KEYS - 1) * stride_n + d[None, :]))
-    return gl.load(base + (n * stride_n + d[None, :]), mask=(n < KEYS) & (d[None, :] >= 0), other=0)
+        return gl.load(base + (n[:, None] * stride_n + d[None, :]))
+    return gl.load(base + (n[:, None] * stride_n + d[None, :]), mask=inside, other=0)
 
 
 @gluon.jit

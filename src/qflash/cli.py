@@ -649,3 +649,26 @@ def tune(
         kept = "rules kept" if row["best"] == row["rule"] else f"{row['best_us']:.2f} µs with {row['best']}"
         typer.echo(f"{row['shape']} {row['kernel']}: {row['rule_us']:.2f} µs by the rules, {kept}")
     typer.echo(f"Table: {table_path()}")
+
+
+@app.command()
+def check_onnx(
+    file: Annotated[pathlib.Path, typer.Argument(help="What qflash.export_onnx wrote.")],
+    provider: Annotated[
+        list[str] | None, typer.Option(help="Of onnxruntime, as CPUExecutionProvider; repeatable. All if left out.")
+    ] = None,
+    runtime: Annotated[
+        list[str] | None, typer.Option(help="onnxruntime, reference or openvino; repeatable. All installed if left out.")
+    ] = None,
+) -> None:
+    """Run the self-test of an ONNX file in the runtimes that are installed, and compare every bit of its logits.
+
+    Exit status: 0 all are equal; 1 some differ or cannot run it, or there is nothing to check.
+    """
+    with _explained("check-onnx", ImportError, ValueError, status=1):
+        from .network.onnx_check import check_onnx as check
+
+        outcomes = check(file, runtime, provider)
+    for outcome in outcomes:
+        typer.echo(f"{outcome.runtime}: {outcome.problem or 'equal'}")
+    raise typer.Exit(int(any(outcome.problem for outcome in outcomes)))

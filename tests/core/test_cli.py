@@ -55,7 +55,7 @@ import contextlib
 def run(*arguments):
     with contextlib.suppress(SystemExit):
         app(arguments)
-names = [command.callback.__name__ for command in app.registered_commands]
+names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
 for name in names:
     run(name, "--help")
 run("--version")
@@ -64,7 +64,8 @@ print(*names, {"torch", "numpy", "triton"} & sys.modules.keys())
 """,
     )
     assert printed.count("Usage: qflash") == len(app.registered_commands) > 10
-    assert printed.endswith(" ".join(command.callback.__name__ for command in app.registered_commands) + " set()\n")
+    names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+    assert printed.endswith(" ".join(names) + " set()\n")
 
 
 def test_names_are_there_in_the_command_too(tmp_path: Path) -> None:

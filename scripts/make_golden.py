@@ -25,7 +25,7 @@ from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network import operators as op
 from qflash.network.models import SwinTransformer, VisionTransformer
 from qflash.network.modules import Block, Mean, Merge
-from qflash.network.storage import network_from_header, network_header
+from qflash.network.storage import network_from_header, network_header, network_tensors
 from qflash.quantization import QuantizedTensor
 from qflash.recipe import PRESETS
 from qflash.reference import ARITHMETIC_VERSION
@@ -179,10 +179,16 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
     return {"output": out}
 
 
+def fill(module: torch.nn.Module, inputs: Tensors, *names: str) -> None:
+    """Copy inputs into a module's buffers of the same names."""
+    for name in names:
+        module.get_buffer(name).copy_(inputs[name])
+
+
 def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     _, tokens, channels = inputs["h"].shape
     module = Mean(tokens, channels, DTYPES[parameters["output"]])
-    module.load_state_dict({"multiplier": inputs["multiplier"], "offset": inputs["offset"]})
+    fill(module, inputs, "multiplier", "offset")
     module.left = parameters["left"]
     return {"output": module(inputs["h"])}
 
@@ -205,8 +211,8 @@ def _windows(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tens
 def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     outputs, wide = inputs["weight"].shape
     module = Merge(tuple(parameters["grid"]), wide // 4, outputs)
-    module.norm.load_state_dict({"gain": inputs["gain"], "offset": inputs["offset"]})
-    module.reduction.load_state_dict({name: inputs[name] for name in ("weight", "bias", "multiplier")})
+    fill(module.norm, inputs, "gain", "offset")
+    fill(module.reduction, inputs, "weight", "bias", "multiplier")
     module.norm.epsilon, module.norm.shift = parameters["epsilon"], parameters["norm_shift"]
     module.reduction.left = parameters["left"]
     return {"output": module(inputs["h"], backend)}
@@ -796,7 +802,7 @@ def whole_networks() -> dict[str, Case]:
         images = Draw(f"network/{name}").integers(0, 256, 8, 3, side, side, dtype=torch.uint8)
         network = qflash.quantize_model(model.eval(), [images], progress=False)
         assert isinstance(network, VisionTransformer | SwinTransformer)
-        tensors = {f"network.{role}": x for role, x in network.state_dict().items()}
+        tensors = {f"network.{role}": x for role, x in network_tensors(network).items()}
         # computed with nothing of it, and its last bits are the machine's
         network.quality = None
         header = network_header(network)

@@ -55,7 +55,7 @@ import contextlib
 def run(*arguments):
     with contextlib.suppress(SystemExit):
         app(arguments)
-names = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
+names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands if not command.hidden]
 for name in names:
     run(name, "--help")
 run("--version")

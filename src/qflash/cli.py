@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import pathlib
 from typing import Annotated
 
 import typer
@@ -61,6 +62,32 @@ def info(output_format: FormatOption = Format.TABLE) -> None:
         typer.echo(json.dumps(collect_info(), indent=2))
     else:
         print_info()
+
+
+@app.command()
+def check_onnx(
+    file: Annotated[pathlib.Path, typer.Argument(help="What qflash.export_onnx wrote.")],
+    provider: Annotated[
+        list[str] | None, typer.Option(help="Of onnxruntime, as CPUExecutionProvider; repeatable. All if left out.")
+    ] = None,
+    runtime: Annotated[
+        list[str] | None, typer.Option(help="onnxruntime, reference or openvino; repeatable. All installed if left out.")
+    ] = None,
+) -> None:
+    """Run the self-test of an ONNX file in the runtimes that are installed, and compare every bit of its logits.
+
+    Exit status: 0 all are equal; 1 some differ or cannot run it, or there is nothing to check.
+    """
+    try:
+        from .network.onnx_check import check_onnx as check
+
+        outcomes = check(file, runtime, provider)
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"qflash check-onnx: {error}", err=True)
+        raise typer.Exit(1) from error
+    for outcome in outcomes:
+        typer.echo(f"{outcome.runtime}: {outcome.problem or 'equal'}")
+    raise typer.Exit(int(any(outcome.problem for outcome in outcomes)))
 
 
 def _moved(context: typer.Context) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import pathlib
 import stat
 import uuid
+from collections.abc import Iterator
+from typing import IO
 
 
 def cache_folder() -> pathlib.Path:
@@ -53,11 +57,69 @@ def with_package(*folders: pathlib.Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write a file that is either the old or the new one, never half of it, whoever else is writing it."""
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a file that replaces the one at ``path`` when the block ends, and not at all if it raises.
+
+    So the file there is always the old or the new one, whoever else is writing it. On Linux the new one has no name before it
+    is whole: a process that is killed leaves nothing behind. Where that cannot be done it is beside the old one, under a name
+    that ends in ``.new``. Permissions are those of the file that is replaced, or what the process's umask leaves. A link is
+    followed; a device or pipe is written to as it is.
+
+    Raises:
+        OSError: the file cannot be written; its ``filename`` is set.
+    """
+    path = pathlib.Path(os.path.realpath(path))
+    beside = path.with_name(f".{uuid.uuid4().hex}.new")
     try:
-        beside.write_text(text, encoding="utf-8", newline="")
+        found = path.stat() if path.exists() else None
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            with path.open("wb") as file:
+                yield file
+            return
+        unnamed = _open_unnamed(path.parent)
+        with beside.open("xb") if unnamed is None else unnamed as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if found is not None and hasattr(os, "fchmod"):
+                os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+            if unnamed is not None:
+                # with a folder's descriptor, which an absolute path needs none of, Python follows the link to the file
+                os.link(_descriptor(file), beside, src_dir_fd=file.fileno())
         beside.replace(path)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def _descriptor(file: IO[bytes]) -> str:
+    """Return the path that an open file without a name has."""
+    return f"/proc/self/fd/{file.fileno()}"
+
+
+def _open_unnamed(folder: pathlib.Path) -> IO[bytes] | None:
+    """Open a new file in a folder that has no name yet; None where the system has no such files."""
+    if not hasattr(os, "O_TMPFILE"):
+        return None
+    try:
+        file = os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    except OSError as error:
+        # the file system has none, or the kernel takes the flag for that of a folder
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            return None
+        raise
+    if os.path.exists(_descriptor(file)):
+        return file
+    file.close()
+    return None
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file as :func:`whole_file` does; text as UTF-8, with the line ends that it has."""
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)

@@ -324,3 +324,84 @@ def test_bad_arguments_are_named_and_leave_the_model_alone() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
     # a loader's tuples and a bar
     qflash.calibrate(model, [(x, torch.zeros(2))])
+
+
+BAD = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, -0.0, 1e-40]
+
+
+def entries(recipe: Any) -> dict[str, torch.Tensor]:
+    state = calibrated(recipe=recipe).state_dict()
+    return {name: x for name, x in state.items() if name.startswith("blocks.1.attn.qflash_scales.") and x.is_floating_point()}
+
+
+def targets(recipe: Any) -> list[Any]:
+    """Return models that load scales: one that has some, one that has none."""
+    return [calibrated(recipe=recipe), qflash.patch(build("vit", num_classes=10), recipe)]
+
+
+@pytest.mark.parametrize("name", ["default", "all", "paper"])
+def test_numbers_that_are_no_scales_are_refused_by_name(name: str) -> None:
+    recipe = RECIPES[name]
+    for entry, x in entries(recipe).items():
+        for number in BAD:
+            middle = entry.endswith("_middle")
+            if middle and abs(number) < float("inf"):
+                continue
+            wrong = x.clone()
+            wrong.flatten()[-1] = number
+            for target in targets(recipe):
+                before = copy.deepcopy(target.blocks[1].attn.state_dict())
+                state = calibrated(recipe=recipe).state_dict() | {entry: wrong}
+                with pytest.raises(ValueError, match=rf"{entry} in the state_dict must be finite"):
+                    target.load_state_dict(state)
+                after = target.blocks[1].attn.state_dict()
+                assert after.keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", ["default", "all", "paper"])
+def test_other_shapes_of_scales_are_refused_by_name(name: str) -> None:
+    recipe = RECIPES[name]
+    for entry, x in entries(recipe).items():
+        shapes = [x.flatten(), x[0], x[None], x[:0], x[..., :0], x.repeat(1, 2, 1), x.repeat(1, 1, 2), x.repeat(3, 1, 1), x.mT]
+        for wrong in shapes:
+            if wrong.shape == x.shape:
+                continue
+            state = calibrated(recipe=recipe).state_dict() | {entry: wrong.contiguous()}
+            with_scales, without = targets(recipe)
+            # where shapes contradict each other either can be the one that is named
+            with pytest.raises(ValueError, match=r"blocks\.1\.attn\.qflash_scales\.\w+ in the state_dict"):
+                with_scales.load_state_dict(state)
+            try:
+                without.load_state_dict(state)
+            except ValueError:
+                continue
+            # only its channels are others, of which a module without scales knows nothing before it runs
+            with pytest.raises(RuntimeError, match=r"static scales of the \w+ are for 2 heads of"):
+                run(without, inputs(without, 1, 3))
+        state = calibrated(recipe=recipe).state_dict() | {entry: [1.0]}
+        for target in targets(recipe):
+            with pytest.raises(RuntimeError, match=r"must be float32.*list"):
+                target.load_state_dict(state)
+
+
+def test_scales_are_checked_when_they_are_loaded_by_themselves() -> None:
+    model, other = calibrated(), calibrated(recipe=qflash.ACCURATE)
+    scales = model.blocks[0].attn.qflash_scales
+    state = scales.state_dict()
+    scales.load_state_dict(state)
+    with pytest.raises(ValueError, match="key_scale in the state_dict must be finite and at least"):
+        scales.load_state_dict(state | {"key_scale": state["key_scale"] * float("nan")})
+    with pytest.raises(RuntimeError, match="calibrated for a recipe with"):
+        scales.load_state_dict(other.blocks[0].attn.qflash_scales.state_dict())
+    wider = {name: x if name == "recipe" else x.repeat(2, 1, 1) for name, x in state.items()}
+    with pytest.raises(ValueError, match=r"query_step in the state_dict must be of shape \(2, 1, 1\), as it is here"):
+        scales.load_state_dict(wider)
+
+
+def test_scales_on_the_meta_device_are_loaded_by_assignment() -> None:
+    model = calibrated()
+    with torch.device("meta"):
+        other = qflash.patch(build("vit", num_classes=10).to("meta"))
+    other.load_state_dict(model.state_dict(), assign=True)
+    x = inputs(model, 2, 3)
+    assert torch.equal(run(other, x), run(model, x))

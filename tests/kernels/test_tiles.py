@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 import random
 import tempfile
@@ -715,11 +717,10 @@ def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch
     assert set(json.loads(table.read_text())["tiles"]) == {KEY, "other", "third"}
     before = table.read_bytes()
 
-    def full(self: pathlib.Path, text: str, **options: object) -> int:
-        self.write_bytes(text.encode()[:20])
-        raise OSError("No space left on device")
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         tuning_table.save_table({"fourth": best}, {})
     assert table.read_bytes() == before and list(table.parent.iterdir()) == [table]

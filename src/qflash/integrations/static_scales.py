@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, MutableMapping
+import math
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..api import int8_attention
-from ..quantization import QuantizedTensor, hadamard_transform, rotated_head_dim
+from ..quantization import SMALLEST_SCALE, QuantizedTensor, hadamard_transform, rotated_head_dim
 from ..recipe import Recipe
 from ..validation import autocast, check_attention
 
@@ -89,12 +90,105 @@ class StaticScales(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        given = {key[len(prefix) :]: x for key, x in state_dict.items() if key.startswith(prefix)}
         # where there are none, the patched module has said what is to be said
-        if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if not given:
+            return
+        if not self.recipe.is_meta:
+            wanted = {name: x for name, x in self._buffers.items() if x is not None}
+            text = bytes(self.recipe.tolist()).decode()
+            problem = _problem(given, wanted.keys(), text, prefix.rstrip(".") or "the module")
+            if problem is not None:
+                arguments[-1].append(problem)
+                return
+            check_scales(given, json.loads(text), prefix)
+            for name, x in wanted.items():
+                if given[name].shape != x.shape:
+                    raise ValueError(
+                        f"{prefix}{name} in the state_dict must be of shape {tuple(x.shape)}, as it is here, and is "
+                        f"{tuple(given[name].shape)}; after qflash.patch(model) other shapes can be loaded"
+                    )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self._buffers.items() if x is not None and name != "recipe")
+
+
+def _problem(given: Mapping[str, Any], wanted: Collection[str], own: str, where: str) -> str | None:
+    """Say why entries of a state_dict are not the scales of a layer; None if they are, as far as that can be told by kind.
+
+    Args:
+        given: the entries.
+        wanted: their names.
+        own: :func:`recipe_text` of the layer.
+        where: the layer's name.
+    """
+    text = given.get("recipe")
+    if isinstance(text, torch.Tensor) and text.dtype == torch.uint8 and not text.is_meta:
+        found = bytes(text.flatten().tolist()).decode(errors="replace")
+        if found != own:
+            return (
+                f"the static scales for {where} in the state_dict were calibrated for a recipe with {found}, and it is patched "
+                f"with {own}: give qflash.patch the same recipe"
+            )
+    if odd := sorted(set(wanted) ^ given.keys()):
+        return f"the state_dict must hold all static scales for {where} or none: {odd} are missing or not known"
+    kinds = {name: x.dtype if isinstance(x, torch.Tensor) else type(x).__name__ for name, x in given.items()}
+    if any(kind != (torch.uint8 if name == "recipe" else torch.float32) for name, kind in kinds.items()):
+        return f"static scales for {where} in the state_dict must be float32, and recipe uint8, got {kinds}"
+    return None
+
+
+def check_scales(given: Mapping[str, torch.Tensor], fields: Mapping[str, Any], prefix: str) -> None:
+    """Look whether scales of a state_dict have the shapes that their recipe gives them, and are numbers to divide by.
+
+    Args:
+        given: float32, by the names of :class:`LayerScales`.
+        fields: of the recipe, as :func:`recipe_text` has them.
+        prefix: of their names in the state_dict.
+
+    Raises:
+        ValueError: a shape or number is wrong, or two shapes contradict; the message names the entry.
+    """
+    # which entries have one number a head, and which one a channel
+    shared = {part: fields[f"{part}_granularity"] == "tensor" for part in ("query", "key", "value")}
+    balance = fields["balance"]
+    heads = {
+        "query_scale": not shared["query"], "query_step": balance or not shared["query"], "key_scale": not shared["key"],
+        "key_step": balance or not shared["key"], "value_scale": not shared["value"], "key_middle": True, "value_middle": True,
+    }  # fmt: skip
+    channels = {"query_step": balance, "key_step": balance, "value_scale": fields["value_granularity"] == "channel",
+                "key_middle": True, "value_middle": True}  # fmt: skip
+    sizes: dict[str, tuple[int, str]] = {}
+    for name in (*_SCALES, *_MIDDLES):
+        x = given.get(name)
+        if x is None:
+            continue
+        entry = f"{prefix}{name} in the state_dict"
+        counts = ("heads" if heads[name] else "1", "1", "channels" if channels.get(name) else "1")
+        if x.dim() != 3 or 0 in x.shape or any(count == "1" != str(size) for count, size in zip(counts, x.shape, strict=True)):
+            raise ValueError(f"{entry} must be of shape ({', '.join(counts)}), is {tuple(x.shape)}")
+        # query and key have the same channels, key and value the same heads
+        owner = name.partition("_")[0]
+        for what, wanted, size in (
+            ("heads of the query" if owner == "query" else "heads of key and value", heads[name], x.shape[0]),
+            ("channels of the value" if owner == "value" else "channels of query and key", channels.get(name), x.shape[2]),
+        ):
+            if wanted:
+                before, of = sizes.setdefault(what, (size, name))
+                if size != before:
+                    raise ValueError(f"{entry} has {size} {what}, and {prefix}{of} has {before}")
+        if x.is_meta:
+            continue
+        least = SMALLEST_SCALE if name in _SCALES else -math.inf
+        if not bool((x.isfinite() & (x >= least)).all()):
+            kind = f"finite and at least {SMALLEST_SCALE:.3g}" if name in _SCALES else "finite"
+            raise ValueError(f"{entry} must be {kind}, has {x[~(x.isfinite() & (x >= least))][0].item()}")
+    query, key = (sizes.get(what, (1, ""))[0] for what in ("heads of the query", "heads of key and value"))
+    if query % key and "heads of the query" in sizes:
+        raise ValueError(
+            f"{prefix}query_step in the state_dict has {query} heads, which the {key} of key and value do not divide"
+        )
 
 
 def prepare_loading(module: Any, state: Mapping[str, Any], prefix: str) -> str | None:
@@ -107,6 +201,9 @@ def prepare_loading(module: Any, state: Mapping[str, Any], prefix: str) -> str |
 
     Returns:
         why they do not fit, or that there are none for a calibrated module; None if all is well.
+
+    Raises:
+        ValueError: see :func:`check_scales`.
     """
     start = f"{prefix}{NAME}."
     given = {key[len(start) :]: x for key, x in state.items() if key.startswith(start)}
@@ -122,28 +219,15 @@ def prepare_loading(module: Any, state: Mapping[str, Any], prefix: str) -> str |
         return f"the state_dict holds static scales for {where}, which is patched with attention= and takes none"
     recipe: Recipe = module._qflash_recipe
     middles = [name for name, wanted in zip(_MIDDLES, (recipe.smooth_key, recipe.smooth_value), strict=True) if wanted]
-    wanted = {*_SCALES, *middles, "recipe"}
-    text = given.get("recipe")
-    if isinstance(text, torch.Tensor) and text.dtype == torch.uint8:
-        found, own = bytes(text.flatten().tolist()).decode(errors="replace"), recipe_text(recipe)
-        if found != own:
-            return (
-                f"the static scales for {where} in the state_dict were calibrated for a recipe with {found}, and it is patched "
-                f"with {own}: give qflash.patch the same recipe"
-            )
-    if given.keys() != wanted:
-        odd = sorted(wanted ^ given.keys())
-        return f"the state_dict must hold all static scales for {where} or none: {odd} are missing or not known"
-    kinds = {name: x.dtype for name, x in given.items()}
-    if any(kind != (torch.uint8 if name == "recipe" else torch.float32) for name, kind in kinds.items()):
-        return f"static scales for {where} in the state_dict must be float32, and recipe uint8, got {kinds}"
+    problem = _problem(given, {*_SCALES, *middles, "recipe"}, recipe_text(recipe), where)
+    if problem is not None:
+        return problem
+    check_scales(given, json.loads(recipe_text(recipe)), start)
     if NAME not in module._modules:
         like = next((x for x in (*module.parameters(), *module.buffers())), given["query_step"])
-        room = StaticScales.__new__(StaticScales)
-        nn.Module.__init__(room)
-        for name in (*_SCALES, *_MIDDLES, "recipe"):
-            room.register_buffer(name, torch.empty_like(given[name], device=like.device) if name in given else None)
-        module.add_module(NAME, room)
+        scales = {name: torch.empty_like(given[name], device=like.device) if name in given else None
+                  for name in (*_SCALES, *_MIDDLES)}  # fmt: skip
+        module.add_module(NAME, StaticScales(LayerScales(**scales), recipe))  # type: ignore[arg-type]
     return None
 
 

@@ -4,36 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..fixed_point import MAX_HEAD_DIM, MAX_KEYS
 from ..recipe import Recipe
+from ..validation import resolve_softmax_scale
+from . import operators as op
 from .cuda_graph import NetworkGraph
 from .execution import check_images  # which also registers the operators
-from .modules import Block, IntegerModule, LayerNorm, Linear, Mean, Merge, PatchEmbedding, WindowBlock
+from .modules import (
+    EXTRA_STATE,
+    LOADED,
+    Block,
+    IntegerModule,
+    LayerNorm,
+    Linear,
+    Mean,
+    Merge,
+    PatchEmbedding,
+    WindowBlock,
+)
 from .quality import Quality
 
 MOST_PIXELS = 1 << 26
-"""Of an image; tables of tokens grow with them."""
+"""Of an image."""
+MOST_TOKENS = MAX_KEYS
+"""Of an image, the row limit of attention; a Swin, whose rows are shorter, has tables as long as that."""
+MOST_OF_A_SIZE = 1 << 20
+"""Heads, hidden channels, outputs; elements of a tensor then fit 63 bits."""
 
 
-def _check_sizes(least: int = 1, **sizes: Any) -> None:
-    """Require whole numbers from ``least`` on, or pairs of them."""
+def _check_sizes(least: int = 1, most: int = MOST_OF_A_SIZE, **sizes: Any) -> None:
+    """Require whole numbers from ``least`` to ``most``."""
     for name, size in sizes.items():
-        numbers = size if isinstance(size, tuple) and len(size) == 2 else (size,)
-        if not all(type(number) is int and number >= least for number in numbers):
-            raise ValueError(f"{name} must be whole and at least {least}, got {size!r}")
+        if type(size) is not int or not least <= size <= most:
+            raise ValueError(f"{name} must be a whole number from {least} to {most}, got {size!r}")
 
 
-def _check_image(image_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+def _check_pairs(least: int = 1, **pairs: Any) -> None:
+    """Require (rows, columns), whole numbers from ``least`` on."""
+    for name, pair in pairs.items():
+        if type(pair) is not tuple or len(pair) != 2 or not all(type(x) is int and x >= least for x in pair):
+            raise ValueError(f"{name} must be two whole numbers of at least {least}, got {pair!r}")
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"{name} must be true or false, got {flag!r}")
+
+
+def _check_image(image_size: tuple[int, int], patch_size: tuple[int, int], prefix_tokens: int = 0) -> None:
     """Require an image of whole patches, and not too many."""
-    _check_sizes(height=image_size[0], width=image_size[1], patch_height=patch_size[0], patch_width=patch_size[1])
+    _check_pairs(image_size=image_size, patch_size=patch_size)
     if image_size[0] % patch_size[0] or image_size[1] % patch_size[1] or image_size[0] * image_size[1] > MOST_PIXELS:
         raise ValueError(
             f"image_size must be a multiple of patch_size {patch_size}, of {MOST_PIXELS} pixels at most, got {image_size}"
         )
+    tokens = (image_size[0] // patch_size[0]) * (image_size[1] // patch_size[1]) + prefix_tokens
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"an image must have at most {MOST_TOKENS} tokens, got {tokens} of image_size {image_size}")
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Require the key of a recipe, with all fields."""
+    try:
+        whole = type(recipe) is str and Recipe.from_key(recipe).key == recipe
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"recipe must be the key of a qflash.Recipe, got {recipe!r}: {error}") from error
+    if not whole:
+        raise ValueError(f"recipe must be the key of a qflash.Recipe, which names all of its fields, got {recipe!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +122,16 @@ class VisionTransformerShape:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        _check_image(self.image_size, self.patch_size)
-        _check_sizes(
-            image_channels=self.image_channels, channels=self.channels, depth=self.depth, heads=self.heads,
-            head_dim=self.head_dim, hidden=self.hidden,
-        )  # fmt: skip
         _check_sizes(0, prefix_tokens=self.prefix_tokens, outputs=self.outputs)
+        _check_image(self.image_size, self.patch_size, self.prefix_tokens)
+        _check_sizes(image_channels=self.image_channels, depth=self.depth, heads=self.heads, hidden=self.hidden)
+        _check_sizes(channels=self.channels, most=op.MAX_CHANNELS)
+        _check_sizes(head_dim=self.head_dim, most=MAX_HEAD_DIM)
+        _check_flags(first_norm=self.first_norm, qk_norm=self.qk_norm)
+        _check_recipe(self.recipe)
+        if not isinstance(self.softmax_scale, (int, float)) or isinstance(self.softmax_scale, bool):
+            raise ValueError(f"softmax_scale must be a number, got {self.softmax_scale!r}")
+        resolve_softmax_scale(self.softmax_scale, self.head_dim)
         if self.pool not in ("token", "mean", "mean_then_norm"):
             raise ValueError(f"pool must be 'token', 'mean' or 'mean_then_norm', got {self.pool!r}")
         if self.pool == "token" and not self.prefix_tokens:
@@ -93,6 +141,16 @@ class VisionTransformerShape:
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
         return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks."""
+        return self.depth
+
+    @property
+    def streams(self) -> int:
+        """Residual streams, each of which has a unit."""
+        return 1
 
 
 class IntegerNetwork(IntegerModule):
@@ -145,6 +203,33 @@ class IntegerNetwork(IntegerModule):
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from error
 
+    def get_extra_state(self) -> torch.Tensor:
+        """Return what a ``state_dict`` holds beside the tensors: the header of a file, JSON as a uint8 tensor."""
+        from .storage import header_tensor
+
+        return header_tensor(self)
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        from .storage import load_state, network_tensors
+
+        names = (*network_tensors(self), EXTRA_STATE)
+        given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if given:
+            try:
+                load_state(self, given, assign=local_metadata.get("assign_to_params_buffers", False))
+            except ValueError as error:
+                error_msgs.append(
+                    f"{prefix.rstrip('.') or type(self).__name__} stays as it is: {error}; network.save and qflash.load_model "
+                    "keep all of an integer network"
+                )
+            state_dict.update({prefix + name: LOADED for name in given})
+        elif strict:
+            missing_keys.append(prefix + EXTRA_STATE)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
     def graph(self, batch: int) -> NetworkGraph:
         """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
 
@@ -170,11 +255,11 @@ class IntegerNetwork(IntegerModule):
 
         save_model(self, path)
 
-    def export_onnx(self, path: str | os.PathLike[str], *, batch: int | str = "dynamic") -> None:
-        """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
+    def export_onnx(self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", **options: Any) -> None:
+        """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`, which has more options."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch)
+        export_onnx(self, path, batch=batch, **options)
 
     def dequantize(self, output: torch.Tensor) -> torch.Tensor:
         """Return int32 logits or features as float32."""
@@ -209,14 +294,14 @@ class VisionTransformer(IntegerNetwork):
     def __init__(self, shape: VisionTransformerShape) -> None:
         super().__init__()
         self.shape = shape
+        self.units = (1.0,) * shape.streams
         self.blocks: Any
         rows, columns = shape.grid
         self.embed = PatchEmbedding(shape.image_channels, shape.patch_size, shape.channels)
         # ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; so each lies in a buffer of int32
         self._tokens = {"position": rows * columns, "prefix": shape.prefix_tokens}
         for name, tokens in self._tokens.items():
-            words = torch.zeros((tokens * shape.channels + 1) // 2, dtype=torch.int32, device="cpu")
-            self.register_buffer(f"{name}_words", words, persistent=False)
+            self._buffer(f"{name}_words", ((tokens * shape.channels + 1) // 2,), torch.int32, persistent=False)
         self.register_buffer("first", torch.zeros((1, 1), dtype=torch.int32, device="cpu"), persistent=False)
         self.norm_pre = LayerNorm(shape.channels, torch.int16) if shape.first_norm else None
         self.blocks = nn.ModuleList(
@@ -238,39 +323,23 @@ class VisionTransformer(IntegerNetwork):
         words: torch.Tensor = getattr(self, f"{name}_words")
         return words.view(torch.int16)[: shape[1] * shape[2]].view(shape)
 
-    @property
-    def position(self) -> torch.Tensor:
-        return self._embeddings("position")
+    def _set_embeddings(self, name: str, x: torch.Tensor) -> None:
+        """Let a buffer of int32 hold an int16 tensor (1, tokens, channels)."""
+        flat = x.detach().flatten()
+        self.register_buffer(
+            f"{name}_words", nn.functional.pad(flat, (0, flat.numel() % 2)).view(torch.int32), persistent=False
+        )
 
-    @property
-    def prefix(self) -> torch.Tensor:
-        return self._embeddings("prefix")
+    position = property(lambda self: self._embeddings("position"), lambda self, x: self._set_embeddings("position", x))
+    prefix = property(lambda self: self._embeddings("prefix"), lambda self, x: self._set_embeddings("prefix", x))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name in self._tokens:
             destination[prefix + name] = self._embeddings(name)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
-        error_msgs: Any,
-    ) -> None:  # fmt: skip
-        rest = dict(state_dict)
-        for name in self._tokens:
-            x, own = rest.pop(prefix + name, None), self._embeddings(name)
-            if x is None:
-                if strict:
-                    missing_keys.append(prefix + name)
-            elif x.shape != own.shape or x.dtype != own.dtype:
-                error_msgs.append(
-                    f"{prefix}{name} must be {own.dtype} of shape {tuple(own.shape)}, got {x.dtype} of {tuple(x.shape)}"
-                )
-            else:
-                if local_metadata.get("assign_to_params_buffers", False):
-                    words = getattr(self, f"{name}_words")
-                    setattr(self, f"{name}_words", torch.zeros_like(words, device=x.device))
-                self._embeddings(name).copy_(x)
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    def integers(self) -> dict[str, torch.Tensor]:
+        return {**super().integers(), **{name: self._embeddings(name) for name in self._tokens}}
 
     def embed_patches(self, images: torch.Tensor) -> torch.Tensor:
         """Return the residual stream before the first block, int16 (batch, tokens, channels)."""
@@ -330,14 +399,17 @@ class SwinStage:
     hidden: int
 
     def __post_init__(self) -> None:
-        _check_sizes(
-            grid=self.grid, window=self.window, channels=self.channels, heads=self.heads, head_dim=self.head_dim,
-            hidden=self.hidden,
-        )  # fmt: skip
+        _check_pairs(grid=self.grid, window=self.window)
+        _check_sizes(heads=self.heads, hidden=self.hidden)
+        _check_sizes(channels=self.channels, most=op.MAX_CHANNELS)
+        _check_sizes(head_dim=self.head_dim, most=MAX_HEAD_DIM)
+        if type(self.shifts) is not tuple or not self.shifts:
+            raise ValueError(f"shifts must hold one pair for each block, got {self.shifts!r}")
         if self.grid[0] % self.window[0] or self.grid[1] % self.window[1]:
             raise ValueError(f"window must divide the grid {self.grid}, got {self.window}")
         for shift in self.shifts:
-            if not all(type(x) is int and 0 <= x < most for x, most in zip(shift, self.window, strict=True)):
+            _check_pairs(0, shift=shift)
+            if not all(x < most for x, most in zip(shift, self.window, strict=True)):
                 raise ValueError(f"a shift must be from 0 to less than the window {self.window}, got {shift}")
 
 
@@ -360,8 +432,9 @@ class SwinTransformerShape:
         _check_image(self.image_size, self.patch_size)
         _check_sizes(image_channels=self.image_channels)
         _check_sizes(0, outputs=self.outputs)
-        if not self.stages:
-            raise ValueError("a Swin has at least one stage")
+        _check_recipe(self.recipe)
+        if type(self.stages) is not tuple or not self.stages or not all(type(stage) is SwinStage for stage in self.stages):
+            raise ValueError(f"stages must hold at least one stage, got {self.stages!r}")
         grid = self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
         for number, stage in enumerate(self.stages):
             if number:
@@ -370,6 +443,16 @@ class SwinTransformerShape:
                 grid = grid[0] // 2, grid[1] // 2
             if stage.grid != grid:
                 raise ValueError(f"the grid of stage {number} must be {grid}, got {stage.grid}")
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks."""
+        return sum(len(stage.shifts) for stage in self.stages)
+
+    @property
+    def streams(self) -> int:
+        """Residual streams, each of which has a unit."""
+        return len(self.stages)
 
 
 class SwinTransformer(IntegerNetwork):
@@ -382,6 +465,7 @@ class SwinTransformer(IntegerNetwork):
     def __init__(self, shape: SwinTransformerShape) -> None:
         super().__init__()
         self.shape = shape
+        self.units = (1.0,) * shape.streams
         self.merges: Any
         self.stages: Any
         recipe = Recipe.from_key(shape.recipe)

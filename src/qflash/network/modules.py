@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +28,57 @@ def require_within(name: str, x: torch.Tensor | int, least: int, most: int) -> N
             raise ValueError(f"{name} must be from {least} to {most}, got {number}")
 
 
+_device: ContextVar[str] = ContextVar("_device", default="cpu")
+"""Where modules are made."""
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Make the modules of a block on the meta device: their tensors have types and shapes, and take no memory."""
+    token = _device.set("meta")
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name in a state_dict for what ``get_extra_state`` returns."""
+LOADED = object()
+"""What stands in a state_dict for a tensor that the whole network has taken from it or refused."""
+
+
 class IntegerModule(nn.Module):
-    """A module whose state is integer buffers and the Python integers named in ``constants``."""
+    """A module whose state is integer buffers and the Python integers named in ``constants``.
+
+    Only a whole :class:`.models.IntegerNetwork` takes a ``state_dict``: the integers of its parts are in units that the parts
+    share, and ``constants`` are in the network's entry.
+    """
 
     constants: tuple[str, ...] = ()
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        own = [prefix + name for name in self.integers()]
+        if any(state_dict.get(key, LOADED) is not LOADED for key in own):
+            error_msgs.append(
+                f"{prefix.rstrip('.') or type(self).__name__} is a part of an integer network, which is loaded as a whole: its "
+                "integers mean nothing without the shifts and units of the others. network.save and qflash.load_model keep all"
+            )
+        elif strict:
+            missing_keys.extend(key for key in own if key not in state_dict)
+        if strict:
+            known = {*own, prefix + EXTRA_STATE}
+            inner = tuple(f"{prefix}{name}." for name in self._modules)
+            unexpected_keys.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in known and not key.startswith(inner)
+            )
+
+    def integers(self) -> dict[str, torch.Tensor]:
+        """Return this module's own tensors that files and a ``state_dict`` hold."""
+        return {name: x for name, x in self._buffers.items() if x is not None and name not in self._non_persistent_buffers_set}
 
     def check_values(self) -> None:
         """Look whether this module's own integers keep the bounds of :mod:`.operators`, as those of a conversion do.
@@ -36,8 +87,14 @@ class IntegerModule(nn.Module):
             ValueError: one does not; the message names it. With it sums would not fit their types.
         """
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device="cpu"))
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, persistent: bool = True) -> None:
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=_device.get()), persistent=persistent)
+
+    def _table(self, name: str, shape: tuple[int, ...], make: Callable[..., torch.Tensor], *arguments: Any) -> None:
+        """Register ``make(*arguments)``, int32 of this shape, as a buffer that no file has."""
+        meta = _device.get() == "meta"
+        x = torch.empty(shape, dtype=torch.int32, device="meta") if meta else make(*arguments)
+        self.register_buffer(name, x, persistent=False)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in self.constants)
@@ -374,7 +431,7 @@ class WindowBlock(Block):
         bias_shape = (windows if any(shift) else 1, heads, tokens, tokens)
         super().__init__(channels, heads, head_dim, hidden, softmax_scale, recipe, bias_shape)
         self.grid, self.window = grid, window
-        self.register_buffer("order", op.window_order(grid, window, shift), persistent=False)
+        self._table("order", (grid[0] * grid[1], 1), op.window_order, grid, window, shift)
 
     def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
         """Return the residual stream after attention."""
@@ -399,7 +456,7 @@ class Merge(IntegerModule):
         super().__init__()
         self.norm = LayerNorm(4 * channels, torch.int8)
         self.reduction = Linear(4 * channels, outputs, torch.int16)
-        self.register_buffer("order", op.merge_order(grid), persistent=False)
+        self._table("order", (grid[0] * grid[1] // 4, 4), op.merge_order, grid)
 
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, a quarter of the tokens, outputs) of (batch, rows * columns, channels)."""

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import re
 from pathlib import Path
+from typing import Any
 
+from ..reference import ARITHMETIC_VERSION
 from ..scalars import unboxed
 from .models import IntegerNetwork, check_integer
+from .onnx_check import INPUT, OUTPUT, self_test
 
-INPUT, OUTPUT, BATCH = "images", "logits", "batch"
-"""Names of the input, the output, and of a batch dimension that is left open."""
+BATCH = "batch"
+"""Name of a batch dimension that is left open."""
+EXTERNAL_DATA_THRESHOLD = 2_000_000_000
+"""Bytes of tensors that one file holds; with its nodes it stays below protobuf's limit of 2^31."""
+_LEAST_LARGE = 1024
+"""Bytes of a tensor that may go into the other file; shapes and shifts, which tools look at, are smaller."""
+_ALIGNMENT = 64
 
 
-def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int | str = "dynamic") -> None:
+def export_onnx(
+    network: IntegerNetwork,
+    path: str | os.PathLike[str],
+    *,
+    batch: int | str = "dynamic",
+    external_data_threshold: int = EXTERNAL_DATA_THRESHOLD,
+) -> None:
     """Write a network as an ONNX model from uint8 images to int32 logits whose every operator and tensor is integer.
 
     Its results are those of the network, bit for bit, in any runtime that computes ONNX's integer operators as they are
-    defined. ``docs/onnx.md`` lists the operators. The model needs opset 18; its metadata hold ``output_scale``.
+    defined; ``qflash check-onnx`` tells whether a runtime does. ``docs/onnx.md`` lists the operators, what the metadata hold,
+    and runtimes. The model needs opset 18. The network is run once, on two images, for the file's self-test.
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
-        path: of the file; one that is there is replaced.
+        path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
         batch: images in a batch, at least 1, or ``"dynamic"`` to leave that open.
+        external_data_threshold: if the tensors have more bytes than that, at most 2e9, they are written to a file beside it,
+            named ``path``, 16 digits and ``.data``. Both files then belong together.
 
     Raises:
         ImportError: the package ``onnx`` is not installed.
         TypeError: an argument is of another type.
-        ValueError: ``batch`` is none of these, a part of the network is kept in floating point, or its recipe of attention has
-            no form in ONNX: that needs ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``.
+        ValueError: ``batch`` or ``external_data_threshold`` is not in its range, a part of the network is kept in floating
+            point, or its recipe of attention has no form in ONNX: that needs ``normalization="two_pass"``,
+            ``output="accumulator"`` and 7 or 8 ``probability_bits``.
         OSError: the file cannot be written.
     """
     from ..optional_packages import require_packages
@@ -40,10 +61,14 @@ def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
     if batch != "dynamic" and (isinstance(batch, str) or batch < 1):
         raise ValueError(f"batch must be 'dynamic' or an integer of at least 1, got {batch!r}")
+    threshold = external_data_threshold
+    if isinstance(threshold, bool) or not isinstance(threshold, int):
+        raise TypeError(f"external_data_threshold must be an integer, got {type(threshold).__name__}")
+    if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
+        raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
     require_packages("export_onnx", "onnx")
 
     import numpy as np
-    import onnx
 
     from .. import __version__
     from ..recipe import Recipe
@@ -61,6 +86,92 @@ def export_onnx(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
         [(logits, OUTPUT, (size, outputs))],
         type(network).__name__,
         __version__,
-        {"output_scale": repr(network.output_scale)},
+        {
+            "output_scale": repr(network.output_scale),
+            "arithmetic_version": str(ARITHMETIC_VERSION),
+            "kind": type(network).__name__,
+            "qflash_version": __version__,
+            "self_test": self_test(network),
+        },
     )
-    onnx.save_model(model, Path(path))
+    _add_shapes(model)
+    _write(model, Path(os.path.realpath(path)), threshold)
+
+
+def _large(model: Any) -> list[Any]:
+    return [x for x in model.graph.initializer if len(x.raw_data) >= _LEAST_LARGE]
+
+
+def _add_shapes(model: Any) -> None:
+    """Write types and shapes of all tensors into a model."""
+    import onnx
+    from onnx import helper
+
+    # large tensors as inputs: their numbers do not matter, and inference would copy them
+    large = _large(model)
+    names = {x.name for x in large}
+    graph = helper.make_graph(
+        model.graph.node,
+        "shapes",
+        [*model.graph.input, *(helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in large)],
+        model.graph.output,
+        [x for x in model.graph.initializer if x.name not in names],
+    )
+    skeleton = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    inferred = onnx.shape_inference.infer_shapes(skeleton, check_type=True, strict_mode=True, data_prop=True)
+    model.graph.value_info.extend(inferred.graph.value_info)
+
+
+def _write(model: Any, path: Path, threshold: int) -> None:
+    """Write a model to one file or two."""
+    from ..paths import whole_file, write_whole
+
+    data_path, parts = None, []
+    if sum(len(x.raw_data) for x in model.graph.initializer) > threshold:
+        large = _large(model)
+        digest = hashlib.sha256(b"".join(hashlib.sha256(x.raw_data).digest() for x in large)).hexdigest()
+        # the name says what is in the file, so an old model never meets new data
+        data_path = path.with_name(f"{path.name}.{digest[:16]}.data")
+        parts = _take_out(large, data_path.name)
+    known = set(_data_files(path))
+    try:
+        if data_path is not None:
+            with whole_file(data_path) as file:
+                for part in parts:
+                    file.write(part)
+        write_whole(path, model.SerializeToString(deterministic=True))
+    except BaseException:
+        if data_path is not None and data_path not in known:
+            data_path.unlink(missing_ok=True)
+        raise
+    for old in known - {data_path}:
+        # somebody else may be exporting to the same path
+        with contextlib.suppress(OSError):
+            old.unlink()
+
+
+def _take_out(tensors: list[Any], location: str) -> list[bytes]:
+    """Let tensors of a model lie in a file beside it; return the parts of that file."""
+    from onnx import TensorProto
+    from onnx.external_data_helper import set_external_data
+
+    parts: list[bytes] = []
+    end = 0
+    for tensor in tensors:
+        raw = tensor.raw_data
+        set_external_data(tensor, location, offset=end, length=len(raw))
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        parts += [raw, bytes(-len(raw) % _ALIGNMENT)]
+        end += len(raw) + len(parts[-1])
+    return parts
+
+
+def _data_files(path: Path) -> list[Path]:
+    """Return the files with tensors that exports to this path have left."""
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
+    try:
+        return [each for each in path.parent.iterdir() if pattern.fullmatch(each.name)]
+    except OSError:
+        # writing says what is wrong with the folder
+        return []

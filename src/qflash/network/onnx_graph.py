@@ -12,6 +12,7 @@ the high half. The methods here express those with operators whose result is def
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class Graph:
         array = np.ascontiguousarray(wide.astype(dtype)).reshape(wide.shape)
         if not np.array_equal(array, wide):
             raise OverflowError(f"a constant of {name} does not fit {array.dtype}")
-        key = (array.dtype.str, array.shape, array.tobytes())
+        key = (array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._constants:
             value = Value(self._name(name), array.dtype)
             self._initializers.append(numpy_helper.from_array(array, value.name))
@@ -208,8 +209,17 @@ class Graph:
         """Reduce an axis, which stays with size 1."""
         return self.node(operator, x, self.constant([axis], np.int64), keepdims=1)
 
+    def row_maximum(self, x: Value) -> Value:
+        """Return the maximum over the last axis, which stays with size 1."""
+        # not ReduceMax: onnxruntime's symbolic_shape_infer does not know it since its axes are an input
+        outputs = [Value(self._name("TopK"), x.dtype), Value(self._name("TopK"), np.dtype(np.int64))]
+        names = [y.name for y in outputs]
+        inputs = [x.name, self.constant([1], np.int64).name]
+        self._nodes.append(helper.make_node("TopK", inputs, names, name=names[0], axis=-1, sorted=0))
+        return outputs[0]
+
     def reshape(self, x: Value, *shape: int) -> Value:
-        """Change the shape; -1 is the batch."""
+        """Change the shape; 0 is the batch, the first axis, which stays. Shapes can be inferred with that, and not with -1."""
         return self.node("Reshape", x, self.constant(shape, np.int64))
 
     def transpose(self, x: Value, *order: int) -> Value:

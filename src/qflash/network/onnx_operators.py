@@ -192,7 +192,7 @@ def _scores(graph: Graph, module: Attention, query: Value, key: Value) -> tuple[
         products = graph.shift_right(products, _array(drop[0]), (1 << 30) - 1)
         products = graph.add(products, _window_bias(graph, bias >> (fp.BIAS_FRACTION_BITS - fraction_bits)))
     start = fp.exponent_offset(offset, fraction_bits)[0]
-    most = graph.add(graph.reduce("ReduceMax", products, -1), start)
+    most = graph.add(graph.row_maximum(products), start)
     return graph.subtract(most, products), _array(fraction_bits[0])
 
 
@@ -226,7 +226,7 @@ def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
 def attention(graph: Graph, module: Attention, x: Value, tokens: int, windows: int | None = None) -> Value:
     """Write :meth:`.modules.Attention.attend`: uint8 (batch, [windows,] tokens, channels)."""
     recipe, heads, width = module.recipe, module.heads, module.head_dim
-    lead = (-1,) if windows is None else (-1, windows)
+    lead = (0,) if windows is None else (0, windows)
     axes = tuple(range(len(lead)))
     token, head, channel = (len(lead) + i for i in range(3))
     shape = *lead, tokens, heads, width
@@ -301,9 +301,9 @@ def block(graph: Graph, module: Block, h: Value, tokens: int) -> Value:
         if isinstance(module, WindowBlock):
             each = module.window[0] * module.window[1]
             windows, channels = tokens // each, module.norm1.gain.numel()
-            x = graph.reshape(_order(graph, x, module.order), -1, windows, each, channels)
+            x = graph.reshape(_order(graph, x, module.order), 0, windows, each, channels)
             x = attention(graph, module.attn, x, each, windows)
-            x = graph.reshape(x, -1, tokens, module.attn.heads * module.attn.head_dim)
+            x = graph.reshape(x, 0, tokens, module.attn.heads * module.attn.head_dim)
             x = _order(graph, x, module.order.flatten().argsort())
         else:
             x = attention(graph, module.attn, x, tokens)
@@ -319,7 +319,7 @@ def block(graph: Graph, module: Block, h: Value, tokens: int) -> Value:
 
 def merge(graph: Graph, module: Merge, h: Value) -> Value:
     """Write a :class:`.modules.Merge`."""
-    x = graph.reshape(_order(graph, h, module.order), -1, module.order.shape[0], module.norm.gain.numel())
+    x = graph.reshape(_order(graph, h, module.order), 0, module.order.shape[0], module.norm.gain.numel())
     with graph.scope("norm"):
         x = layer_norm(graph, module.norm, x)
     with graph.scope("reduction"):
@@ -330,9 +330,9 @@ def _patches(graph: Graph, images: Value, shape: Any) -> Value:
     """Cut images into patches (batch, patches, values); as uint8 with a zero point of 128 pixels stay as they are."""
     high, wide = shape.patch_size
     rows, columns = shape.image_size[0] // high, shape.image_size[1] // wide
-    x = graph.reshape(images, -1, shape.image_channels, rows, high, columns, wide)
+    x = graph.reshape(images, 0, shape.image_channels, rows, high, columns, wide)
     x = graph.transpose(x, 0, 2, 4, 1, 3, 5)
-    return graph.reshape(x, -1, rows * columns, shape.image_channels * high * wide)
+    return graph.reshape(x, 0, rows * columns, shape.image_channels * high * wide)
 
 
 def _vision_transformer(graph: Graph, network: VisionTransformer, images: Value) -> Value:

@@ -1,17 +1,22 @@
-"""Keep an integer network in a file: :func:`save_model` and :func:`load_model`."""
+"""Keep an integer network in a file: :func:`save_model` and :func:`load_model`; and in a ``state_dict``.
+
+Both hold the integers as tensors and one header: JSON with what kind of network it is, its shape and :data:`ENTRIES`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..reference import ARITHMETIC_VERSION
+from ..validation import check_flags
 from .models import (
     IntegerNetwork,
     SwinStage,
@@ -21,148 +26,358 @@ from .models import (
     VisionTransformerShape,
     check_integer,
 )
-from .modules import IntegerModule
+from .modules import EXTRA_STATE, IntegerModule, shapes_only
 from .quality import Quality
 
 KEY = "qflash integer network"
 """Where the file's header has ours."""
 VERSION = 1
 """Of the file's form."""
+DIGEST = "sha256"
+"""The entry with the digest of all else, which files have."""
 _KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "VisionTransformer": (VisionTransformer, VisionTransformerShape),
     "SwinTransformer": (SwinTransformer, SwinTransformerShape),
 }
+_TYPES = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
+"""What safetensors calls the types that networks have."""
+_FLOAT32 = torch.finfo(torch.float32)
+
+Form = tuple[object, tuple[int, ...]]
+"""A tensor's type and shape."""
 
 
-def _constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
+class HeaderEntry(NamedTuple):
+    """Something that a network has beside its tensors and its shape.
+
+    Attributes:
+        write: returns it as JSON holds it; None leaves it out.
+        read: checks what JSON holds and sets it in the network, of which kind and shape are made; ValueError if it is wrong.
+        required: whether every header has it.
+    """
+
+    write: Callable[[IntegerNetwork], Any]
+    read: Callable[[IntegerNetwork, Any], None]
+    required: bool = True
+
+
+def _parts(network: IntegerNetwork) -> dict[str, IntegerModule]:
+    """Return the parts of a network that have constants."""
+    return {name: part for name, part in network.named_modules() if isinstance(part, IntegerModule) and part.constants}
+
+
+def _write_constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
+    return {name: {constant: getattr(part, constant) for constant in part.constants} for name, part in _parts(network).items()}
+
+
+def _read_constants(network: IntegerNetwork, found: Any) -> None:
+    parts = _parts(network)
+    _check_names("constants", found, parts)
+    for name, part in parts.items():
+        _check_names(f"constants of {name}", found[name], part.constants)
+        for constant in part.constants:
+            value = found[name][constant]
+            if type(value) is not int:
+                raise ValueError(f"{name}.{constant} must be an integer, is {_shown(value)}")
+            setattr(part, constant, value)
+
+
+def _scale(name: str, value: Any) -> float:
+    """Return a number that is the scale of integers: positive, and normal as a float32."""
+    if type(value) not in (int, float) or not _FLOAT32.tiny <= value <= _FLOAT32.max:
+        raise ValueError(f"{name} must be a number from {_FLOAT32.tiny:.3g} to {_FLOAT32.max:.3g}, is {_shown(value)}")
+    return float(value)
+
+
+def _read_output_scale(network: IntegerNetwork, found: Any) -> None:
+    network.output_scale = _scale("output_scale", found)
+
+
+def _read_units(network: IntegerNetwork, found: Any) -> None:
+    if type(found) is not list or len(found) != network.shape.streams:
+        raise ValueError(f"units must be a list of {network.shape.streams} numbers, is {_shown(found)}")
+    network.units = tuple(_scale("units", x) for x in found)
+
+
+def _write_quality(network: IntegerNetwork) -> dict[str, Any] | None:
+    if network.quality is None:
+        return None
+    return {**dataclasses.asdict(network.quality), "float_parts": list(network.quality.float_parts)}
+
+
+def _read_quality(network: IntegerNetwork, found: Any) -> None:
+    network.quality = Quality.from_header(found)
+
+
+ENTRIES: dict[str, HeaderEntry] = {
+    "constants": HeaderEntry(_write_constants, _read_constants),
+    "output_scale": HeaderEntry(lambda network: network.output_scale, _read_output_scale),
+    "units": HeaderEntry(lambda network: list(network.units), _read_units),
+    "quality": HeaderEntry(_write_quality, _read_quality, required=False),
+}
+"""By their names in the header. A new one that older files lack is not required."""
+_MADE_OF = ("version", "arithmetic_version", "kind", "shape")
+"""Entries that say which network to make."""
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, not longer than a line."""
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:90]}... ({len(text)} characters)"
+
+
+def _check_names(what: str, found: Any, required: Any, optional: Any = ()) -> None:
+    """Require a JSON object with these names and no others."""
+    if type(found) is not dict:
+        raise ValueError(f"{what} must be an object of JSON, is {_shown(found)}")
+    odd = sorted((set(required) - found.keys()) | (found.keys() - {*required, *optional}))
+    if odd:
+        raise ValueError(f"{what} must fit the network: {_shown(odd)} are missing or not known")
+
+
+def _dataclass(what: str, kind: type[Any], found: Any) -> Any:
+    """Return a dataclass that JSON holds as an object; what its fields may be it says itself."""
+    fields = dataclasses.fields(kind)
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    _check_names(what, found, required, [field.name for field in fields])
+    values = {name: _tuples(value) for name, value in found.items()}
+    if "stages" in values and type(found["stages"]) is list:
+        values["stages"] = tuple(_dataclass("a stage", SwinStage, stage) for stage in found["stages"])
+    return kind(**values)
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(_tuples(each) for each in x) if isinstance(x, list) else x
+
+
+def network_tensors(network: IntegerNetwork) -> dict[str, torch.Tensor]:
+    """Return the integers of a network by their names."""
     return {
-        name: {constant: getattr(module, constant) for constant in module.constants}
-        for name, module in network.named_modules()
-        if isinstance(module, IntegerModule) and module.constants
+        f"{name}.{own}" if name else own: x
+        for name, part in network.named_modules()
+        if isinstance(part, IntegerModule)
+        for own, x in part.integers().items()
     }
 
 
-def _reason(error: Exception) -> str:
-    """Return what is wrong with a header: our own words, or Python's with their kind."""
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-
-
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
-    """Return what a file's header says of a network, as JSON holds it."""
-    quality = {} if network.quality is None else {"quality": dataclasses.asdict(network.quality)}
+    """Return what a header says of a network, as JSON holds it."""
+    entries = {name: entry.write(network) for name, entry in ENTRIES.items()}
     return {
         "version": VERSION,
         "arithmetic_version": ARITHMETIC_VERSION,
         "kind": type(network).__name__,
         "shape": dataclasses.asdict(network.shape),
-        "constants": _constants(network),
-        "output_scale": network.output_scale,
-        "units": network.units,
-        **quality,
+        **{name: value for name, value in entries.items() if value is not None},
     }
 
 
-def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
-    """Write an integer network to a safetensors file: integers, and a header with its shape and shifts.
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of a header but for its own entry, and of tensors; docs/integer_network.md says of which bytes."""
+    rest = {name: value for name, value in header.items() if name != DIGEST}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for name in sorted(tensors):
+        x = tensors[name]
+        digest.update(json.dumps([name, str(x.dtype).removeprefix("torch."), list(x.shape)]).encode())
+        digest.update(x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Return what JSON says, which has no NaN and no infinity.
 
     Raises:
-        TypeError: ``network`` is none.
+        ValueError: it is no JSON.
+    """
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"JSON has no {number}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
+
+
+def _made(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
+    """Make the network of a header, all zeros, if it is one that such tensors fill. Before that nothing is allocated.
+
+    Args:
+        header: parsed.
+        forms: of all tensors, by their names.
+    """
+    if type(header) is not dict or type(header.get("version")) is not int:
+        raise ValueError(f"its header must be an object of JSON with a version, is {_shown(header)}")
+    if header["version"] != VERSION:
+        raise ValueError(f"it is of version {header['version']}, this QFlash reads {VERSION}; quantise the model again")
+    # files from before the entry are of the first
+    arithmetic = header.get("arithmetic_version", 1)
+    if type(arithmetic) is not int or arithmetic != ARITHMETIC_VERSION:
+        raise ValueError(
+            f"it is for arithmetic version {_shown(arithmetic)}, this QFlash computes version {ARITHMETIC_VERSION}, which "
+            "gives other integers; quantise the model again"
+        )
+    required = [name for name, entry in ENTRIES.items() if entry.required]
+    _check_names("its header", header, (*_MADE_OF, *required), (*ENTRIES, DIGEST))
+    if type(header["kind"]) is not str or header["kind"] not in _KINDS:
+        raise ValueError(f"kind must be one of {sorted(_KINDS)}, is {_shown(header['kind'])}")
+    kind, shape_type = _KINDS[header["kind"]]
+    shape = _dataclass("shape", shape_type, header["shape"])
+    # a block has tensors of its own; so a header cannot ask for blocks without end
+    if shape.blocks > len(forms):
+        raise ValueError(f"{shape.blocks} blocks cannot come of {len(forms)} tensors")
+    with shapes_only():
+        wanted = {name: (x.dtype, tuple(x.shape)) for name, x in network_tensors(kind(shape)).items()}
+    if odd := sorted(wanted.keys() ^ forms.keys()):
+        raise ValueError(f"tensors {odd[:3]} are missing or not known")
+    for name, form in forms.items():
+        if form != wanted[name]:
+            raise ValueError(f"{name} must be {wanted[name][0]} {wanted[name][1]}, is {form[0]} {form[1]}")
+    network: IntegerNetwork = kind(shape)
+    return network
+
+
+def _filled(network: IntegerNetwork, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> IntegerNetwork:
+    """Fill in a network that :func:`_made` has made for a header, and look whether its integers keep their bounds."""
+    for name, x in network_tensors(network).items():
+        x.copy_(tensors[name])
+    _read_entries(network, header)
+    network.check_values()
+    return network
+
+
+def _read_entries(network: IntegerNetwork, header: Mapping[str, Any]) -> None:
+    for name, entry in ENTRIES.items():
+        if name in header:
+            entry.read(network, header[name])
+
+
+def network_from_header(header: Any, tensors: Mapping[str, torch.Tensor]) -> IntegerNetwork:
+    """Return the network that :func:`network_header` and its tensors describe.
+
+    Raises:
+        ValueError: the header has an entry that is wrong, is missing or not known; tensors are missing, not known, or do not
+            fit it; or integers do not keep their bounds (:meth:`.models.IntegerNetwork.check_values`).
+    """
+    return _filled(_made(header, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}), header, tensors)
+
+
+def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
+    """Write an integer network to a safetensors file: integers, and a header with its shape, shifts and a SHA-256 of all.
+
+    A file that is there is replaced when the new one is whole, and stays if that fails.
+
+    Raises:
+        TypeError: ``network`` is not an integer network.
         ValueError: a part of it is kept in floating point.
         OSError: the file cannot be written.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
+
+    from ..paths import write_whole
 
     check_integer(network)
-    header = network_header(network)
-    tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
-    save_file(tensors, Path(path), metadata={KEY: json.dumps(header)})
+    tensors = {name: x.detach().cpu().contiguous() for name, x in network_tensors(network).items()}
+    # as it will be read again
+    header = _parsed(json.dumps(network_header(network)))
+    header[DIGEST] = _digest(header, tensors)
+    write_whole(path, save(tensors, metadata={KEY: json.dumps(header)}))
 
 
 @torch.inference_mode(False)  # what is made is to be written to, in any mode
-def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> IntegerNetwork:
+def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu", *, verify: bool = True) -> IntegerNetwork:
     """Read an integer network that :func:`save_model` wrote. Nothing in the file is executed.
+
+    Types and shapes of all tensors are compared with the header before memory is allocated for them.
 
     Args:
         path: of the file.
         device: where it is put.
+        verify: require the SHA-256 that the header has of tensors and header. False reads files without one, which an earlier
+            QFlash wrote, and skips that one check.
 
     Raises:
-        ValueError: it is no such file, of another version, truncated, or its tensors do not fit its header.
+        TypeError: ``verify`` is not True or False.
+        ValueError: it is no such file, of another version, truncated, damaged, or its tensors do not fit its header.
         OSError: it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
+    check_flags(verify=verify)
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no integer network at {path}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
+            if KEY not in metadata:
+                raise ValueError(f"it is no integer network of QFlash, its header has no {KEY!r}")
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
+            header = _parsed(metadata[KEY])
+            network = _made(header, {name: _form(x.get_dtype(), x.get_shape()) for name, x in slices.items()})
+            tensors = {name: file.get_tensor(name) for name in slices}
+        if verify:
+            _check_digest(header, tensors)
+        _filled(network, header, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
-    if KEY not in metadata:
-        raise ValueError(f"{path} is no integer network of QFlash: its header has no {KEY!r}")
-    try:
-        header = json.loads(metadata[KEY])
-        version = header["version"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} holds no whole integer network: {_reason(error)}") from error
-    if version != VERSION:
-        raise ValueError(f"{path} is of version {version}, this QFlash reads {VERSION}; quantise the model again")
-    # files from before the entry are of the first
-    arithmetic = header.get("arithmetic_version", 1)
-    if arithmetic != ARITHMETIC_VERSION:
-        raise ValueError(
-            f"{path} is for arithmetic version {arithmetic}, this QFlash computes version {ARITHMETIC_VERSION}, which gives "
-            "other integers; quantise the model again"
-        )
-    try:
-        network = network_from_header(header, tensors)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{path} holds no whole integer network: {_reason(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} holds no whole integer network: {error}") from error
     return network.to(device).eval()
 
 
-def network_from_header(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> IntegerNetwork:
-    """Return the network that :func:`network_header` and its tensors describe.
+def _form(kind: str, shape: list[int]) -> Form:
+    return _TYPES.get(kind, kind), tuple(shape)
+
+
+def _check_digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    if DIGEST not in header:
+        raise ValueError(
+            "it has no SHA-256, which files of an earlier QFlash lack; quantise the model again, or load it with verify=False "
+            "and save it"
+        )
+    if header[DIGEST] != _digest(header, tensors):
+        raise ValueError("it is damaged: its SHA-256 is another than the one in its header")
+
+
+def header_tensor(network: IntegerNetwork) -> torch.Tensor:
+    """Return a network's header as uint8, which every format of a ``state_dict`` can hold."""
+    return torch.frombuffer(bytearray(json.dumps(network_header(network)).encode()), dtype=torch.uint8)
+
+
+def load_state(network: IntegerNetwork, state: Mapping[str, Any], assign: bool) -> None:
+    """Fill in a network from a ``state_dict`` of one of the same kind and shape, or leave it as it is.
+
+    Args:
+        network: to change.
+        state: its tensors, and :func:`header_tensor` as PyTorch names it.
+        assign: put the tensors themselves into it instead of their numbers.
 
     Raises:
-        ValueError: tensors are missing, not known, or do not fit the header, or integers do not keep their bounds
-            (:meth:`.models.IntegerNetwork.check_values`). What else is wrong with a header raises what Python does.
+        ValueError: there is no header, it describes another network, or is wrong as one of a file can be.
     """
-    # a block has tensors of its own; so a header cannot ask for blocks without end
-    if header["shape"].get("depth", 0) > len(tensors):
-        raise ValueError(f"{header['shape']['depth']} blocks cannot come of {len(tensors)} tensors")
-    kind, shape_type = _KINDS[header["kind"]]
-    shape = {name: _tuples(value) for name, value in header["shape"].items()}
-    if "stages" in shape:
-        shape["stages"] = tuple(SwinStage(**{k: _tuples(v) for k, v in stage.items()}) for stage in header["shape"]["stages"])
-    network: IntegerNetwork = kind(shape_type(**shape))
-    own = network.state_dict()
-    if own.keys() != tensors.keys():
-        raise ValueError(f"tensors {sorted(own.keys() ^ tensors.keys())[:3]} are missing or not known")
+    if parts := network.float_parts():
+        raise ValueError(f"it keeps in floating point: {', '.join(parts)}")
+    text = state.get(EXTRA_STATE)
+    if text is None:
+        raise ValueError(f"the state_dict lacks {EXTRA_STATE!r} with its shifts, output scale, units and recipe")
+    if not isinstance(text, torch.Tensor) or text.dtype != torch.uint8 or text.dim() != 1 or text.is_meta:
+        raise ValueError(f"{EXTRA_STATE!r} in the state_dict must be a uint8 tensor of one dimension, is {_shown(text)}")
+    tensors = {name: x for name, x in state.items() if name != EXTRA_STATE}
     for name, x in tensors.items():
-        if x.shape != own[name].shape or x.dtype != own[name].dtype:
-            raise ValueError(f"{name} must be {own[name].dtype} {tuple(own[name].shape)}, is {x.dtype} {tuple(x.shape)}")
-    network.load_state_dict(tensors)
-    modules: dict[str, Any] = dict(network.named_modules())
-    if header["constants"].keys() != _constants(network).keys():
-        raise ValueError("its constants do not fit its shape")
-    for name, constants in header["constants"].items():
-        for constant in modules[name].constants:
-            value = constants[constant]
-            if type(value) is not int:
-                raise ValueError(f"{name}.{constant} must be an integer, is {value!r}")
-            setattr(modules[name], constant, value)
-    network.output_scale = float(header["output_scale"])
-    network.units = tuple(float(x) for x in header["units"])
-    if not all(0 < x < math.inf for x in (network.output_scale, *network.units)):
-        raise ValueError(f"output_scale {network.output_scale} and units {network.units} must be positive and finite")
-    network.quality = Quality.from_header(header["quality"]) if "quality" in header else None
-    network.check_values()
-    return network
-
-
-def _tuples(x: Any) -> Any:
-    return tuple(_tuples(each) for each in x) if isinstance(x, list) else x
+        if not isinstance(x, torch.Tensor) or x.is_meta:
+            raise ValueError(f"{name} in the state_dict must be a tensor with numbers, is {_shown(x)}")
+    header = _parsed(bytes(text.cpu().numpy()))
+    other = network_from_header(header, tensors)
+    if type(other) is not type(network) or other.shape != network.shape:
+        raise ValueError(
+            f"the state_dict is of a {type(other).__name__} with {other.shape}, and it is one with {network.shape}"
+        )
+    with torch.no_grad():
+        for name, x in network_tensors(network).items():
+            if assign:
+                where, _, own = name.rpartition(".")
+                setattr(network.get_submodule(where), own, tensors[name])
+            else:
+                x.copy_(tensors[name])
+    _read_entries(network, header)

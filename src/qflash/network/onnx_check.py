@@ -1,0 +1,187 @@
+"""The self-test of an ONNX file: images by a formula, and the logits they must give. :func:`check_onnx` runs it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .models import IntegerNetwork
+
+INPUT, OUTPUT = "images", "logits"
+"""Names of the model's input and output."""
+COUNT = 2
+"""Images of the self-test; a model of a larger batch gets them again and again."""
+RUNTIMES = ("onnxruntime", "reference", "openvino")
+"""What :func:`check_onnx` knows: onnxruntime, ONNX's reference evaluator, OpenVINO on the CPU."""
+
+
+def _mix(n: torch.Tensor) -> torch.Tensor:
+    """Return 8 bits that look random, of whole numbers below 2**31; no product has more than 63 bits."""
+    n = n * 0x9E3779B1 & 0xFFFFFFFF
+    return (((n >> 15) ^ n) * 0x45D9F3B & 0xFFFFFFFF) >> 24
+
+
+def self_test_images(count: int, channels: int, height: int, width: int) -> torch.Tensor:
+    """Return the images of the self-test, uint8 (count, channels, height, width): 8 by 8 blocks with noise.
+
+    docs/onnx.md has the formula.
+    """
+    plane = torch.arange(count * channels, dtype=torch.int64, device="cpu").view(count, channels, 1, 1)
+    y = torch.arange(height, dtype=torch.int64, device="cpu")[:, None]
+    x = torch.arange(width, dtype=torch.int64, device="cpu")
+    blocks = 64 * plane + 8 * (8 * y // height) + 8 * x // width
+    pixels = (plane * height + y) * width + x
+    return ((3 * _mix(blocks) + _mix(pixels)) >> 2).to(torch.uint8)
+
+
+def self_test(network: IntegerNetwork) -> str:
+    """Return the self-test of a network as its file holds it: JSON with the logits of each image."""
+    shape = network.shape
+    images = self_test_images(COUNT, shape.image_channels, *shape.image_size)
+    # the caller's choice of a back end may be for another device
+    twin = copy.copy(network)
+    twin.backend = "auto"
+    with torch.inference_mode():
+        logits = twin(images.to(next(network.buffers()).device))
+    return json.dumps({"logits": logits.tolist()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a runtime made of the self-test.
+
+    Attributes:
+        runtime: its name and version, and how it was run.
+        problem: None if its logits are those of the file; else how they differ, or why it could not run.
+    """
+
+    runtime: str
+    problem: str | None
+
+
+def check_onnx(
+    path: str | os.PathLike[str], runtimes: Sequence[str] | None = None, providers: Sequence[str] | None = None
+) -> list[Outcome]:
+    """Run the self-test of a file that :func:`qflash.export_onnx` wrote, and compare every bit.
+
+    Args:
+        path: of the file.
+        runtimes: of :data:`RUNTIMES`; None for all that are installed.
+        providers: of onnxruntime, each run by itself with the CPU's for what it lacks; None for all that it has here.
+
+    Raises:
+        ImportError: the package ``onnx``, or a runtime that is asked for, is not installed.
+        ValueError: the file is no ONNX model or has no self-test, or there is no such runtime or provider.
+        OSError: the file cannot be read.
+    """
+    from ..optional_packages import require_packages
+
+    for name in runtimes or ():
+        if name not in RUNTIMES:
+            raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}, got {name!r}")
+    packages = {name: "onnx" if name == "reference" else name for name in RUNTIMES}
+    needed = {"onnx", *(packages[name] for name in runtimes or ()), *(["onnxruntime"] if providers else [])}
+    require_packages("check-onnx", *sorted(needed))
+    path = Path(path)
+    images, logits = _read(path)
+    outcomes = []
+    for name in runtimes or [name for name in RUNTIMES if importlib.util.find_spec(packages[name]) is not None]:
+        for runtime, run in _WAYS[name](path, providers):
+            try:
+                problem = _difference(logits, run(images.numpy()))
+            except Exception as error:
+                problem = f"cannot run it: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            outcomes.append(Outcome(runtime, problem))
+    return outcomes
+
+
+def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the images and logits of a file's self-test."""
+    import onnx
+
+    with path.open("rb") as file:
+        content = file.read()
+    try:
+        model = onnx.load_from_string(content)
+    except Exception as error:  # protobuf has changed its exception's place
+        raise ValueError(f"{path} is no readable ONNX file: {error}") from error
+    texts = {entry.key: entry.value for entry in model.metadata_props}
+    if "self_test" not in texts:
+        raise ValueError(f"{path} has no self-test: it is none of qflash.export_onnx, or of an earlier QFlash")
+    try:
+        logits = torch.tensor(json.loads(texts["self_test"])["logits"], dtype=torch.int32, device="cpu")
+        sizes = next(x for x in model.graph.input if x.name == INPUT).type.tensor_type.shape.dim
+        batch, channels, height, width = (size.dim_value for size in sizes)
+        if logits.dim() != 2 or len(logits) != COUNT or min(channels, height, width) < 1 or channels * height * width > 1 << 31:
+            raise ValueError(f"logits of shape {tuple(logits.shape)} for images of {channels} x {height} x {width}")
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, RecursionError, StopIteration) as error:
+        raise ValueError(f"{path} has a self-test that is damaged: {type(error).__name__}: {error}") from error
+    which = torch.arange(batch or COUNT, dtype=torch.int64, device="cpu") % COUNT
+    return self_test_images(COUNT, channels, height, width)[which], logits[which]
+
+
+def _difference(want: torch.Tensor, found: Any) -> str | None:
+    """Say how logits differ from those wanted; None if they are the same."""
+    got = torch.as_tensor(found)
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return f"logits must be {want.dtype} {tuple(want.shape)}, are {got.dtype} {tuple(got.shape)}"
+    wrong = int((got != want).sum())
+    most = int((got.long() - want.long()).abs().max()) if wrong else 0
+    return f"{wrong} of {want.numel()} logits differ, by up to {most}" if wrong else None
+
+
+_Way = Iterator[tuple[str, Callable[[Any], Any]]]
+
+
+def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
+    """Yield name and function of every provider and level of optimisation."""
+    import onnxruntime
+
+    here = onnxruntime.get_available_providers()
+    for name in providers or ():
+        if name not in here:
+            raise ValueError(f"provider must be one of {', '.join(here)}, which onnxruntime has here, got {name!r}")
+    # Azure's sends models elsewhere and computes nothing here
+    for provider in providers or [name for name in here if name != "AzureExecutionProvider"]:
+        for level in onnxruntime.GraphOptimizationLevel.__members__.values():
+
+            def run(images: Any, provider: str = provider, level: Any = level) -> Any:
+                options = onnxruntime.SessionOptions()
+                options.graph_optimization_level = level
+                # errors are raised as well
+                options.log_severity_level = 4
+                with_cpu = list(dict.fromkeys((provider, "CPUExecutionProvider")))
+                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run([OUTPUT], {INPUT: images})[0]
+
+            yield f"onnxruntime {onnxruntime.__version__}, {provider}, {level.name}", run
+
+
+def _reference(path: Path, _: Sequence[str] | None) -> _Way:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    yield (
+        f"onnx {onnx.__version__}, reference evaluator",
+        lambda images: ReferenceEvaluator(str(path)).run([OUTPUT], {INPUT: images})[0],
+    )
+
+
+def _openvino(path: Path, _: Sequence[str] | None) -> _Way:
+    import openvino
+
+    yield (
+        f"openvino {openvino.__version__.partition('-')[0]}, CPU",
+        lambda images: openvino.Core().compile_model(str(path), "CPU")([images])[OUTPUT],
+    )
+
+
+_WAYS = {"onnxruntime": _onnxruntime, "reference": _reference, "openvino": _openvino}

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..recipe import Recipe, resolve_recipe
 from . import swin_transformer, vision_transformer
-from .calibration import check_method, observing, progress_bar
+from .calibration import check_method, make_observers, observing, progress_bar
 from .execution import check_images
 from .mixed import keep_in_float
 from .models import IntegerNetwork
@@ -68,10 +68,12 @@ def quantize_model(
     Args:
         model: timm's ``VisionTransformer`` (ViT, DeiT, DINOv2) or ``SwinTransformer``, float, in eval mode. It is not changed.
         calibration_batches: uint8 images (batch, channels, height, width), 0 to 255, or tuples that begin with them as a data
-            loader gives; 32 to 64 images are enough.
+            loader gives; 32 to 64 images are enough. The model runs on one at a time, so that the same images give the same
+            network however they are divided into batches.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
-            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
+            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy. They look at up
+            to 4096 tokens of each tensor.
         percentile: for that method, above 50 and at most 100.
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
         keep_float: parts that stay in floating point, to find what costs accuracy: ``"blocks.3.attention"``,
@@ -99,16 +101,19 @@ def quantize_model(
         torch.tensor(x, dtype=torch.float32, device=parameter.device).view(1, -1, 1, 1) for x in (means, deviations)
     )
     inputs, outputs = family.observed(model)
+    observers = make_observers(inputs, outputs, method != "minmax")
     count = 0
-    watching = observing(model, inputs, outputs, method != "minmax")
-    with torch.inference_mode(), watching as observers, progress_bar(progress, "images") as tick:
+    with torch.inference_mode(), progress_bar(progress, "images") as tick:
         for batch in calibration_batches:
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             check_images(images, len(means), size)
-            x = (images.to(parameter.device).to(torch.float32) / 255 - shift) / factor
-            model(x.to(parameter.dtype))
+            with observing(model, observers):
+                # one at a time: a float product of another number of rows may round otherwise
+                for image in images:
+                    x = (image[None].to(parameter.device).to(torch.float32) / 255 - shift) / factor
+                    model(x.to(parameter.dtype))
+                    tick(1)
             count += len(images)
-            tick(len(images))
     if not count:
         raise ValueError("calibration_batches must hold at least one image, got none")
     ranges = {name: observer.range(method, percentile) for name, observer in observers.items() if observer.count}

@@ -31,6 +31,18 @@ CHANGED_PYTHON = [
     "    y = (x << 2) if x.shape[-1] >= n else x.round()",
     "    y = (x << 2) if x.shape[-1] > n else x.floor()",
 ]
+CHOICES = """
+if not x.ready and y is None:
+    x.count = 2 / n
+    x.start(
+        True,
+    )
+    total += 1
+"""
+CHANGED_CHOICES = {
+    "not  -> ", "and -> or", "is -> is not", "x.count = 2 / n -> pass", "2 -> 3", "/ -> *", "x.start(True,) -> pass", "True -> False",
+    "total += 1 -> pass", "1 -> 2",
+}  # fmt: skip
 C = """
 #include <a8.h>
 /* 1 + 2 */
@@ -51,6 +63,15 @@ def test_changes(mutation_check: ModuleType, language: str, source: str, expecte
         lines = (source[:start] + new + source[end:]).splitlines()
         changed += [line for line, before in zip(lines, source.splitlines(), strict=True) if line != before]
     assert sorted(changed) == sorted(expected)
+
+
+def test_changes_of_what_is_no_arithmetic(mutation_check: ModuleType) -> None:
+    found = {f"{CHOICES[start:end]} -> {new}" for start, end, new in mutation_check.mutate_python(CHOICES, choices=True)}
+    assert {"".join(each.split("\n    ")).replace("    True", "True").replace("\n", "") for each in found} == CHANGED_CHOICES
+    for start, end, new in mutation_check.mutate_python(CHOICES, choices=True):
+        compile(CHOICES[:start] + new + CHOICES[end:], "changed", "exec")
+    plain = {CHOICES[start:end] for start, end, _ in mutation_check.mutate_python(CHOICES)}
+    assert plain == {"1", "2"}
 
 
 def test_a_record_counts_results_and_knows_its_mutants(mutation_check: ModuleType) -> None:

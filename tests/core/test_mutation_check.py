@@ -40,8 +40,8 @@ if not x.ready and y is None:
     total += 1
 """
 CHANGED_CHOICES = {
-    "not  -> ", "and -> or", "is -> is not", "x.count = 2 / n -> pass", "2 -> 3", "/ -> *", "x.start(True,) -> pass", "True -> False",
-    "total += 1 -> pass", "1 -> 2",
+    "not  -> ", "and -> or", "is -> is not", "x.count = 2 / n -> pass", "2 -> 3", "/ -> *", "x.start(True,) -> pass",
+    "True -> False", "total += 1 -> pass", "1 -> 2",
 }  # fmt: skip
 C = """
 #include <a8.h>

@@ -243,3 +243,32 @@ def test_the_first_warning_of_a_reason_is_one_for_each_report() -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match="scale must be positive"):
             attend_or_fall_back(X, X, X, scale=-1.0)
+
+
+def warned(function: Any) -> list[str]:
+    """Return the warnings of attention that a compiled function makes while it is traced."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(function)(X)
+    return [str(each.message) for each in caught if "floating point" in str(each.message)]
+
+
+def test_traced_calls_warn_as_others_do() -> None:
+    def unfit(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, scale=-1.0)
+
+    def with_its_own_context(x: torch.Tensor) -> torch.Tensor:
+        with qflash.sdpa():
+            return unfit(x)
+
+    # outside of the traced code, once a reason and report
+    with qflash.sdpa() as report:
+        assert len(warned(unfit)) == 1
+        assert warned(unfit) == []
+        assert warned(lambda x: F.scaled_dot_product_attention(x, x, x)) == []
+    assert report.integer == 1 and len(report.fallbacks) == 1
+    with qflash.sdpa(fallback="quiet") as report:
+        assert warned(unfit) == []
+    assert len(report.fallbacks) == 1
+    # where no report counts, every time
+    assert len(warned(with_its_own_context)) == len(warned(with_its_own_context)) == 1

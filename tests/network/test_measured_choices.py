@@ -14,7 +14,7 @@ from qflash.network.modules import Linear
 from qflash.network.operators import GELU_UNIT, rescale
 from small_networks import build, decibels, draw, normalise
 
-IMAGES = 24
+IMAGES = 12
 STEPS = {"qkv": (0.7, 0.75), "proj": (0.5, 0.0), "fc1": (0.5, 0.0), "fc2": (1.0, 0.98), "head": (0.5, 0.9), "merge": (0.5, 0.0)}
 """Of the document: a, and the share f of the channels whose range is the least that counts."""
 

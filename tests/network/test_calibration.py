@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
-from qflash.network.calibration import METHODS, Observer
+from qflash.network.calibration import METHODS, Observer, _marks
 from small_networks import build, decibels, draw, normalise
 
 SPLITS = (1, 5, 16)
@@ -68,6 +68,12 @@ def test_the_sample_has_all_tokens_of_an_image_alike(period: int) -> None:
     ends = observer.range("percentile", 90.0)
     assert abs(float(ends.high) / (period - 1) - 0.9) < 0.05 + 1 / period
     assert abs(float(ends.low) / (period - 1) - 0.1) < 0.05 + 1 / period
+
+
+def test_marks_are_those_of_splitmix64() -> None:
+    """The generator's published outputs for seed 0, which belong to places 1, 2 and 3."""
+    found = [mark % (1 << 64) for mark in (*_marks(1, 2).tolist(), *_marks(3, 1).tolist())]
+    assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_what_is_kept_has_a_limit() -> None:

@@ -150,3 +150,16 @@ def test_a_residual_comes_from_where_its_token_goes(backend: str) -> None:
         want[:, place] = op.saturate(sums + residual[:, place], torch.int16)
     assert torch.equal(got, want)
     assert not torch.equal(want, residual)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_behind_the_last_query_take_their_scales_along(backend: str) -> None:
+    """Of causal attention, with a scale for each key: also where two keys become one."""
+    for queries, keys in ((1, 2), (2, 3), (3, 9)):
+        tensors = [
+            qflash.quantize(draw(i, 1, 2, n, 8), "token" if i < 2 else "channel") for i, n in enumerate((queries, keys, keys))
+        ]
+        first = [qflash.QuantizedTensor(x.values[:, :, :queries], scale) for x, scale in (
+            (tensors[1], tensors[1].scale[:, :, :queries]), (tensors[2], tensors[2].scale))]  # fmt: skip
+        options = {"is_causal": True, "backend": backend, "out_dtype": torch.float32}
+        assert same_bits(qflash.int8_attention(*tensors, **options), qflash.int8_attention(tensors[0], *first, **options))

@@ -10,7 +10,7 @@ from torch import nn
 
 import qflash
 from qflash.network import conversion
-from qflash.network.modules import Linear
+from qflash.network.modules import LayerNorm, Linear
 from qflash.network.operators import GELU_UNIT, rescale
 from small_networks import build, decibels, draw, normalise
 
@@ -275,3 +275,15 @@ def test_a_wide_bias_makes_a_rows_unit_coarser() -> None:
     assert module.weight[0].abs().max() >= 126
     sums = 128 * module.weight.to(torch.int64).abs().sum(dim=1) * 2**module.left + module.bias.to(torch.int64).abs()
     assert bool((sums < 1 << 31).all())
+
+
+@pytest.mark.parametrize(("bias", "shift"), [(0.0, 22), (300.0, 21), (-300.0, 21), (70000.0, 13)])
+def test_a_normalisations_constants_are_as_fine_as_they_fit(bias: float, shift: int) -> None:
+    """G below 2^31 with 8 bits more than B, B below 2^30; whichever is the larger decides."""
+    norm = nn.LayerNorm(4)
+    with torch.no_grad():
+        norm.bias.fill_(bias)
+    module = LayerNorm(4, torch.int8)
+    conversion.finish_norm(module, norm, 1.0, 1.0)
+    assert module.shift == shift
+    assert module.gain.tolist() == [1 << (8 + shift)] * 4 and module.offset.tolist() == [int(bias * (1 << shift))] * 4

@@ -54,7 +54,7 @@ TESTS = {
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/network/test_operators.py",
         "tests/kernels/test_network_cpu.py", "tests/core/test_network_errors.py", "tests/verify/test_bounds.py",
     ),
-    "src/qflash/unseen_tokens.py": ("tests/core/test_unseen_tokens.py", "tests/core/test_varlen.py -k bits"),
+    "src/qflash/unseen_tokens.py": ("tests/core/test_ranges.py", "tests/core/test_unseen_tokens.py"),
     "src/qflash/segments.py": (
         "tests/core/test_varlen.py -k bits", "tests/core/test_ranges.py", "tests/core/test_varlen.py",
     ),

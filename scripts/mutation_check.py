@@ -1,5 +1,7 @@
 """Change the arithmetic one constant, comparison, shift or rounding at a time, and see whether the tests notice.
 
+In :data:`CHOICES`, which hold more than arithmetic, statements are left out and conditions changed as well.
+
 Works on a copy of the tree. Each change ("mutant") is tested in a process of its own by the tests that ``TESTS`` names for its
 file; what they let pass is printed. ``tests/mutants_explained.json`` lists changes that nobody can notice, with the reasons.
 Of the C sources only code that is compiled here counts: a change that leaves the machine code alone is no mutant.
@@ -52,6 +54,20 @@ TESTS = {
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/network/test_operators.py",
         "tests/kernels/test_network_cpu.py", "tests/core/test_network_errors.py", "tests/lab/verify/test_bounds.py",
     ),
+    "src/qflash/unseen_tokens.py": ("tests/core/test_ranges.py", "tests/core/test_unseen_tokens.py"),
+    "src/qflash/segments.py": (
+        "tests/core/test_varlen.py -k bits", "tests/core/test_ranges.py", "tests/core/test_varlen.py",
+    ),
+    "src/qflash/network/calibration.py": (
+        "tests/network/test_calibration.py", "tests/network/test_networks.py -k 'calibrations or bad_arguments'",
+    ),
+    "src/qflash/network/conversion.py": (
+        "tests/network/test_measured_choices.py", "tests/network/test_networks.py -k 'logits or named or refused or norm'",
+    ),
+    "src/qflash/integrations/sdpa.py": ("tests/integrations/test_sdpa_state.py", "tests/integrations/test_sdpa.py"),
+    "src/qflash/integrations/static_scales.py": (
+        "tests/integrations/test_static_scales.py", "tests/network/test_calibration.py -k scales",
+    ),
     "src/qflash/kernels/cpu/attention.c": (
         *IN_C, "tests/kernels/test_cpu.py -k 'floored or payload or multipliers or released or one_channel or of_zero'",
         "tests/kernels/test_cpu.py -k '(reference_bits or longest or largest or agrees or threads) and not widths'",
@@ -64,6 +80,12 @@ TESTS = {
     "src/qflash/kernels/cpu/network.c": (GOLDEN.format("cpu"), "tests/kernels/test_network_cpu.py", SANITIZED),
 }  # fmt: skip
 """By source file: arguments of pytest, the fastest first."""
+
+CHOICES = (
+    "src/qflash/unseen_tokens.py", "src/qflash/segments.py", "src/qflash/network/calibration.py",
+    "src/qflash/network/conversion.py", "src/qflash/integrations/sdpa.py", "src/qflash/integrations/static_scales.py",
+)  # fmt: skip
+"""Files that hold more than integer arithmetic, in which statements are left out, too."""
 
 OPTIMISE = "-O1"
 """Of the C sources, whose bits do not depend on it, and which take a fifth of the time to compile."""
@@ -114,6 +136,10 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
     ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
 }  # fmt: skip
+FLOAT_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Div: ("/", "*"), ast.Pow: ("**", "*"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}  # fmt: skip
 METHODS = {"round": "floor", "floor": "ceil", "trunc": "floor", "maximum": "minimum", "minimum": "maximum", "amax": "amin"}
 STRINGS = {"trunc": "floor", "nearest": "floor"}
 """Rounding modes that are named."""
@@ -126,8 +152,15 @@ def _other_number(text: str) -> str:
     return repr(float(text) * 1.0078125 if float(text) else 1.0)
 
 
-def mutate_python(source: str) -> Iterator[tuple[int, int, str]]:
-    """Yield changes of a Python file: start, end and new text; not of types, messages, names of dimensions and indices."""
+def mutate_python(source: str, choices: bool = False) -> Iterator[tuple[int, int, str]]:
+    """Yield changes of a Python file: start, end and new text; not of types, messages, names of dimensions and indices.
+
+    Args:
+        source: of the file.
+        choices: change what is no integer arithmetic as well: :data:`FLOAT_OPERATORS`, ``and``, ``or``, ``not``, ``True`` and
+            ``False``; and leave out statements that do something to an object: calls, and assignments but for those to names.
+    """
+    operators = {**OPERATORS, **FLOAT_OPERATORS} if choices else OPERATORS
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -136,24 +169,44 @@ def mutate_python(source: str) -> Iterator[tuple[int, int, str]]:
     def at(line: int, column: int) -> int:
         return len(raw[: starts[line - 1] + column].decode())
 
-    def span(node: ast.expr) -> tuple[int, int]:
+    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
 
     def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> Iterator[tuple[int, int, str]]:
-        if type(operator) not in OPERATORS:
+        if type(operator) not in operators:
             return
-        old, new = OPERATORS[type(operator)]
+        old, new = operators[type(operator)]
         begin, end = span(left)[1], span(right)[0]
         found = source.find(old, begin, end)
         if found >= 0:
             yield found, found + len(old), new
 
+    def choice(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield *span(node), str(not node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            start = span(node)[0]
+            yield start, start + len("not "), ""
+        if isinstance(node, ast.BoolOp):
+            old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+            for left, right in zip(node.values, node.values[1:], strict=False):
+                found = source.index(old, span(left)[1], span(right)[0])
+                yield found, found + len(old), new
+        acts = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if isinstance(node, ast.Assign) and not isinstance(node.targets[0], (ast.Name, ast.Tuple)):
+            acts = True
+        if acts or isinstance(node, (ast.AugAssign, ast.Delete)):
+            assert isinstance(node, ast.stmt)
+            yield *span(node), "pass"
+
     def visit(node: ast.AST) -> Iterator[tuple[int, int, str]]:
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments, ast.Import, ast.ImportFrom)):
             return
-        if isinstance(node, ast.keyword) and node.arg in ("dim", "dims", "dtype", "keepdim"):
+        if isinstance(node, ast.keyword) and node.arg in ("dim", "dims", "dtype", "keepdim", "stacklevel"):
             return
+        if choices:
+            yield from choice(node)
         if isinstance(node, ast.Constant):
             if type(node.value) in (int, float):
                 start, end = span(node)
@@ -206,7 +259,8 @@ def find_mutants(path: str) -> list[Mutant]:
     source = (ROOT / path).read_text(encoding="utf-8")
     lines = source.splitlines()
     found, seen = [], collections.Counter[tuple[str, str, str]]()
-    for start, end, new in sorted((mutate_python if path.endswith(".py") else mutate_c)(source)):
+    changes = mutate_python(source, path in CHOICES) if path.endswith(".py") else mutate_c(source)
+    for start, end, new in sorted(changes):
         number, old = source.count("\n", 0, start) + 1, source[start:end]
         text = lines[number - 1].strip()
         found.append(Mutant(path, start, end, old, new, number, text, seen[text, old, new]))

@@ -70,6 +70,12 @@ def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:
     return (images.float() / 255 - mean) / std
 
 
+def decibels(want: torch.Tensor, got: torch.Tensor) -> float:
+    """Return the signal-to-quantisation-noise ratio of ``got``."""
+    want = want.double()
+    return float(10 * (want.square().sum() / (got.double() - want).square().sum()).log10())
+
+
 def rewrite(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     """Return a safetensors file with its header changed."""
     (length,) = struct.unpack("<Q", content[:8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +32,18 @@ CHANGED_PYTHON = [
     "    y = (x << 2) if x.shape[-1] >= n else x.round()",
     "    y = (x << 2) if x.shape[-1] > n else x.floor()",
 ]
+CHOICES = """
+if not x.ready and y is None:
+    x.count = 2 / n
+    x.start(
+        True,
+    )
+    total += 1
+"""
+CHANGED_CHOICES = {
+    "not  -> ", "and -> or", "is -> is not", "x.count = 2 / n -> pass", "2 -> 3", "/ -> *", "x.start(True,) -> pass",
+    "True -> False", "total += 1 -> pass", "1 -> 2",
+}  # fmt: skip
 C = """
 #include <a8.h>
 /* 1 + 2 */
@@ -53,6 +66,15 @@ def test_changes(mutation_check: ModuleType, language: str, source: str, expecte
     assert sorted(changed) == sorted(expected)
 
 
+def test_changes_of_what_is_no_arithmetic(mutation_check: ModuleType) -> None:
+    found = {f"{CHOICES[start:end]} -> {new}" for start, end, new in mutation_check.mutate_python(CHOICES, choices=True)}
+    assert {"".join(each.split("\n    ")).replace("    True", "True").replace("\n", "") for each in found} == CHANGED_CHOICES
+    for start, end, new in mutation_check.mutate_python(CHOICES, choices=True):
+        compile(CHOICES[:start] + new + CHOICES[end:], "changed", "exec")
+    plain = {CHOICES[start:end] for start, end, _ in mutation_check.mutate_python(CHOICES)}
+    assert plain == {"1", "2"}
+
+
 def test_a_record_counts_results_and_knows_its_mutants(mutation_check: ModuleType) -> None:
     path = "src/qflash/fixed_point.py"
     mutants = mutation_check.find_mutants(path)[:3]
@@ -66,6 +88,20 @@ def test_a_record_counts_results_and_knows_its_mutants(mutation_check: ModuleTyp
     assert [record[name] for name in names] == [3, 2, 2547, 3, 1, 2, 1, 0]
     assert record["files"][path] == {"caught": 2, "explained": 1}
     assert sum(sum(each.values()) for each in record["files"].values()) == 3
+
+
+@pytest.mark.parametrize(("name", "words"), [("python", "Python files' changes"), ("c", "C sources'")])
+def test_the_page_says_what_the_records_say(name: str, words: str) -> None:
+    """How many of the changes that passed when they were first tried are caught now, and how many only explained."""
+    root = SCRIPT.parents[1]
+    record = json.loads((root / "benchmarks" / "results" / "reliability" / f"mutation_{name}.json").read_text("utf-8"))
+    again = [each["result"] for each in record["results"] if each.get("again")]
+    caught, explained = again.count("caught"), again.count("explained")
+    page = " ".join((root / "docs" / "reliability.md").read_text("utf-8").split())
+    start = page.index(f"Of the {words} {len(again)} passed")
+    said = page[start : start + 200]
+    assert f"tests catch {caught} of them now, and {explained} are explained" in said
+    assert f"as are {record['explained'] - explained} that were not tried" in said
 
 
 def test_explanations_are_of_changes_that_exist(mutation_check: ModuleType) -> None:

@@ -205,6 +205,29 @@ def test_scales_of_another_shape_are_refused_when_it_runs() -> None:
         run(other, inputs(other, 1, 3))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 1, 7)])
+@pytest.mark.parametrize("part", ["query_step", "key_step", "key_middle", "value_scale", "value_middle"])
+def test_every_scale_has_to_fit(part: str, shape: tuple[int, ...]) -> None:
+    module = qflash.calibrate(Grouped(ALL.replace(rotate=False)), [grouped()], forward=lambda m, x: m(*x), progress=False)
+    setattr(module.qflash_scales, part, torch.ones(shape))
+    with pytest.raises(RuntimeError, match=f"static scales of the {part.split('_')[0]} are for {shape[0]} heads of {shape[2]}"):
+        run_grouped(module)
+    # one for all heads and channels will do
+    setattr(module.qflash_scales, part, torch.ones(1, 1, 1))
+    assert run_grouped(module).isfinite().all()
+
+
+def grouped() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
+
+
+@torch.inference_mode()
+def run_grouped(module: nn.Module) -> torch.Tensor:
+    out: torch.Tensor = module(*grouped())
+    return out
+
+
 def test_patching_again_goes_back_to_dynamic_scales() -> None:
     model = calibrated()
     x = inputs(model, 2, 3)

@@ -86,9 +86,8 @@ def call_chosen(
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         return attend_with(module._qflash_attention, query, key, value, mask, is_causal, factor)
     watch, scales = module._qflash_watch, module._modules.get(static_scales.NAME)
-    if watch is not None:
-        watch(query, key, value, mask, is_causal)
-    elif scales is not None:
+    is_watched = watch is not None and watch(query, key, value, mask, is_causal)
+    if scales is not None and not is_watched:
         return static_scales.static_attention(
             query, key, value, mask, is_causal, scale, enable_gqa, scales.tensors(), module._qflash_recipe,
             module._qflash_backend,

@@ -45,7 +45,7 @@ class _Patched(nn.Module):
     _qflash_calls: Counter[str | None]
     _qflash_weights: bool = False
     _qflash_kept: Any
-    _qflash_watch: Callable[..., None] | None = None
+    _qflash_watch: Callable[..., bool] | None = None
     _qflash_dynamic: str | None = None
     _qflash_mask: Callable[[], torch.Tensor | None]
 

@@ -1,9 +1,11 @@
-"""What a float network's activations span on calibration images: :func:`observe`."""
+"""What a float network's activations span on calibration images: :class:`Observer`, :func:`observing`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +18,10 @@ from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")
 _ROWS = 4096
-"""Rows of a tensor that are kept for percentiles and errors."""
+"""Rows of a tensor that are kept for percentiles and errors, at most; a quarter more between two looks."""
+_BLOCK = 256
+"""Rows that are added up at a time."""
+_LAST_MARK = (1 << 63) - 1
 
 
 def check_method(method: object, percentile: float) -> float:
@@ -36,20 +41,46 @@ def check_method(method: object, percentile: float) -> float:
     return float(number)
 
 
+def _marks(first: int, count: int) -> torch.Tensor:
+    """Return a number for each of some rows, int64 (count,): the last steps of SplitMix64 on the row's place in the stream.
+
+    Different places have different numbers, and their order has nothing to do with that of the places.
+
+    Args:
+        first: place of the first row.
+        count: of rows.
+    """
+    signed = 1 << 64  # the factors are from 2**63 to 2**64
+    x = torch.arange(first, first + count, dtype=torch.int64, device="cpu") * (0x9E3779B97F4A7C15 - signed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - signed), (27, 0x94D049BB133111EB - signed), (31, 1)):
+        # zeros come in from the left
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x
+
+
 class Observer:
     """Ranges of the channels (last dimension) of a tensor over batches.
 
+    The rows of all batches are one stream, and everything is a function of that stream alone: where one batch ends and the next
+    begins changes no bit. So rows are added up in blocks of the stream, and the sample for percentiles and errors is the rows
+    with the least :func:`_marks`, at most :data:`_ROWS`. A stride would meet the same tokens of every image.
+
     Attributes:
-        low, high: float64 (channels,), of every element that was seen.
-        rows: some of the rows, float32 (rows, channels); only where a method needs them.
+        count: rows that were seen.
     """
 
     def __init__(self, keep: bool) -> None:
+        """Begin.
+
+        Args:
+            keep: whether a sample is kept, which a method other than ``"minmax"`` needs.
+        """
         self.keep, self.count = keep, 0
-        self.low: torch.Tensor | None = None
-        self.high: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
-        self.rows: list[torch.Tensor] = []
+        self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._total: torch.Tensor | None = None
+        self._open: torch.Tensor | None = None  # the rows of the last block, which may not be whole
+        self._sample: list[tuple[torch.Tensor, torch.Tensor]] = []  # marks and rows
+        self._last = _LAST_MARK  # no row with a larger mark can be of the sample
 
     def add(self, x: torch.Tensor) -> None:
         """Look at a tensor (..., channels).
@@ -57,31 +88,55 @@ class Observer:
         Raises:
             ValueError: it holds a NaN or an infinity.
         """
-        flat = x.detach().reshape(-1, x.shape[-1])
-        low, high = torch.aminmax(flat, dim=0)
-        low, high = low.double().cpu(), high.double().cpu()
+        flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        if not flat.shape[0]:
+            return
+        low, high = (end.double().cpu() for end in torch.aminmax(flat, dim=0))
         if not (low.isfinite().all() and high.isfinite().all()):
             raise ValueError("NaN or infinity in an activation of the float network on the calibration images")
-        total = flat.sum(dim=0, dtype=torch.float64).cpu()
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
-        self.total = total if self.total is None else self.total + total
-        self.count += flat.shape[0]
+        if self._ends is not None:
+            low, high = torch.minimum(self._ends[0], low), torch.maximum(self._ends[1], high)
+        self._ends = low, high
         if self.keep:
-            step = max(1, flat.shape[0] * 8 // _ROWS)
-            self.rows.append(flat[::step].float().cpu())
+            self._add_to_sample(flat)
+        self._add_up(flat)
+        self.count += flat.shape[0]
+
+    def _add_up(self, flat: torch.Tensor) -> None:
+        rows = flat if self._open is None else torch.cat((self._open, flat))
+        whole = rows.shape[0] // _BLOCK * _BLOCK
+        for first in range(0, whole, _BLOCK):
+            total = rows[first : first + _BLOCK].sum(dim=0, dtype=torch.float64)
+            self._total = total if self._total is None else self._total + total
+        self._open = rows[whole:].clone()
+
+    def _add_to_sample(self, flat: torch.Tensor) -> None:
+        marks, order = _marks(self.count, flat.shape[0]).sort()
+        least = min(int(torch.searchsorted(marks, self._last, right=True)), _ROWS)
+        self._sample.append((marks[:least].clone(), flat[order[:least].to(flat.device)].float().cpu()))
+        if sum(len(each) for each, _ in self._sample) > _ROWS + _ROWS // 4:
+            marks, rows = self._least_marks()
+            self._sample, self._last = [(marks, rows)], int(marks[-1])
+
+    def _least_marks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return marks and rows of the sample, float32 (rows, channels), in the order of the marks."""
+        marks, rows = (torch.cat(parts) for parts in zip(*self._sample, strict=True))
+        order = marks.argsort()[:_ROWS]
+        return marks[order], rows[order]
 
     def range(self, method: str, percentile: float) -> Range:
         """Return the channels' ranges by a method of :data:`METHODS`."""
-        assert self.low is not None and self.high is not None and self.total is not None
-        low, high, mean = self.low, self.high, self.total / self.count
+        assert self._ends is not None and self._open is not None
+        (low, high), total = self._ends, self._open.sum(dim=0, dtype=torch.float64)
+        mean = (total if self._total is None else self._total + total).cpu() / self.count
+        if method != "minmax":
+            rows = self._least_marks()[1].double()
         if method == "percentile":
-            rows = torch.cat(self.rows).double()
             ends = torch.tensor([1 - percentile / 100, percentile / 100], dtype=torch.float64, device="cpu")
             inner_low, inner_high = torch.quantile(rows, ends, dim=0)
             low, high = torch.maximum(low, inner_low), torch.minimum(high, inner_high)
         elif method == "mse":
-            low, high = _least_error(torch.cat(self.rows).double(), low, high)
+            low, high = _least_error(rows, low, high)
         return Range(low, high, mean.clamp(low, high))
 
 
@@ -98,35 +153,52 @@ def _least_error(rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
     return middle - half * chosen, middle + half * chosen
 
 
-@contextmanager
-def observing(model: nn.Module, inputs: Sequence[str], outputs: Sequence[str], keep: bool) -> Iterator[dict[str, Observer]]:
-    """Look at the inputs and outputs of submodules while the model runs.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> Any:
+    """Return the lock of those who change a model for as long as they look at what it computes; it may be taken twice."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+def make_observers(inputs: Iterable[str], outputs: Iterable[str], keep: bool) -> dict[str, Observer]:
+    """Return an observer for each input and output of submodules, by ``"name:in"`` and ``"name:out"``.
 
     Args:
-        model: float.
         inputs, outputs: names of submodules.
-        keep: whether rows are kept.
-
-    Yields:
-        observers by ``"name:in"`` and ``"name:out"``.
+        keep: see :class:`Observer`.
     """
-    observers: dict[str, Observer] = {}
+    names = [*(f"{name}:in" for name in inputs), *(f"{name}:out" for name in outputs)]
+    return {name: Observer(keep) for name in names}
+
+
+@contextmanager
+def observing(model: nn.Module, observers: Mapping[str, Observer]) -> Iterator[None]:
+    """Let the observers of :func:`make_observers` see what submodules compute while this thread runs the model.
+
+    Of threads that observe the same model one waits for the other, and what other threads compute with it meanwhile is not
+    looked at.
+    """
+    thread = threading.get_ident()
     with ExitStack() as stack:
-        for name in inputs:
-            observer = observers[f"{name}:in"] = Observer(keep)
+        stack.enter_context(lock_of(model))
+        for key, observer in observers.items():
+            name, _, side = key.rpartition(":")
 
             def before(_: nn.Module, arguments: tuple[Any, ...], observer: Observer = observer) -> None:
-                observer.add(arguments[0])
-
-            stack.callback(model.get_submodule(name).register_forward_pre_hook(before).remove)
-        for name in outputs:
-            observer = observers[f"{name}:out"] = Observer(keep)
+                if threading.get_ident() == thread:
+                    observer.add(arguments[0])
 
             def after(_: nn.Module, __: Any, result: torch.Tensor, observer: Observer = observer) -> None:
-                observer.add(result)
+                if threading.get_ident() == thread:
+                    observer.add(result)
 
-            stack.callback(model.get_submodule(name).register_forward_hook(after).remove)
-        yield observers
+            module = model.get_submodule(name)
+            handle = module.register_forward_pre_hook(before) if side == "in" else module.register_forward_hook(after)
+            stack.callback(handle.remove)
+        yield
 
 
 @contextmanager
@@ -135,9 +207,11 @@ def progress_bar(shown: bool, unit: str) -> Iterator[Callable[[int], None]]:
     if not shown:
         yield lambda count: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("calibrating"), BarColumn(), TextColumn(f"{{task.completed}} {unit}"), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as progress:
+    # older releases of rich allow one bar on a console, and several threads may calibrate
+    with Progress(*columns, transient=True, console=Console()) as progress:
         task = progress.add_task("", total=None)
         yield lambda count: progress.advance(task, count)

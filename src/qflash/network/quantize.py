@@ -12,7 +12,7 @@ from torch import nn
 
 from ..integrations.inspection import listed
 from ..recipe import Recipe, resolve_recipe
-from .calibration import check_method, observing, progress_bar
+from .calibration import check_method, make_observers, observing, progress_bar
 from .checks import check_read, is_constant, judge
 from .conversion import observed
 from .execution import check_images
@@ -185,10 +185,12 @@ def quantize_model(
         model: timm's ``VisionTransformer`` (ViT, DeiT, DINOv2) or ``SwinTransformer``, float, in eval mode. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
-            tensor. 32 to 64 images are enough; they have to differ.
+            tensor. 32 to 64 images are enough; they have to differ. The model runs on one at a time, so that the same images
+            give the same network however they are divided into batches.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
-            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
+            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy. They look at up
+            to 4096 tokens of each tensor.
         percentile: for that method, above 50 and at most 100.
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
         keep_float: parts that stay in floating point, to find what costs accuracy: ``"blocks.3.attention"``,
@@ -228,12 +230,15 @@ def quantize_model(
     variety = _Variety()
     with torch.inference_mode():
         want = check_read(plan, model, exact)
-        watching = observing(model, *observed(plan), method != "minmax")
-        with watching as observers, progress_bar(progress, "images") as tick:
+        observers = make_observers(*observed(plan), method != "minmax")
+        with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)
-                model(normalise(images).to(parameter.dtype))
-                tick(len(images))
+                with observing(model, observers):
+                    # one at a time: a float product of another number of rows may round otherwise
+                    for image in images:
+                        model(normalise(image[None]).to(parameter.dtype))
+                        tick(1)
     variety.check()
     if is_constant(want) and not is_constant(judged):
         raise ValueError(f"model gives {len(judged)} different calibration images the same output: {want[0, :4].tolist()}, ...")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ..memory_format import as_four, as_four_mask, broadcast_heads
 from ..recipe import Recipe
 from ..unseen_tokens import without_unseen
 from ..validation import autocast, reason_for_float
-from .calibration import Observer, check_method, progress_bar
+from .calibration import Observer, check_method, lock_of, progress_bar
 from .conversion import Range
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -34,12 +35,13 @@ class _Watch:
         observers: of query, key and value, channel by channel of each head.
         shapes: heads and channels of each; None before the first call.
         calls: in the forward that runs.
+        thread: that calibrates; calls of others are not looked at.
         reason: why the layer cannot have static scales; None if it can.
         error: of the data, the first.
     """
 
     def __init__(self, recipe: Recipe, keep: bool) -> None:
-        self.recipe, self.calls = recipe, 0
+        self.recipe, self.calls, self.thread = recipe, 0, threading.get_ident()
         self.observers = [Observer(keep) for _ in range(3)]
         self.shapes: list[tuple[int, int]] | None = None
         self.reason: str | None = None
@@ -47,12 +49,25 @@ class _Watch:
 
     def begin(self, *_: Any) -> None:
         """Hear that the module's forward begins."""
-        self.calls = 0
+        if threading.get_ident() == self.thread:
+            self.calls = 0
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    ) -> bool:
+        """Look at the arguments of a call; shapes as :func:`qflash.attention` takes them.
+
+        Returns:
+            whether the call is one of the thread that calibrates, and to run with dynamic scales.
+        """
+        if threading.get_ident() != self.thread:
+            return False
+        self._look(query, key, value, mask, is_causal)
+        return True
+
+    def _look(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> None:
-        """Look at the arguments of a call; shapes as :func:`qflash.attention` takes them."""
         self.calls += 1
         if self.calls > 1:
             self.reason = "it attends more than once in a forward"
@@ -148,13 +163,42 @@ def _run(model: nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
+class _Eager:
+    """Keeps compiled models from being compiled anew: one choice for all threads, undone when the last user is gone."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.choice = contextlib.ExitStack()
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Choose it for as long as the context lasts."""
+        with self.lock:
+            if self.users == 0:
+                self.choice.enter_context(torch.compiler.set_stance("force_eager"))
+            self.users += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.users -= 1
+                if self.users == 0:
+                    self.choice.close()
+
+
+_eager = _Eager()
+
+
 @contextlib.contextmanager
-def _watching(modules: Mapping[str, Any], watches: Mapping[str, _Watch]) -> Iterator[None]:
-    """Watch the attention of modules, which have dynamic scales meanwhile."""
+def _watching(model: nn.Module, modules: Mapping[str, Any], watches: Mapping[str, _Watch]) -> Iterator[None]:
+    """Watch the attention of a model's modules, which has dynamic scales meanwhile in the thread that calibrates."""
     with contextlib.ExitStack() as stack:
+        # one thread at a time
+        stack.enter_context(lock_of(model))
         if "torch._dynamo" in sys.modules:
             # a compiled model would be compiled with what watches it
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_eager.on())
         for name, watch in watches.items():
             module = modules[name]
             stack.callback(module.register_forward_pre_hook(watch.begin).remove)
@@ -190,6 +234,10 @@ def calibrate(
     :func:`qflash.register_attention`, what attends more than once in a forward, what has no dimension for heads, what no batch
     reached. Calls inside :class:`qflash.sdpa` belong to no layer and stay dynamic as well.
 
+    What counts is what the calling thread runs. Other threads may use the model meanwhile, or calibrate it as well, one batch
+    after the other. How the data are divided into batches changes no scale, but for what it changes in the model's own
+    activations.
+
     Args:
         model: patched with :func:`qflash.patch`, in eval mode. Calibrate before a CUDA graph is captured.
         batches: what the model is to be run on, on its device; 32 to 64 images are enough. A dictionary is passed by keyword,
@@ -221,8 +269,10 @@ def calibrate(
     percentile = check_method(method, percentile)
     if model.training:
         raise ValueError("model must be in eval mode, call model.eval()")
-    modules: dict[str, Any] = dict(model.named_modules())
-    layers = [layer for layer in coverage(model) if layer.route not in (None, "network")]
+    # another thread may be about to give it scales
+    with lock_of(model):
+        modules: dict[str, Any] = dict(model.named_modules())
+        layers = [layer for layer in coverage(model) if layer.route not in (None, "network")]
     reasons = {layer.name: "it attends by qflash.register_attention; qflash.patch takes it with attn_implementation='sdpa'"
                for layer in layers if layer.route == "transformers"}  # fmt: skip
     patched = [layer.name for layer in layers if layer.route != "transformers"]
@@ -232,9 +282,10 @@ def calibrate(
         raise ValueError(f"model must be patched without attention=, which finds no scales: {listed(foreign)}")
     watches = {name: _Watch(modules[name]._qflash_recipe, method != "minmax") for name in patched}
     count = 0
-    with torch.inference_mode(), _watching(modules, watches), progress_bar(progress, "batches") as tick:
+    with torch.inference_mode(), progress_bar(progress, "batches") as tick:
         for batch in batches:
-            _run(model, batch) if forward is None else forward(model, batch)
+            with _watching(model, modules, watches):
+                _run(model, batch) if forward is None else forward(model, batch)
             if bad := next((name for name, watch in watches.items() if watch.error is not None), None):
                 raise ValueError(f"batches must lead to finite numbers, {bad} was given others: {watches[bad].error}")
             count += 1
@@ -252,12 +303,14 @@ def calibrate(
             reasons[name] = watch.reason
     if not found:
         raise ValueError(f"model has no attention that can have static scales: {_described(reasons)}")
-    for name in patched:
-        module = modules[name]
-        module._modules.pop(NAME, None)
-        module.__dict__["_qflash_dynamic"] = reasons.get(name)
-        if name in found:
-            module.add_module(NAME, found[name])
+    with lock_of(model):
+        for name in patched:
+            module = modules[name]
+            module.__dict__["_qflash_dynamic"] = reasons.get(name)
+            if name in found:
+                module.add_module(NAME, found[name])
+            else:
+                module._modules.pop(NAME, None)
     if reasons:
         warnings.warn(f"{type(model).__name__} keeps dynamic scales: {_described(reasons)}", stacklevel=2)
     return model

@@ -229,11 +229,11 @@ def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
 def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
     query, key, value, mask, recipe, scale = call.query, call.key, call.value, call.mask, call.recipe, call.softmax_scale
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.dispatch import fusable, launch_fused, launch_long, prefers_streaming, quantizes_streaming
+        from .kernels.dispatch import can_quantize_apart, fusable, launch_fused, launch_long, should_quantize_apart
 
-        if not prefers_streaming(call) and fusable(call):
+        if not should_quantize_apart(call) and fusable(call):
             return launch_fused(call)
-        if quantizes_streaming(call):
+        if can_quantize_apart(call):
             fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask
             return launch_long(dataclasses.replace(call, mask=fixed))
     center = recipe.smooth_key

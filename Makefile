@@ -24,7 +24,7 @@ WHERE := -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null
 find_python = $(shell $(1) $(WHERE) || PYENV_VERSION=$(2) $(1) $(WHERE) || echo "$(PYTHON)")
 FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 
-.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make sanitize-gpu     the GPU kernels under compute-sanitizer; needs a GPU and NVIDIA's CUDA toolkit"
 	@echo "make lint             ruff check, ruff format --check, mypy"
 	@echo "make format           ruff format"
+	@echo "make hooks            let git run make lint's tools on what is committed (pre-commit)"
 	@echo "make verify           compile the kernels for every target and look for float instructions; hours, a sample"
 	@echo "                      with ARGS='--sample 40'"
 	@echo "make verify-triton36  the same with Triton 3.6"
@@ -107,6 +108,10 @@ lint: $(READY)
 
 format: $(READY)
 	$(BIN)/ruff format .
+
+hooks: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile "pre-commit<5"
+	$(BIN)/pre-commit install
 
 verify: $(READY)
 	$(BIN)/qflash-lab verify $(ARGS)

@@ -240,14 +240,14 @@ def attend(call: AttentionCall, backend: str) -> torch.Tensor:
 
 def _without_unseen_on_gpu(call: AttentionCall, backend: str) -> AttentionCall:
     """Do what :func:`.unseen_tokens.without_unseen` does by launches that can be made again, and without waiting for a GPU."""
-    from .kernels.dispatch import is_one_launch, quantizes_streaming
+    from .kernels.dispatch import can_quantize_apart, is_one_launch
     from .kernels.triton.unseen_tokens import launch_places, take
 
     whole = is_one_launch(call)
     if call.mask is not None and call.mask.is_floating_point() and not whole:
         call = dataclasses.replace(call, mask=quantize_bias(call.mask, backend))
     places = launch_places(call)
-    if whole or (call.scales is None and quantizes_streaming(call)):
+    if whole or (call.scales is None and can_quantize_apart(call)):
         return dataclasses.replace(call, places=places)
     return take(call, places)
 
@@ -269,11 +269,11 @@ def _attend_int8(call: AttentionCall, backend: str) -> torch.Tensor:
 def _attend_floats(call: AttentionCall, backend: str) -> torch.Tensor:
     query, key, value, mask, recipe, scale = call.query, call.key, call.value, call.mask, call.recipe, call.softmax_scale
     if resolve_backend(backend, query.device) == "triton":
-        from .kernels.dispatch import is_one_launch, launch_fused, launch_long, quantizes_streaming
+        from .kernels.dispatch import can_quantize_apart, is_one_launch, launch_fused, launch_long
 
         if is_one_launch(call):
             return launch_fused(call)
-        if quantizes_streaming(call):
+        if can_quantize_apart(call):
             fixed = quantize_bias(mask, backend) if mask is not None and mask.is_floating_point() else mask
             return launch_long(dataclasses.replace(call, mask=fixed))
     center = recipe.smooth_key

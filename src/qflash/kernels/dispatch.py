@@ -138,11 +138,11 @@ def is_one_launch(call: AttentionCall) -> bool:
         return False
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return not (apart and quantizes_streaming(call)) and fusable(call)
+    return not (apart and can_quantize_apart(call)) and fusable(call)
 
 
-def quantizes_streaming(call: AttentionCall) -> bool:
-    """Tell whether :func:`launch_long` takes float tensors that :func:`fusable` does not."""
+def can_quantize_apart(call: AttentionCall) -> bool:
+    """Tell whether launches of their own can quantise: :func:`launch_long` knows the scales, and rows are long."""
     return quantizes_long(call.recipe, call.batch) and not is_short(shape_of(call, False))
 
 
@@ -186,7 +186,7 @@ def launch_fused(call: AttentionCall, *, tiles: tuple[int, ...] | None = None) -
 def launch_long(call: AttentionCall) -> torch.Tensor:
     """Quantise float tensors in two launches and attend in a third, which may quantise query; the mask is bool or fixed point.
 
-    For what :func:`quantizes_streaming` accepts.
+    For what :func:`can_quantize_apart` accepts.
     """
     query, recipe = call.query, call.recipe
     out = new_output(call)

@@ -57,6 +57,7 @@ from .packed_order import sequence_by_length
 from .query_block import (
     add_values,
     begin_outputs,
+    exponentiate,
     finished,
     fold_columns,
     last_turns,
@@ -70,7 +71,6 @@ from .query_block import (
     start_scores,
     store_span,
     store_zeros,
-    stored,
     stored_beside_outputs,
     sums_of_four,
     tile_of,
@@ -276,7 +276,7 @@ def _attend(
             s = raised_if_needed((s,), least, EIGHT, 1)[0]
             if kind > 0:
                 s = padded_rows(s, keys - tile * BLOCK_N, row_max)
-            p, finer = stored(s, slope, begin, constant, OPERAND, 0, BLOCK_N, EXACT, WARPS, 1)
+            p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, BLOCK_N, EXACT, WARPS, 1)
             accumulator = add_values(accumulator, p, tile_of(v_smem, tile, 0, last_width(kind, BLOCK_N), 1), WARPS, 1)
             total += quarter_sums(sums_of_four(p), WARPS)
             if EXACT:

@@ -81,6 +81,7 @@ from .query_block import (
     add_values,
     allocate,
     begin_outputs,
+    exponentiate,
     finished,
     fold_columns,
     load_queries,
@@ -91,7 +92,6 @@ from .query_block import (
     row_inverses,
     start_scores,
     store_span,
-    stored,
     stored_beside_outputs,
     stored_columns,
     sums_of_four,
@@ -165,14 +165,14 @@ def _tile_probabilities(
     q, k, row, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """:func:`.sm90.query_block.stored` of a tile of keys from START on; the scores are computed again.
+    """:func:`.sm90.query_block.exponentiate` of a tile of keys from START on; the scores are computed again.
 
     ``row`` is (least score, slope, begin, constant) of each row: :func:`.gluon.ptx_ops.row_exponents`.
     """
     least, slope, begin, constant = row
     s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
     s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
-    return stored(s, slope, begin, constant, OPERAND, START, KEYS, EXACT, WARPS, 1)
+    return exponentiate(s, slope, begin, constant, OPERAND, START, KEYS, EXACT, WARPS, 1)
 
 
 @gluon.jit
@@ -335,7 +335,7 @@ def _block(
         if APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
-        p, finer = stored(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
+        p, finer = exponentiate(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
                 accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)

@@ -72,6 +72,7 @@ from .query_block import (
     add_values,
     allocate,
     begin_outputs,
+    exponentiate,
     finished,
     fold_columns,
     last_turns,
@@ -85,7 +86,6 @@ from .query_block import (
     start_scores,
     store_span,
     store_zeros,
-    stored,
     stored_beside_outputs,
     sums_of_four,
     tile_of,
@@ -423,7 +423,7 @@ def long_hopper_kernel(
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)
-                    p, finer = stored(s, slope, begin, constant, OPERAND, 0, TILE, EXACT, WARPS, 1)
+                    p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, TILE, EXACT, WARPS, 1)
                     if half == 0:
                         # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)

@@ -6,7 +6,7 @@ a block:
 
 1. :func:`load_queries`, :func:`read_queries`: words from global memory straight into the registers of a left operand;
 2. :func:`start_scores`, :func:`finished`: asynchronous wgmma with keys in shared memory, scores in registers;
-3. :func:`fold_columns` for the row maximum, :func:`stored` for probabilities, :func:`quarter_sums` for row sums;
+3. :func:`fold_columns` for the row maximum, :func:`exponentiate` for probabilities, :func:`quarter_sums` for row sums;
 4. :func:`add_values`: asynchronous wgmma of probabilities with V in shared memory;
 5. :func:`row_inverses`, :func:`store_span`: normalise and store.
 
@@ -355,11 +355,11 @@ def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
-def stored(
+def exponentiate(
     s, slope, begin, constant, OPERAND: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr,
     WARPS: gl.constexpr, ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """Stored probabilities 127 - P of a tile of scores, int8, as a left operand, or for shared memory (ACROSS is 2).
+    """Exponentiate a tile of scores: 127 - P in int8, as a left operand, or for shared memory (ACROSS is 2).
 
     The tile has the keys from START on; those from KEYS on have P = 0. An operand has at least 32 columns.
 

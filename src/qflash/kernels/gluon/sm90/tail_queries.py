@@ -149,11 +149,11 @@ def _last_scores(q_smem, k_smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _last_stored(
+def _exponentiate_last(
     s, base, multiplier, fraction_bits, smem, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr,
     OFFSET: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Store the probabilities 127 - P of a tile for the product with V; return their parts of the row sums.
+    """Exponentiate a tile of scores, store 127 - P for the product with V, and return their parts of the row sums.
 
     The parts are int32 (64, TAIL): of a tile of 128 keys, keys 64 apart are added. Keys past the last are left out. The second
     is, with EXACT, that of probabilities before rounding.
@@ -268,7 +268,7 @@ def last_rows(
     total = gl.zeros((64, N), gl.int32, L)
     fine = total
     for t in gl.static_range(TILES):
-        more, finer = _last_stored(
+        more, finer = _exponentiate_last(
             ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET, EXACT
         )
         total += more

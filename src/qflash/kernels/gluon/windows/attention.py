@@ -256,8 +256,8 @@ def _beside_outputs(x, ROWS: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """Stored probabilities 127 - P, int8, of a tile of scores with a bias, some of which may be masked."""
+def _exponentiate(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """Exponentiate a tile of scores with a bias, some of which may be masked: 127 - P in int8."""
     L: gl.constexpr = z.type.layout
     word = probability_words(
         z, beside_rows(row_max, L), beside_rows(multiplier, L), beside_rows(fraction_bits, L), "bias", False, True, 8, True,
@@ -297,11 +297,11 @@ def _fine(s, slope, begin, constant):
 
 
 @gluon.jit
-def _all_stored(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """:func:`_stored` of all tiles of a row."""
+def _exponentiate_all(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
+    """:func:`_exponentiate` of all tiles of a row."""
     p = ()
     for i in gl.static_range(len(z)):
-        p = p + (_stored(z[i], row_max, multiplier, fraction_bits, OFFSET),)
+        p = p + (_exponentiate(z[i], row_max, multiplier, fraction_bits, OFFSET),)
     return p
 
 
@@ -590,7 +590,7 @@ def _attend(
                 z = z + (_add_any_bias(_scaled(s[i], scale), b[i], both_rows(fraction_bits, ROWS)),)
             row_max = _row_max(z, ONE)
             flags = _no_flags()
-            p = _all_stored(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
+            p = _exponentiate_all(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
         else:
             for i in gl.static_range(len(k)):
                 z = z + (_scaled(s[i], scale) + _fixed(b[i]),)

@@ -305,7 +305,7 @@ def _falling_back(own: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not has_nested((*args, *kwargs.values())):
             return own(self, *args, **kwargs)
-        choices = _thread.contexts[-1] if _thread.contexts else _process
+        choices = _deciding() or _process
         if choices is not None and not _thread.decided and not isinstance(self, nn.TransformerEncoder):
             _note(NESTED, choices.fallback, choices)
         return call_fast(own, self, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -119,6 +120,17 @@ def test_a_network_made_in_inference_mode_is_written_to_outside(made: Any, tmp_p
                 assert torch.equal(each(images), want)
         each.load_state_dict(network.state_dict())
         assert torch.equal(each(images), want)
+
+
+def test_a_model_made_in_inference_mode_is_quantised(made: Any) -> None:  # noqa: F811
+    model, network = made("class token")
+    images = draw(model, 24)
+    with torch.inference_mode():
+        own = copy.deepcopy(model)
+    assert all(x.is_inference() and x.requires_grad for x in own.parameters())
+    for mode in MODES.values():
+        with mode():
+            assert torch.equal(qflash.quantize_model(own, [images], progress=False)(images), network(images))
 
 
 def test_a_model_calibrated_in_inference_mode_is_written_to_outside() -> None:

@@ -43,7 +43,8 @@ def _check_weights(model: nn.Module) -> None:
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             raise ValueError(f"model must have weights, {name} is on the meta device, without values")
-        if x.is_floating_point() and not bool(x.isfinite().all()):
+        # detached, since a model that is made in inference mode may not be asked for gradients
+        if x.is_floating_point() and not bool(x.detach().isfinite().all()):
             raise ValueError(f"model must have finite weights, NaN or infinity is in {name}")
 
 

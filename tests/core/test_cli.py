@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -75,36 +74,10 @@ def test_importing_the_package_registers_everything() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def help_of(*command: str) -> str:
-    """Return what ``--help`` prints on a terminal of 80 columns."""
-    return runner.invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
-
-
-def test_help_names_defaults_and_no_types_of_switches() -> None:
-    assert "<bool>" not in "".join(line for line in help_of().splitlines() if "--version" in line)
-    text = help_of("models")
-    switches = [line for line in text.splitlines() if "--pretrained" in line or "--integer " in line]
-    assert switches and not any("<bool>" in line for line in switches)
-    flowing = " ".join(text.replace("│", " ").split())
-    for default in (
-        "Swin-T",
-        "1, 8 and 64 on a GPU",
-        "(all)",
-        "(default)",
-        "float16 on a GPU",
-        "timm's own",
-        "if there is one",
-    ):
-        assert default in flowing.partition("Options")[2], default
-
-
-@pytest.mark.parametrize("command", ["verify", "models", "bench", "evaluate"])
-def test_help_is_broken_at_the_terminals_width(command: str) -> None:
-    prose = help_of(command).partition("╭")[0].splitlines()[2:]
-    for line, after in itertools.pairwise(prose):
-        if line.strip() and after.strip():
-            # the next word would not have had room
-            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 79, line
+def test_help_shows_no_type_of_a_switch() -> None:
+    shown = runner.invoke(app, ["--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+    (line,) = (line for line in shown.splitlines() if "--version" in line)
+    assert "<bool>" not in line
 
 
 def test_info_json() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -38,6 +39,38 @@ def test_help_of_every_command_needs_no_pytorch(tmp_path: Path) -> None:
     names = [command.callback.__name__ for command in app.registered_commands if command.callback]
     assert printed.count("Usage: qflash-lab") == len(names) and set(MOVED) <= set(names)
     assert printed.endswith(" ".join(names) + " set()\n")
+
+
+def help_of(*command: str) -> str:
+    """Return what ``--help`` prints on a terminal of 80 columns."""
+    return runner.invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+
+
+def test_help_names_defaults_and_no_types_of_switches() -> None:
+    assert "<bool>" not in "".join(line for line in help_of().splitlines() if "--version" in line)
+    text = help_of("models")
+    switches = [line for line in text.splitlines() if "--pretrained" in line or "--integer " in line]
+    assert switches and not any("<bool>" in line for line in switches)
+    flowing = " ".join(text.replace("│", " ").split())
+    for default in (
+        "Swin-T",
+        "1, 8 and 64 on a GPU",
+        "(all)",
+        "(default)",
+        "float16 on a GPU",
+        "timm's own",
+        "if there is one",
+    ):
+        assert default in flowing.partition("Options")[2], default
+
+
+@pytest.mark.parametrize("command", ["verify", "models", "bench", "evaluate"])
+def test_help_is_broken_at_the_terminals_width(command: str) -> None:
+    prose = help_of(command).partition("╭")[0].splitlines()[2:]
+    for line, after in itertools.pairwise(prose):
+        if line.strip() and after.strip():
+            # the next word would not have had room
+            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 79, line
 
 
 @pytest.mark.parametrize(("option", "value", "known"), [("--target", "sm_75", "sm_90"), ("--case", "nonsense", "swin")])

@@ -68,9 +68,12 @@ def test_pickles_of_quantised_tensors_load() -> None:
     assert torch.equal(pickle.loads(stored).dequantize(), x.dequantize())
 
 
-@pytest.mark.parametrize("path", ["patching", "baselines", "quantization", "reference", "recipe"])
+@pytest.mark.parametrize(
+    "path", ["qflash.patching", "qflash.quantization", "qflash.reference", "qflash.recipe", "qflash_lab.baselines"]
+)
 def test_documented_modules_stay(path: str) -> None:
-    module = importlib.import_module(f"qflash.{path}")
-    assert getattr(qflash, path) is module
-    if path == "patching":
+    package, _, name = path.partition(".")
+    module = importlib.import_module(path)
+    assert getattr(importlib.import_module(package), name) is module
+    if name == "patching":
         assert module.patch is qflash.patch and module.ADAPTERS

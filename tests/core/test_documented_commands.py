@@ -40,6 +40,7 @@ RUN_BY = {
     "python -m qflash_lab.verify.bounds": "tests/lab/verify/test_bounds.py::test_the_command_prints_every_quantity",
     "python golden/checker.py": "tests/core/test_golden.py::test_checker_agrees_and_needs_nothing_of_the_package",
     "python scripts/sanitize_gpu.py": "tests/kernels/test_sanitize_gpu.py::test_workers_behind_a_tool",
+    "qflash check-onnx": "tests/network/test_onnx_check.py::test_a_good_file_is_equal_everywhere",
     "qflash info": "tests/core/test_cli.py::test_info_table",
     "qflash-lab ablate": "tests/lab/bench/test_ablation.py::test_command_writes_tables_and_plots",
     "qflash-lab accuracy": "tests/lab/bench/test_accuracy.py::test_inputs_of_a_file",

@@ -265,8 +265,8 @@ def test_shapes_are_compared_before_memory_is_taken(path: Path, monkeypatch: pyt
     places: list[str] = []
     build_buffer = modules.IntegerModule._buffer
 
-    def noted(self: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        build_buffer(self, name, shape, dtype)
+    def noted(self: Any, name: str, *form: Any, **options: Any) -> None:
+        build_buffer(self, name, *form, **options)
         places.append(self._buffers[name].device.type)
 
     monkeypatch.setattr(modules.IntegerModule, "_buffer", noted)

@@ -783,7 +783,9 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     order = [*lead, row, *free]
     result = result.permute([order.index(each) for each in out])
     # which operand's dimensions come first in memory is PyTorch's choice
-    empty = [torch.empty(x.shape, device="meta") if x is a else torch.empty_like(x, device="meta") for x in args[1:]]
+    empty = [
+        torch.empty(x.shape, dtype=x.dtype, device="meta") if x is a else torch.empty_like(x, device="meta") for x in args[1:]
+    ]
     strides = call_alone(torch.einsum, (args[0], *empty), {}).stride()
     return with_strides(result, strides)
 

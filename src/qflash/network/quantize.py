@@ -134,7 +134,7 @@ class _Variety:
     """Whether images differ, and show anything."""
 
     def __init__(self) -> None:
-        self.count, self.first = 0, torch.empty(0)
+        self.count, self.first = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
         self.differ = self.show = False
 
     def add(self, images: torch.Tensor) -> None:

@@ -265,6 +265,20 @@ def test_precision_is_as_it_was(model: Any) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_precision_is_as_it_was_behind_threads_that_overlap() -> None:
+    def found() -> list[object]:
+        return [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()]
+
+    backends = torch.backends
+    before = found()
+    first, second = checks.exact_floats(), checks.exact_floats()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert found() == before
+
+
 @pytest.mark.parametrize("kind", ["class token", "mean then norm", "norm first", "query and key norms", "grey", "swin"])
 def test_what_is_read_computes_what_the_model_does(made: Any, kind: str) -> None:
     model, _ = made(kind)

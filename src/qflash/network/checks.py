@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -34,25 +35,51 @@ def _run(network: Any, images: torch.Tensor) -> torch.Tensor:
     return torch.cat([network(part) for part in images.split(_BATCH)])
 
 
+class _Precision:
+    """How PyTorch multiplies in float32: settings that all threads share. The last user puts back what the first one found."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.before: list[tuple[Any, str, Any]] = []
+
+    def make_exact(self) -> None:
+        """Allow no TF32 and no bfloat16 for one more user."""
+        backends: Any = torch.backends
+        if hasattr(backends, "fp32_precision"):
+            # PyTorch 2.9 and newer; the functions for all products raise where somebody has set one of these
+            places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+            settings: list[tuple[Any, str, Any]] = [(place, "fp32_precision", "ieee") for place in places]
+        else:
+            settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+        with self.lock:
+            if self.users == 0:
+                self.before = [(place, name, getattr(place, name)) for place, name, _ in settings]
+                for setting in settings:
+                    setattr(*setting)
+            self.users += 1
+
+    def restore(self) -> None:
+        """Put the settings back when the last user is gone."""
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                for setting in self.before:
+                    setattr(*setting)
+
+
+_precision = _Precision()
+
+
 @contextlib.contextmanager
 def exact_floats() -> Iterator[None]:
     """Compute float32 as such: no TF32, no bfloat16 in its place, no autocast."""
-    backends: Any = torch.backends
-    if hasattr(backends, "fp32_precision"):
-        # PyTorch 2.9 and newer; the functions for all products raise where somebody has set one of these
-        places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
-        settings: list[tuple[Any, str, Any]] = [(place, "fp32_precision", "ieee") for place in places]
-    else:
-        settings = [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
-    before = [(place, name, getattr(place, name)) for place, name, _ in settings]
+    _precision.make_exact()
     try:
-        for setting in settings:
-            setattr(*setting)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        for setting in before:
-            setattr(*setting)
+        _precision.restore()
 
 
 def is_constant(rows: torch.Tensor) -> bool:

@@ -297,7 +297,8 @@ def calibrate(
         if watch.reason is None and watch.shapes is None:
             watch.reason = "no batch reached its attention in integers"
         if watch.reason is None:
-            like = next((x for x in (*modules[name].parameters(), *modules[name].buffers())), None)
+            with lock_of(model):
+                like = next((x for x in (*modules[name].parameters(), *modules[name].buffers())), None)
             found[name] = watch.scales(method, percentile).to(None if like is None else like.device)
         else:
             reasons[name] = watch.reason

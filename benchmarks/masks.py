@@ -7,8 +7,8 @@ With another checkout's ``src`` in PYTHONPATH the same script measures that one.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +85,9 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask:
 
 def main() -> None:
     """Measure all shapes and masks, print them, and write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", nargs="?", type=Path, help="JSON file")
+    given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes, dtype = (SHAPES, torch.float16) if device.type == "cuda" else (ON_CPU, torch.float32)
     rows = []
@@ -96,8 +99,8 @@ def main() -> None:
             found = (on_gpu if device.type == "cuda" else on_cpu)(functools.partial(attention, query, key, value, mask))
             rows.append({"shape": name, "sizes": shape, "mask": about, **found})
             print(f"{name:16} {about:36} {found}", flush=True)
-    if len(sys.argv) > 1:
-        records.write_json(Path(sys.argv[1]), {"rows": rows, "device": str(device), "torch": torch.__version__})
+    if given.output is not None:
+        records.write_json(given.output, {"rows": rows, "device": str(device), "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class KernelLaunch(NamedTuple):
         It is compiled and loaded for the GPU that the tensors are on, which has to be the current one when it is launched.
         """
         with entered(self.device):
-            return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[self.grid]  # looked up, not launched
+            # looked up, not launched; a compiled kernel asks for all three dimensions
+            return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)[(*self.grid, 1, 1)[:3]]
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *values: Any, **named: Any) -> None:

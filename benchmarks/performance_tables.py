@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import posixpath
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -370,7 +371,7 @@ def newer() -> list[str]:
     columns = "int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9"
     lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     found: dict[str, dict[str, float]] = {}
-    for row in rows_of("trials/triton39"):
+    for row in rows_of("../archive/triton39"):
         if used_by := row.get("used_by"):
             column = row["kind"] if used_by == "3.6" else f"{row['kind']}, form for 3.9"
             found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
@@ -761,9 +762,9 @@ clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-se
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
 of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
 quantised before. One launch takes the longest sequences first ([with and without, and other
-batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
+batches](../../benchmarks/archive/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
 not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
-([data](../../benchmarks/results/trials/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
+([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
 an H100). Eager calls are repeated ones, whose plan is kept.""",
         packed_sequences,
         (file_of("varlen"),),
@@ -845,7 +846,7 @@ with the output of Triton 3.6's code, which tests compare with the reference). `
 with Triton 3.9, where it is another one
 ([why](limits.md#register-pressure-and-ptxas)).""",
         newer,
-        ("trials/triton39_h200",),
+        ("../archive/triton39_h200",),
     ),
     *(
         Section(
@@ -875,13 +876,13 @@ HEADER = """# Measured tables
 
 Written by `python benchmarks/performance_tables.py` from the result files named under each heading, which also have
 quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
-what they are: [limits](limits.md). What was tried: [experiments](experiments.md).
+what they are: [limits](limits.md). What was tried: [experiments](../../benchmarks/archive/experiments.md).
 
 Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
 2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond
 of calls behind an untimed replay. Other shapes of vision transformers and eager calls were measured the day after on
 two H200 of another host, with the same kernels, and so were the baselines' tiles for 64 images of 16 heads with 72 or
-80 channels. Other runs, among them an H100's of most tables, in earlier states, are in `benchmarks/results/trials/`.
+80 channels. Other runs, among them an H100's of most tables, in earlier states, are in `benchmarks/archive/`.
 """
 
 
@@ -889,12 +890,17 @@ def tables_page() -> str:
     """Return docs/performance/tables.md."""
     parts = [HEADER]
     for section in SECTIONS:
-        links = ", ".join(f"[{name}](../../benchmarks/results/{name}.json)" + day(name) for name in section.files)
+        links = ", ".join(f"[{Path(name).name}](../../{link_to(name)})" + day(name) for name in section.files)
         parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
         if section.title == "Latency from fp16":
             parts.append("\n" + "\n".join(pages.wrap(eager_line())) + "\n")
         parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table()) + "\n")
     return "".join(parts)
+
+
+def link_to(name: str) -> str:
+    """Return a result file's place from the repository's root."""
+    return posixpath.normpath(f"benchmarks/results/{name}.json")
 
 
 def day(name: str) -> str:

@@ -10,7 +10,7 @@
   - ``published``: figures of others, which were not measured here;
   - a file of ``benchmarks/results``: every number behind the first column is a value in it, rounded (``; also 64``: or 64);
 
-* in docs/performance/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
+* in benchmarks/archive/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
 
 Bold figures outside such parts and tables are refused, and so are figures with a unit in README's text.
 """
@@ -38,12 +38,12 @@ import static_attention  # noqa: E402
 import survey_models  # noqa: E402
 
 ROOT = HERE.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+NOTEBOOK = HERE / "archive" / "experiments.md"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
     survey_models,
 )  # fmt: skip
-NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")
 _FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+|\d+(?= ?(?:%|dB\b|µs\b|times\b|TOPS\b)))")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -152,7 +151,6 @@ class CpuTimer:
 
 
 Timer = GraphTimer | EagerTimer | CpuTimer
-_Name = TypeVar("_Name", bound=Hashable)
 
 
 def make_timer(
@@ -167,15 +165,6 @@ def make_timer(
         return GraphTimer(call)
 
 
-def sample_by_turns(running: Mapping[_Name, Timer], rounds: int) -> dict[_Name, dict[str, float]]:
-    """Sample several calls by turns, in every second round backwards; return a summary (:func:`summarise`) of each."""
-    samples: dict[_Name, list[dict[str, float]]] = {name: [] for name in running}
-    for index in range(rounds):
-        for name in running if index % 2 == 0 else reversed(list(running)):
-            samples[name].append(running[name].sample())
-    return {name: summarise(found) for name, found in samples.items()}
-
-
 def tidy(device: torch.device) -> None:
     """Give back what a method has left in memory."""
     gc.collect()
@@ -185,20 +174,3 @@ def tidy(device: torch.device) -> None:
             torch.cuda.empty_cache()
         except RuntimeError:  # a broken context breaks every later method, and each says so in its own row
             return
-
-
-def summarise(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return median, quartiles and extremes of the samples' ``us``, and the medians of what else they hold."""
-    times = sorted(sample["us"] for sample in samples)
-    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    result = {
-        "median_us": quartiles[1],
-        "q1_us": quartiles[0],
-        "q3_us": quartiles[2],
-        "min_us": times[0],
-        "max_us": times[-1],
-    }
-    for name in samples[0]:
-        if name != "us":
-            result[name] = statistics.median(sample[name] for sample in samples)
-    return {name: round(value, 3) for name, value in result.items()}

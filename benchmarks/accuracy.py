@@ -20,6 +20,7 @@ import torch
 
 from qflash_lab.baselines import get_method
 from qflash_lab.baselines.integer import make_scores, quantize_input
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
 from qflash_lab.bench.metrics import exact_attention, sqnr
 from qflash_lab.bench.records import environment, write_json
@@ -42,9 +43,9 @@ INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
 
 
 def cell(row: dict[str, Any], spread: bool) -> str:
-    text = "failed" if row["error"] else f"{row['sqnr_db']:.2f}"
+    text = "failed" if row["error"] else f"{row[col.SQNR_DB]:.2f}"
     if spread and not row["error"]:
-        text += f" [{row['sqnr_min_db']:.1f}, {row['sqnr_max_db']:.1f}]"
+        text += f" [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]"
     return text
 
 
@@ -58,7 +59,7 @@ def paper_table(rows: list[dict[str, Any]]) -> list[str]:
         pair = [row for row in rows if row["method"] == name and row["input"] == "paper"]
         cells = []
         for row in pair:
-            cells += [cell(row, True), "-" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
+            cells += [cell(row, True), "-" if row[col.PAPER_SQNR_DB] is None else f"{row[col.PAPER_SQNR_DB]:.2f}"]
         for row in pair:
             cells += [f"{row['mse']:.2e}", "-" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
         lines.append(f"| {pair[0]['title']} | {' | '.join(cells)} |")
@@ -90,7 +91,7 @@ def measure_i_vit() -> dict[str, Any]:
             # 1.4375 for log2(e), and 1 / S rounded
             temperature = round(inverse) * math.log2(math.e) / (1.4375 * inverse) - 1
             found = sqnr(exact_attention(*inputs), get_method("i-vit").attention(*inputs))
-            row = {"workload": name, "seed": seed, "inverse_scale": round(inverse, 3), "sqnr_db": round(found, 3)}
+            row = {"workload": name, "seed": seed, "inverse_scale": round(inverse, 3), col.SQNR_DB: round(found, 3)}
             rows.append(row | {"temperature_percent": round(100 * temperature, 2)})
     what = (
         "I-ViT on the paper's inputs, batch 8: 1 / S of the 8-bit scores, its rounding as a change of the temperature, and SQNR"
@@ -119,7 +120,7 @@ def real_line() -> list[str]:
     rows = json.loads((HERE / "results" / "real_cpu.json").read_text())["layers"]
 
     def span(method: str) -> str:
-        values = [row["sqnr_db"] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
+        values = [row[col.SQNR_DB] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
         return f"{min(values):.1f} to {max(values):.1f} dB"
 
     return pages.wrap(
@@ -136,8 +137,8 @@ def layer_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| SQNR, dB, in layer | {' | '.join(names)} | least | mean |", "|---|" + "---|" * (len(labels) + 2)]
     for method in dict.fromkeys(row["method"] for row in mine):
         found = [row for row in mine if row["method"] == method]
-        cells = [f"{row['sqnr_db']:.1f}" for row in found]
-        cells += [f"{choose(row['sqnr_db'] for row in found):.1f}" for choose in (min, statistics.fmean)]
+        cells = [f"{row[col.SQNR_DB]:.1f}" for row in found]
+        cells += [f"{choose(row[col.SQNR_DB] for row in found):.1f}" for choose in (min, statistics.fmean)]
         lines.append(f"| {found[0]['title']} | {' | '.join(cells)} |")
     return lines
 

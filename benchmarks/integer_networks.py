@@ -34,6 +34,7 @@ from torch import nn
 
 import qflash
 from qflash_lab.bench import onnx_models
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.evaluation import probe, real_data, small_models
 from qflash_lab.evaluation.statistics import mcnemar_exact, wilson_interval
@@ -166,7 +167,7 @@ def measure(
         cosine = nn.functional.cosine_similarity(want, got)
         row: dict[str, Any] = {"network": name, "method": method, "images": len(images), "calibration": len(calibration)}
         if method != "float32":
-            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
+            row |= {col.SQNR_DB: sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
         if labels is not None:
             guesses = classify(got)
             right = int((guesses == labels).sum())
@@ -197,7 +198,7 @@ def table(result: dict[str, Any]) -> list[str]:
             continue
         top1 = "" if "top1_percent" not in row else f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
         cells = (
-            row["network"], row["method"], number(row, "sqnr_db", 1), number(row, "cosine_mean", 4), top1,
+            row["network"], row["method"], number(row, col.SQNR_DB, 1), number(row, "cosine_mean", 4), top1,
             number(row, "same_percent", 1),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -217,12 +218,12 @@ def speed_table(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
     for (model, batch), rows in found.items():
-        speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
+        speeds = ["" if name not in rows else f"{rows[name][col.IMAGES_PER_S]:.0f}" for name in ("timm", "compile", "integer")]
         integer, compiled = rows["integer"], rows["compile"]
-        joules, others = integer.get("mj_per_image"), compiled.get("mj_per_image")
+        joules, others = integer.get(col.MJ_PER_IMAGE), compiled.get(col.MJ_PER_IMAGE)
         energy = f"{joules / others:.2f}" if joules and others else ""
-        ratio = integer["images_per_s"] / compiled["images_per_s"]
-        cells = (shown(model), str(batch), *speeds, f"{ratio:.2f}", energy, f"{integer['sqnr_db']:.1f}")
+        ratio = integer[col.IMAGES_PER_S] / compiled[col.IMAGES_PER_S]
+        cells = (shown(model), str(batch), *speeds, f"{ratio:.2f}", energy, f"{integer[col.SQNR_DB]:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -239,15 +240,15 @@ def peer_table(result: dict[str, Any]) -> list[str]:
         "| Model | Batch | Method | images/s | integer ÷ it | mJ an image | SQNR of its logits, dB |",
         "|---|---|---|---|---|---|---|",
     ]
-    ours = {(row["model"], row["batch"]): row["images_per_s"] for row in result["rows"] if row["method"] == "integer"}
+    ours = {(row["model"], row["batch"]): row[col.IMAGES_PER_S] for row in result["rows"] if row["method"] == "integer"}
     beside = {(row["model"], row["batch"]) for row in result["rows"] if row["method"].startswith("torchao")}
     for row in result["rows"]:
         if (row["model"], row["batch"]) not in beside or row["method"] not in PEER_NAMES:
             continue
-        ratio = ours[row["model"], row["batch"]] / row["images_per_s"]
+        ratio = ours[row["model"], row["batch"]] / row[col.IMAGES_PER_S]
         cells = (
-            shown(row["model"]), str(row["batch"]), PEER_NAMES[row["method"]], f"{row['images_per_s']:.0f}", f"{ratio:.2f}",
-            f"{row['mj_per_image']:.1f}", f"{row['sqnr_db']:.1f}",
+            shown(row["model"]), str(row["batch"]), PEER_NAMES[row["method"]], f"{row[col.IMAGES_PER_S]:.0f}", f"{ratio:.2f}",
+            f"{row[col.MJ_PER_IMAGE]:.1f}", f"{row[col.SQNR_DB]:.1f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -265,10 +266,10 @@ def cpu_table(result: dict[str, Any]) -> list[str]:
         f"|{'---|' * 10}",
     ]
     for (model, batch), by in times.items():
-        ours = by["integer"]["median_us"]
-        int8 = min(row["median_us"] for name, row in by.items() if "int8" in name)
-        cells = [f"{by[name]['median_us'] / 1000:.1f}" for name in methods]
-        ratios = [f"{by['compile']['median_us'] / ours:.2f}", f"{int8 / ours:.2f}"]
+        ours = by["integer"][col.MEDIAN_US]
+        int8 = min(row[col.MEDIAN_US] for name, row in by.items() if "int8" in name)
+        cells = [f"{by[name][col.MEDIAN_US] / 1000:.1f}" for name in methods]
+        ratios = [f"{by['compile'][col.MEDIAN_US] / ours:.2f}", f"{int8 / ours:.2f}"]
         lines.append(f"| {' | '.join([model, str(batch), *cells, *ratios])} |")
     return lines
 
@@ -278,7 +279,7 @@ def summary(result: dict[str, Any]) -> list[str]:
     ours = [row for row in result["rows"] if row["method"] == "integer"]
     base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
     ratios = [row["ratio"] for row in ours]
-    joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
+    joules = [row[col.MJ_PER_IMAGE] / base[row["model"], row["batch"]][col.MJ_PER_IMAGE] for row in ours]
     models, batches = len({row["model"] for row in ours}), sorted({row["batch"] for row in ours})
     card = pages.card(result["environment"]["device"])
     return pages.wrap(

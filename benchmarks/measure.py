@@ -24,12 +24,10 @@ from rich.progress import track
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
+from qflash_lab.bench import schema as col  # noqa: E402
 from qflash_lab.bench.problems import LONG  # noqa: E402
 from qflash_lab.bench.workloads import WORKLOADS  # noqa: E402
 
-SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
-BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
-OURS = ("qflash int8", "qflash")
 # those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")
 # heads, tokens, channels of the models in the tables of other vision transformers
@@ -50,7 +48,7 @@ class Run:
     workloads: tuple[str, ...] = ()
     batches: tuple[int, ...] = (1, 8, 64)
     shapes: tuple[str, ...] = ()
-    methods: tuple[str, ...] = (*SDPA, *BASELINES, *OURS)
+    methods: tuple[str, ...] = (*col.FP16, *col.BASELINES, *col.OURS)
     modes: tuple[str, ...] = ("kernel", "end-to-end")
     bias: bool = False
     rounds: int = 15
@@ -81,18 +79,18 @@ def _long(least: int, most: int) -> tuple[str, ...]:
 
 RUNS = (
     Run("bench", tuple(workload.name for workload in WORKLOADS)),
-    Run("bench_bias", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
+    Run("bench_bias", WINDOWS, methods=(col.SDPA_CUDNN, col.SDPA_EFFICIENT, *col.OURS), bias=True),
     Run("bench_1024", shapes=_long(1024, 1024)),
     Run("bench_long", shapes=_long(4096, 16384)),
     Run(
         "shapes",
         shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
-        methods=(*SDPA, "int-flash-full kernel", "qattn kernel", *OURS),
+        methods=(*col.FP16, col.INT_FLASH_FULL, col.QATTN, *col.OURS),
         rounds=9,
     ),
     # int8 in, int8 out has an eager call only where there are kernels
     Run("bench_eager", ("A2",), batches=(8,), methods=(), modes=("kernel", "end-to-end", "eager")),
-    Run("eager_shapes", shapes=CALLED, methods=(*SDPA, *OURS), modes=("kernel", "end-to-end", "eager")),
+    Run("eager_shapes", shapes=CALLED, methods=(*col.FP16, *col.OURS), modes=("kernel", "end-to-end", "eager")),
 )
 """Under the names that ``performance_tables.py`` reads, behind which the card stands there."""
 

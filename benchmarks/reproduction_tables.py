@@ -9,6 +9,7 @@ import functools
 import sys
 from pathlib import Path
 
+from qflash_lab.bench import schema as col
 from qflash_lab.paper import paper_results
 from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
 from qflash_lab.paper.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
@@ -62,7 +63,11 @@ def authors_latency() -> list[str]:
     record = found()["authors"][0]
     latency = record["latency_us"]
     lines = [f"| µs | {' | '.join(latency)} |", "|---" * (len(latency) + 1) + "|"]
-    titles = {"sdpa flash": "FlashAttention-2, FP16", "sdpa cudnn": "cuDNN, FP16", "authors' QFlash": "authors' kernel, int8"}
+    titles = {
+        col.SDPA_FLASH: "FlashAttention-2, FP16",
+        col.SDPA_CUDNN: "cuDNN, FP16",
+        "authors' QFlash": "authors' kernel, int8",
+    }
     order = sorted(range(len(record["methods"])), key=lambda index: record["methods"][index] != "authors' QFlash")
     for batch in ("1", "8"):
         for index in order:
@@ -81,7 +86,7 @@ def tensor() -> list[str]:
     for method, figures in paper_results.UTILISATION.items():
         row = row_of_method(rows, method, workload="A2", batch=8)
         paper = ["-" if x is None else f"{x:.2f}" for x in figures["A2"]]
-        ours = [f"{row[name]:.2f}" for name in ("imma_percent", "hmma_percent")] if row else ["-", "-"]
+        ours = [f"{row[name]:.2f}" for name in (col.IMMA_PERCENT, col.HMMA_PERCENT)] if row else ["-", "-"]
         label = f"{method} (this library)" if method == "QFlash" else method
         lines.append(f"| {label} | {' | '.join((*paper, *ours))} |")
     return lines
@@ -100,10 +105,10 @@ def energy() -> list[str]:
         row = row_of_method(rows, method, workload="A2", batch=8, bias=False)
         assert row is not None
         label = "QFlash (this library, from int8)" if method == "QFlash" else method
-        lines.append(f"| {label} | {uj:.1f} | {uj / flash:.2f} | {row['uj']:.0f} | {row['uj'] / here['uj']:.2f} |")
-    for name, label in (("qflash", "QFlash (this library, from fp16)"), ("sdpa cudnn", "cuDNN, FP16")):
+        lines.append(f"| {label} | {uj:.1f} | {uj / flash:.2f} | {row[col.UJ]:.0f} | {row[col.UJ] / here[col.UJ]:.2f} |")
+    for name, label in (("qflash", "QFlash (this library, from fp16)"), (col.SDPA_CUDNN, "cuDNN, FP16")):
         row = next(row for row in rows if row["method"] == name)
-        lines.append(f"| {label} | | | {row['uj']:.0f} | {row['uj'] / here['uj']:.2f} |")
+        lines.append(f"| {label} | | | {row[col.UJ]:.0f} | {row[col.UJ] / here[col.UJ]:.2f} |")
     authors = found()["authors"][0]["energy_uj"]
     lines.append(f"| another H200, FlashAttention-2 | | | {authors['sdpa flash']} | 1.00 |")
     theirs = authors["authors' QFlash"]
@@ -121,7 +126,7 @@ def sqnr() -> list[str]:
         cells = []
         for workload in ("A2", "A7"):
             row = rows[workload, method]
-            ours = f"{row['sqnr_db']:.2f} [{row['sqnr_min_db']:.1f}, {row['sqnr_max_db']:.1f}]"
+            ours = f"{row[col.SQNR_DB]:.2f} [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]"
             cells += [f"{paper_results.TABLE4[workload, method][0]:.2f}", ours]
         lines.append(f"| {rows['A2', method]['title']} | {' | '.join(cells)} |")
     return lines
@@ -139,13 +144,13 @@ def steps() -> list[str]:
         row = kernels["V4 paper" if step == "V4" else step]
         percent = paper_results.STEP_SPEEDUP_PERCENT.get(step)
         paper = "-" if percent is None else f"{percent} %"
-        change = f"{100 * (row['speedup'] - 1):+.1f} %"
-        lines.append(f"| {step} | {paper} | {change} | {row['median_us']:.0f} | {formula['sqnr_db']['mean']:.2f} |")
-    for label in ("V4 default", "sdpa flash"):
+        change = f"{100 * (row[col.SPEEDUP] - 1):+.1f} %"
+        lines.append(f"| {step} | {paper} | {change} | {row[col.MEDIAN_US]:.0f} | {formula[col.SQNR_DB]:.2f} |")
+    for label in ("V4 default", col.SDPA_FLASH):
         row = kernels[label]
-        title = {"V4 default": "this library's `DEFAULT`", "sdpa flash": "PyTorch's FA2"}[label]
+        title = {"V4 default": "this library's `DEFAULT`", col.SDPA_FLASH: "PyTorch's FA2"}[label]
         lines.append(
-            f"| {title} | | {100 * (row['speedup'] - 1):+.1f} % | {row['median_us']:.0f} | {row['sqnr_db']['mean']:.2f} |"
+            f"| {title} | | {100 * (row[col.SPEEDUP] - 1):+.1f} % | {row[col.MEDIAN_US]:.0f} | {row[col.SQNR_DB]:.2f} |"
         )
     return lines
 
@@ -157,7 +162,7 @@ def scales() -> list[str]:
     tiles = sorted({row["tiles"] for row in rows})
     lines = [f"| Tiles | {' | '.join(map(str, tiles))} |", "|---" * (len(tiles) + 1) + "|"]
     for group in dict.fromkeys(row["group"] for row in rows):
-        by = {row["tiles"]: row["sqnr_db"]["mean"] for row in rows if row["group"] == group}
+        by = {row["tiles"]: row[col.SQNR_DB] for row in rows if row["group"] == group}
         lines.append(f"| {group} | {' | '.join(f'{by[count]:.2f}' for count in tiles)} |")
     return lines
 
@@ -167,7 +172,7 @@ def division() -> list[str]:
     record = next(r for r in found()["ablate"] if on_gpu(r) and any(row["part"] == "throughput" for row in r["rows"]))
     card = pages.card(record["environment"]["device"])
     lines = [f"| int32, {card} | 10⁹ a second |", "|---|---|"]
-    lines += [f"| {row['label']} | {row['gops']:.0f} |" for row in record["rows"] if row["part"] == "throughput"]
+    lines += [f"| {row['label']} | {row[col.GOPS]:.0f} |" for row in record["rows"] if row["part"] == "throughput"]
     return lines
 
 
@@ -177,7 +182,7 @@ def granularity() -> list[str]:
     rows = [row for row in record["rows"] if row["part"] == "granularity" and row["group"] == "default"]
     inputs = list(dict.fromkeys(row["input"] for row in rows))
     lines = [f"| SQNR, dB | {' | '.join(inputs)} |", "|---" * (len(inputs) + 1) + "|"]
-    by = {(row["label"], row["input"]): row["sqnr_db"]["mean"] for row in rows}
+    by = {(row["label"], row["input"]): row[col.SQNR_DB] for row in rows}
     for label in (
         "Q tensor, K tensor, V tensor",
         "Q head, K head, V tensor",

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import qflash
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.evaluation import real_data
 
@@ -67,8 +68,8 @@ def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
                 qflash.calibrate(model, calibration.split(5), progress=False, **options)
             got = model(judged)
             row: dict[str, Any] = {"recipe": name, "scales": method, "images": len(judged), "calibration": len(calibration)}
-            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
-            if not all(math.isfinite(row[key]) for key in ("sqnr_db", "cosine_mean")):
+            row |= {col.SQNR_DB: sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
+            if not all(math.isfinite(row[key]) for key in (col.SQNR_DB, "cosine_mean")):
                 raise ValueError(f"{name}, {method}: a result is not finite")
             rows.append(row)
             print(row, flush=True)
@@ -131,7 +132,7 @@ def time_table(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> list[str]:
     """Lay the results out in Markdown."""
-    found = {(row["recipe"], row["scales"]): row["sqnr_db"] for row in result["rows"]}
+    found = {(row["recipe"], row["scales"]): row[col.SQNR_DB] for row in result["rows"]}
     methods = ["dynamic", *METHODS]
     lines = [f"| SQNR, dB | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
     return lines + [f"| {name} | {' | '.join(f'{found[name, each]:.1f}' for each in methods)} |" for name in RECIPES]

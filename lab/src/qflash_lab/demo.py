@@ -29,6 +29,7 @@ from qflash.integrations.patching import patch, unpatch
 from qflash.optional_packages import require_packages
 
 from . import html as page
+from .bench import schema as col
 from .bench.capture import capture_small
 from .bench.figures import colour_of
 from .bench.metrics import mse, sqnr
@@ -150,15 +151,15 @@ def _measure_workload(workload: Workload, device: torch.device) -> dict[str, Any
         "name": workload.name,
         "source": workload.source,
         "shape": list(workload.shape(1)),
-        "paper_sqnr_db": PAPER_SQNR_DB.get(workload.name),
-        "ceiling": {"sqnr_db": sqnr(exact, ceiling), "mse": mse(exact, ceiling)},
+        col.PAPER_SQNR_DB: PAPER_SQNR_DB.get(workload.name),
+        "ceiling": {col.SQNR_DB: sqnr(exact, ceiling), "mse": mse(exact, ceiling)},
         "recipes": {},
         "timings_us": None,
     }
     for recipe in RECIPES:
         got = int8_attention(query, key, value, out_dtype=torch.float32, recipe=recipe)
         assert isinstance(got, torch.Tensor)
-        result["recipes"][recipe] = {"sqnr_db": sqnr(exact, got), "mse": mse(exact, got)}
+        result["recipes"][recipe] = {col.SQNR_DB: sqnr(exact, got), "mse": mse(exact, got)}
     if device.type == "cuda":
         result["timings_us"] = _time_workload(workload, device)
     elif resolve_backend("auto", device) == "cpu":
@@ -291,7 +292,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     for row in report["workloads"]:
         label = [row["name"], "x".join(str(n) for n in row["shape"])]
         ours = [row["recipes"][r] for r in RECIPES]
-        quality.append([*label, *(_number(r["sqnr_db"]) for r in (*ours, row["ceiling"])), _number(row["paper_sqnr_db"])])
+        quality.append([*label, *(_number(r[col.SQNR_DB]) for r in (*ours, row["ceiling"])), _number(row[col.PAPER_SQNR_DB])])
         errors.append([*label, *(f"{r['mse']:.2e}" for r in (*ours, row["ceiling"]))])
         if row["timings_us"]:
             sdpa, floats, int8 = row["timings_us"].values()
@@ -359,12 +360,12 @@ def _plot(workloads: Sequence[dict[str, Any]]) -> Any:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(workloads))
-    ceiling = [row["ceiling"]["sqnr_db"] for row in workloads]
+    ceiling = [row["ceiling"][col.SQNR_DB] for row in workloads]
     axes.plot(places, ceiling, "_", color=page.INK, markersize=26, label="ceiling of int8 inputs")
     for shift, recipe in zip((-0.2, 0.0, 0.2), RECIPES, strict=True):
-        values = [row["recipes"][recipe]["sqnr_db"] for row in workloads]
+        values = [row["recipes"][recipe][col.SQNR_DB] for row in workloads]
         axes.plot([p + shift for p in places], values, "o", color=colour_of(f"qflash-{recipe}"), label=recipe)
-    reported = [(p, row["paper_sqnr_db"]) for p, row in enumerate(workloads) if row["paper_sqnr_db"] is not None]
+    reported = [(p, row[col.PAPER_SQNR_DB]) for p, row in enumerate(workloads) if row[col.PAPER_SQNR_DB] is not None]
     axes.plot(*zip(*reported, strict=True), "x", color=colour_of("qflash-paper"), markersize=9, label="reported in the paper")
     axes.set_xticks(list(places), [row["name"] for row in workloads])
     axes.set_ylabel("SQNR, dB")

@@ -26,6 +26,7 @@ from ..paper.paper_results import TABLE4
 from . import console as bench_console
 from . import figures, records
 from . import problems as bench_problems
+from . import schema as col
 from .capture import capture_small, capture_vision
 from .layer_calls import SUFFIX, LayerCall, read_calls
 from .metrics import exact_attention, mse, sqnr
@@ -45,9 +46,9 @@ REAL_SIDE = 224
 LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
 """(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
 
-FIELDS = (
-    "input", "workload", "batch", "shape", "dtype", "method", "title", "integer_only", "sqnr_db", "sqnr_min_db", "sqnr_max_db",
-    "mse", "seeds", "paper_sqnr_db", "paper_mse", "error",
+FIELDS = col.pick(
+    col.INPUT, col.WORKLOAD, col.BATCH, col.SHAPE, col.DTYPE, col.METHOD, col.TITLE, col.INTEGER_ONLY, col.SQNR_DB,
+    col.SQNR_MIN_DB, col.SQNR_MAX_DB, col.MSE, col.SEEDS, col.PAPER_SQNR_DB, col.PAPER_MSE, col.ERROR,
 )  # fmt: skip
 """Columns of ``accuracy.csv``; ``accuracy.json``'s rows also hold ``sqnr_each_db`` and ``mse_each``, one value a seed."""
 
@@ -250,12 +251,12 @@ def measure(
                     "method": method.name,
                     "title": method.title,
                     "integer_only": method.integer_only,
-                    "sqnr_db": round(statistics.fmean(ratios), 3) if got else None,
-                    "sqnr_min_db": round(min(ratios), 3) if got else None,
-                    "sqnr_max_db": round(max(ratios), 3) if got else None,
+                    col.SQNR_DB: round(statistics.fmean(ratios), 3) if got else None,
+                    col.SQNR_MIN_DB: round(min(ratios), 3) if got else None,
+                    col.SQNR_MAX_DB: round(max(ratios), 3) if got else None,
                     "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
                     "seeds": case.draws(seeds),
-                    "paper_sqnr_db": None if paper is None else paper[0],
+                    col.PAPER_SQNR_DB: None if paper is None else paper[0],
                     "paper_mse": None if paper is None else paper[1],
                     "error": errors.get(method.name),
                     "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
@@ -273,7 +274,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
         parts += [(kind, every[start : start + _MOST_COLUMNS]) for start in range(0, len(every), _MOST_COLUMNS)]
     for kind, labels in parts:
         here = [row for row in rows if row["input"] == kind and (row["workload"], row["batch"]) in labels]
-        for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
+        for field, heading in ((col.SQNR_DB, "SQNR, dB"), ("mse", "MSE")):
             paper = f"paper_{field}"
             title = f"{heading}; {kind} inputs"
             if here[0]["seeds"] > 1:
@@ -309,7 +310,7 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a finite SQNR.
     """
-    shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"])]
+    shown = [row for row in rows if row[col.SQNR_DB] is not None and math.isfinite(row[col.SQNR_DB])]
     shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
@@ -318,13 +319,14 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     )  # fmt: skip
     for axes, kind, series in found:
         for name, mine, spots, _, colour in series:
-            middle = [row["sqnr_db"] for row in mine]
+            middle = [row[col.SQNR_DB] for row in mine]
             spread = [
-                [row["sqnr_db"] - row["sqnr_min_db"] for row in mine], [row["sqnr_max_db"] - row["sqnr_db"] for row in mine],
+                [row[col.SQNR_DB] - row[col.SQNR_MIN_DB] for row in mine],
+                [row[col.SQNR_MAX_DB] - row[col.SQNR_DB] for row in mine],
             ]  # fmt: skip
             marker = "o" if METHODS[name].integer_only else "s"
             axes.errorbar(spots, middle, spread, fmt=marker, color=colour, label=METHODS[name].title, markersize=5)
-            papers = [(spot, row["paper_sqnr_db"]) for spot, row in zip(spots, mine, strict=True) if row["paper_sqnr_db"]]
+            papers = [(spot, row[col.PAPER_SQNR_DB]) for spot, row in zip(spots, mine, strict=True) if row[col.PAPER_SQNR_DB]]
             if papers:
                 axes.plot(*zip(*papers, strict=True), "x", color="black", markersize=6)
         axes.set_xlim(-0.5, len(axes.get_xticks()) - 0.5)

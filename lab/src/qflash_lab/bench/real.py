@@ -32,6 +32,7 @@ from ..evaluation.sentences import PARAGRAPHS, SENTENCES
 from ..evaluation.statistics import bootstrap_difference, mcnemar_exact, wilson_interval
 from . import console as bench_console
 from . import real_tables, records
+from . import schema as col
 from .capture import Recorder, attending, capture_vision, exact_like
 from .layer_calls import LayerCall
 from .metrics import decibels, exact_attention, sqnr
@@ -97,7 +98,7 @@ def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: T
             noise += _energies(got.double() - wanted, c.rows)
         heads = [decibels(s, n) for s, n in zip(signal.sqrt().tolist(), noise.sqrt().tolist(), strict=True)]
         whole = decibels(signal.sum().sqrt().item(), noise.sum().sqrt().item())
-        rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": _least(heads)})
+        rows.append({"method": method.name, col.SQNR_DB: whole, col.WORST_HEAD_DB: _least(heads)})
         tick(f"{label} {method.name}")
     return rows
 
@@ -161,12 +162,12 @@ def _summary(name: str, method: Method, layers: Sequence[Row], exact: torch.Tens
         "title": method.title,
         "integer_only": method.integer_only,
         "samples": len(exact),
-        "sqnr_db": sqnr(exact, got),
+        col.SQNR_DB: sqnr(exact, got),
         "cosine_mean": cosines.mean().item(),
         "cosine_min": cosines.min().item(),
-        "layer_min_db": _least([row["sqnr_db"] for row in own]),
-        "layer_max_db": max(row["sqnr_db"] for row in own),
-        "worst_head_db": _least([row["worst_head_db"] for row in own]),
+        "layer_min_db": _least([row[col.SQNR_DB] for row in own]),
+        "layer_max_db": max(row[col.SQNR_DB] for row in own),
+        col.WORST_HEAD_DB: _least([row[col.WORST_HEAD_DB] for row in own]),
     }
 
 

@@ -12,11 +12,12 @@ from rich.table import Table
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from . import figures, records
+from . import schema as col
 from .console import format_number
 
 Row = dict[str, Any]
 
-LAYER_FIELDS = ("network", "layer", "method", "sqnr_db", "worst_head_db")
+LAYER_FIELDS = ("network", "layer", "method", col.SQNR_DB, col.WORST_HEAD_DB)
 """Columns of ``real.csv``."""
 
 
@@ -61,8 +62,8 @@ def _network_table(network: str, record: Row) -> Table:
     for heading in (*map(str, numbers), "worst head", vectors, "cosine least", "cosine mean", *_own_cells(whole[0])):
         table.add_column(heading, justify="right")
     for row in whole:
-        own = {each["layer"]: each["sqnr_db"] for each in layers if each["method"] == row["method"]}
-        cells = [*(f"{own[number]:.1f}" for number in numbers), f"{row['worst_head_db']:.1f}", f"{row['sqnr_db']:.1f}"]
+        own = {each["layer"]: each[col.SQNR_DB] for each in layers if each["method"] == row["method"]}
+        cells = [*(f"{own[number]:.1f}" for number in numbers), f"{row[col.WORST_HEAD_DB]:.1f}", f"{row[col.SQNR_DB]:.1f}"]
         cells += [f"{row['cosine_min']:.5f}", f"{row['cosine_mean']:.5f}", *_own_cells(row).values()]
         table.add_row(row["method"], *cells)
     return table
@@ -112,7 +113,7 @@ def draw_figure(record: Row) -> Any:
         ValueError: no row has a finite SQNR.
     """
     quantised = [row for row in record["layers"] if METHODS[row["method"]].query_granularity != FLOAT]
-    shown = [row for row in quantised if math.isfinite(row["sqnr_db"])]
+    shown = [row for row in quantised if math.isfinite(row[col.SQNR_DB])]
     if not shown:
         raise ValueError("there are no layers of methods that quantise")
     figure, found = figures.panels(shown, "network", lambda row: str(row["layer"]), width=9, height=3.0)
@@ -120,7 +121,7 @@ def draw_figure(record: Row) -> Any:
         for name, mine, _, _, colour in series:
             line = "-" if METHODS[name].integer_only else "--"
             layers = [row["layer"] for row in mine]
-            axes.plot(layers, [row["sqnr_db"] for row in mine], line, marker="o", markersize=4, color=colour,
+            axes.plot(layers, [row[col.SQNR_DB] for row in mine], line, marker="o", markersize=4, color=colour,
                       label=METHODS[name].title)  # fmt: skip
         axes.set_xlabel("attention layer")
         axes.set_ylabel("SQNR, dB")

@@ -234,7 +234,7 @@ class Comparison:
 
     def _by_turns(self) -> Row:
         sides = {"base": Side(self.base), "new": Side(self.new)}
-        times = runner.by_turns(sides, self.rounds, self.device)
+        times: dict[str, list[float]] = runner.by_turns(sides, self.rounds, self.device)
         # one may have got a sample more
         ratios = [new / base for base, new in zip(times["base"], times["new"], strict=False)]
         quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -302,7 +302,7 @@ TABLE = (
     tables.Column("base µs", col.BASE_US),
     tables.Column("new µs", col.NEW_US),
     tables.Column("new ÷ base", col.RATIO, ".3f"),
-    tables.Column("quartiles", lambda row: f"{row[col.RATIO_Q1]:.3f} - {row[col.RATIO_Q3]:.3f}" if row[col.RATIO] else "-"),
+    tables.Column("quartiles", tables.between(col.RATIO_Q1, col.RATIO_Q3, 3)),
     tables.Column("same bits", col.SAME_BITS, lambda same: "-" if same is None else "yes" if same else "no"),
     tables.Column("base SQNR dB", col.BASE_SQNR_DB),
     tables.Column("new SQNR dB", col.NEW_SQNR_DB),

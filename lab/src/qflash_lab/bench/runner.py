@@ -160,6 +160,11 @@ Prepared = Callable[[], tuple[TimedCall, Row]]
 """Makes the call to time; also returns the columns that are known then, as its SQNR."""
 
 
+def unjudged(method: TimedMethod[Setup], problem: Setup) -> tuple[TimedCall, Row]:
+    """Prepare a method whose output nothing is said of."""
+    return method.prepare(problem), {}
+
+
 @dataclasses.dataclass
 class Run:
     """A method on a problem.
@@ -238,6 +243,12 @@ def measure(
 
 def _spent() -> tuple[TimedCall, Row]:
     raise RuntimeError("this method has been measured")
+
+
+def medians(calls: Mapping[_Name, TimedCall], device: torch.device, rounds: int) -> dict[_Name, float]:
+    """Return the microseconds of several calls without their launch, medians of samples by turns; what fails raises."""
+    running = {name: timers.make_timer(call, "kernel", device) for name, call in calls.items()}
+    return {name: summarise(found)[col.MEDIAN_US] for name, found in by_turns(running, rounds, device).items()}
 
 
 def compare(rows: Sequence[Row], base: Callable[[Row], bool], of: str = col.MEDIAN_US, name: str | None = None) -> None:

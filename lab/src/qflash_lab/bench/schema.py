@@ -32,7 +32,8 @@ BATCH = _column("batch", "images a call")
 SHAPE = _column("shape", "of the query: batch x heads x tokens x channels")
 KEYS = _column("keys", "tokens of key and value")
 TILES = _column("tiles", "tiles of keys")
-LENGTHS = _column("lengths", "tokens of each packed sequence")
+AMPLITUDE = _column("amplitude", "factor of query and key")
+LENGTHS = _column("lengths", "tokens of each packed sequence, as text")
 HEADS = _column("heads", "heads of packed sequences")
 HEAD_DIM = _column("head_dim", "channels a head of packed sequences")
 ROWS = _column("rows", "rows of a linear layer's input")
@@ -139,6 +140,7 @@ TIMM, COMPILE, COMPILE_SDPA, INTEGER = "timm", "compile", "compile sdpa", "integ
 KEPT_BIAS = f"{QFLASH} kept bias"
 COMPILE_QFLASH, COMPILE_KEPT_BIAS = f"{COMPILE} {QFLASH}", f"{COMPILE} {KEPT_BIAS}"
 FLASH_VARLEN = "flash varlen"
+CUBLAS_FLOAT16, CUBLAS_FLOAT8, CUBLAS_INT8 = "cuBLAS float16", "cuBLAS float8", "cuBLAS int8 to int32"
 
 PROBLEM = (WORKLOAD, BATCH, SHAPE, KEYS, CAUSAL, BIAS, INPUT, DTYPE)
 """The columns of an attention problem."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pandas
@@ -48,7 +48,7 @@ class Column(NamedTuple):
             return self.form(value)
         if isinstance(value, str) or missing:
             return "-" if missing else value
-        return format(value, self.form) if self.form else str(value) if isinstance(value, (bool, int)) else number(value)
+        return format(value, self.form) if self.form else number(value)
 
 
 def name(heading: str, value: str | Callable[[Any], Any]) -> Column:
@@ -61,9 +61,16 @@ def digits(count: int) -> Form:
     return lambda value: number(value, count)
 
 
-def quartiles(row: Row) -> str:
-    """Return the quartiles of a row's time."""
-    return f"{number(row[col.Q1_US])} - {number(row[col.Q3_US])}"
+def between(low: str, high: str, count: int = 2) -> Callable[[Row], str | None]:
+    """Return what makes a cell of two columns, as ``1.00 - 2.00``."""
+
+    def cell(row: Row) -> str | None:
+        return None if row[low] is None else f"{number(row[low], count)} - {number(row[high], count)}"
+
+    return cell
+
+
+quartiles = between(col.Q1_US, col.Q3_US)
 
 
 def lay_out(rows: Sequence[Any], columns: Sequence[Column], groups: int = 0) -> pandas.DataFrame:
@@ -80,7 +87,7 @@ def lay_out(rows: Sequence[Any], columns: Sequence[Column], groups: int = 0) -> 
         failed = isinstance(row, dict) and bool(row.get(col.ERROR))
         cells, said = [], False
         for column in columns:
-            text = "" if failed and column.value is quartiles else column.cell(row)
+            text = column.cell(row)
             if failed and not column.left and text == "-":
                 text, said = "" if said else "failed", True
             cells.append(text)
@@ -108,8 +115,12 @@ def pivot(rows: Sequence[Row], index: str, value: str, columns: str = col.METHOD
 
 def markdown(frame: pandas.DataFrame) -> list[str]:
     """Return the lines of a table in Markdown."""
-    lines = [f"| {' | '.join(frame.columns)} |", "|" + "---|" * len(frame.columns)]
-    return lines + [f"| {' | '.join(cells)} |" for cells in frame.itertuples(index=False, name=None)]
+
+
+    def line(cells: Iterable[str]) -> str:
+        return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+    return [line(frame.columns), "|" + "---|" * len(frame.columns), *map(line, frame.itertuples(index=False, name=None))]
 
 
 def console(frame: pandas.DataFrame, title: str, left: int = 1, groups: int = 0) -> Table:

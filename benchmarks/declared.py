@@ -1,0 +1,175 @@
+"""Tables of the pages as declarations: which rows of which result files, which columns, in which form.
+
+A table knows where each of its lines comes from, which ``python benchmarks/trace_numbers.py PAGE ROW`` prints.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qflash_lab.bench import schema as col
+from qflash_lab.bench import tables
+from qflash_lab.bench.schema import Row
+from qflash_lab.bench.tables import Column, digits, number
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FILE = "file"
+"""The key under which a row says which result file it is of."""
+
+
+@functools.cache
+def record(name: str) -> Any:
+    """Return a result file, by its name in ``results`` without the suffix."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows(*names: str, of: str = "rows") -> list[Row]:
+    """Return the rows of result files, each with its file."""
+    return [row | {FILE: f"{name}.json"} for name in names for row in record(name)[of]]
+
+
+class Group(dict[str, Row]):
+    """The rows of one problem, by method."""
+
+
+def groups(found: Iterable[Row], *keys: str, by: Callable[[Row], str] = lambda row: str(row[col.METHOD])) -> list[Group]:
+    """Return rows by problem, in the order in which problems come; of two rows of a method the last stays.
+
+    Args:
+        found: the rows.
+        keys: columns that tell problems apart.
+        by: what a row is called in its group.
+    """
+    parts: dict[tuple[Any, ...], Group] = {}
+    for row in found:
+        parts.setdefault(tuple(row.get(key) for key in keys), Group())[by(row)] = row
+    return list(parts.values())
+
+
+def any_row(line: Any) -> Any:
+    """Return the row that a line is made from, or one of them."""
+    return next(iter(line.values())) if isinstance(line, Group) else line
+
+
+class Of(NamedTuple):
+    """A column of a method's row."""
+
+    method: str
+    column: str = col.MEDIAN_US
+
+    def __call__(self, group: Group) -> Any:
+        """Return the value; None where the method has no row."""
+        return group.get(self.method, {}).get(self.column)
+
+    def uses(self) -> list[Of]:
+        """Return what it is made from."""
+        return [self]
+
+
+class Extreme(NamedTuple):
+    """The least or the greatest figure of some methods."""
+
+    methods: Sequence[str]
+    column: str = col.MEDIAN_US
+    choose: Callable[[Iterable[Any]], Any] = min
+
+    def __call__(self, group: Group) -> Any:
+        """Return the value of those methods that have one; None if none has."""
+        found = [value for of in self.uses() if (value := of(group)) is not None]
+        return self.choose(found) if found else None
+
+    def uses(self) -> list[Of]:
+        """Return what it is made from."""
+        return [Of(method, self.column) for method in self.methods]
+
+
+class Quotient(NamedTuple):
+    """One figure divided by another."""
+
+    above: Of | Extreme
+    below: Of | Extreme
+
+    def __call__(self, group: Group) -> float | None:
+        """Return the quotient; None where there is nothing to divide."""
+        above, below = self.above(group), self.below(group)
+        return above / below if above and below else None
+
+    def uses(self) -> list[Of]:
+        """Return what it is made from."""
+        return [*self.above.uses(), *self.below.uses()]
+
+
+def against(methods: Sequence[str], ours: str, column: str = col.MEDIAN_US) -> Quotient:
+    """Return the least of some methods' figures divided by one method's."""
+    return Quotient(Extreme(methods, column), Of(ours, column))
+
+
+def quotients(found: Iterable[Group], methods: Sequence[str], ours: str, column: str = col.MEDIAN_US) -> list[float]:
+    """Return :func:`against` of every group that has both."""
+    values = (against(methods, ours, column)(group) for group in found)
+    return [value for value in values if value is not None]
+
+
+def time(heading: str, method: str, count: int = 2) -> Column:
+    """Return the column of a method's times."""
+    return Column(heading, Of(method), digits(count))
+
+
+class Table(NamedTuple):
+    """A table of a page.
+
+    Attributes:
+        lines: makes what its lines are made from: rows, groups of them, or something else with :attr:`about`.
+        columns: of the table; or what makes them of the lines.
+        about: says of a line which file it is from; :func:`origin` if None.
+    """
+
+    lines: Callable[[], Sequence[Any]]
+    columns: Sequence[Column] | Callable[[Sequence[Any]], Sequence[Column]]
+    about: Callable[[Any], str] | None = None
+
+    def _columns(self, lines: Sequence[Any]) -> Sequence[Column]:
+        return self.columns(lines) if callable(self.columns) else self.columns
+
+    def markdown(self) -> list[str]:
+        """Return the lines of the page."""
+        lines = self.lines()
+        return tables.markdown(tables.lay_out(lines, self._columns(lines)))
+
+    def origins(self) -> list[str]:
+        """Return where each line behind the two of the heading comes from."""
+        lines = self.lines()
+        columns = self._columns(lines)
+        return [self.about(line) if self.about else origin(line, columns) for line in lines]
+
+
+def origin(line: Any, columns: Sequence[Column]) -> str:
+    """Say where a line of a table comes from: the file, what tells its rows apart, and which of their keys are shown."""
+    row = any_row(line)
+    if not isinstance(row, dict) or FILE not in row:
+        return ""
+    told = (col.WORKLOAD, col.MODEL, col.LAYER, col.LABEL, col.GROUP, col.BATCH, col.SHAPE, col.BIAS, col.INPUT, col.RECIPE)
+    keys = [f"{name} = {row[name]}" for name in told if row.get(name) not in (None, False)]
+    if not isinstance(line, Group):
+        if row.get(col.METHOD):
+            keys.append(f"{col.METHOD} = {row[col.METHOD]}")
+        shown = [column.value for column in columns if isinstance(column.value, str) and column.value not in told]
+        return f"{row[FILE]}: {', '.join(keys)}: {', '.join(shown)}"
+    used: dict[str, dict[str, None]] = {}
+    for column in columns:
+        if isinstance(column.value, Of | Extreme | Quotient):
+            for of in column.value.uses():
+                if of.method in line:
+                    used.setdefault(of.method, {})[of.column] = None
+    files = ", ".join(dict.fromkeys(each[FILE] for each in line.values()))
+    return f"{files}: {', '.join(keys)}: {'; '.join(f'{name}: {chr(44).join(of)}' for name, of in used.items())}"
+
+
+def span(values: Iterable[float], count: int = 2) -> str:
+    """Format the least and the greatest of some figures."""
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys(number(value, count) for value in (ordered[0], ordered[-1])))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas
+
 from qflash_lab.bench import schema as col
 from qflash_lab.bench import tables
 from qflash_lab.bench.schema import Row
@@ -119,11 +121,15 @@ def time(heading: str, method: str, count: int = 2) -> Column:
     return Column(heading, Of(method), digits(count))
 
 
+class Heading(str):
+    """A line that names the lines below it."""
+
+
 class Table(NamedTuple):
     """A table of a page.
 
     Attributes:
-        lines: makes what its lines are made from: rows, groups of them, or something else with :attr:`about`.
+        lines: makes what its lines are made from: rows, groups of them, headings, or something else with :attr:`about`.
         columns: of the table; or what makes them of the lines.
         about: says of a line which file it is from; :func:`origin` if None.
     """
@@ -138,13 +144,18 @@ class Table(NamedTuple):
     def markdown(self) -> list[str]:
         """Return the lines of the page."""
         lines = self.lines()
-        return tables.markdown(tables.lay_out(lines, self._columns(lines)))
+        columns = self._columns(lines)
+        frame = tables.lay_out([line for line in lines if not isinstance(line, Heading)], columns)
+        cells, empty = iter(frame.values.tolist()), [""] * (len(columns) - 1)
+        body = [[f"**{line}**", *empty] if isinstance(line, Heading) else next(cells) for line in lines]
+        return tables.markdown(pandas.DataFrame(body, columns=frame.columns))
 
     def origins(self) -> list[str]:
         """Return where each line behind the two of the heading comes from."""
         lines = self.lines()
         columns = self._columns(lines)
-        return [self.about(line) if self.about else origin(line, columns) for line in lines]
+        about = self.about or functools.partial(origin, columns=columns)
+        return ["" if isinstance(line, Heading) else about(line) for line in lines]
 
 
 def origin(line: Any, columns: Sequence[Column]) -> str:

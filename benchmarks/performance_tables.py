@@ -19,7 +19,7 @@ import pages  # noqa: E402
 from declared import Extreme, Group, Of, Quotient, Table, against, groups, quotients, span, time  # noqa: E402
 from qflash_lab.bench import schema as col  # noqa: E402
 from qflash_lab.bench.schema import Row  # noqa: E402
-from qflash_lab.bench.tables import Column, digits, name, number  # noqa: E402
+from qflash_lab.bench.tables import Column, digits, names, number  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "performance.md"
 README = HERE.parent / "README.md"
@@ -87,7 +87,7 @@ FROM_FLOATS = {col.SDPA_FLASH: "FA2", col.SDPA_CUDNN: "cuDNN", col.SDPA_EFFICIEN
 FROM_INT8 = {
     col.INT_FLASH_FULL: "INT-Flash-Full", col.INT_FLASH_HALF: "INT-Flash-Half", col.QATTN: "QAttn", col.I_VIT: "I-ViT",
 }  # fmt: skip
-SHAPE = name("shape", shape_of)
+SHAPE = names("shape", shape_of)
 
 
 def present(titles: dict[str, str], found: Sequence[Group]) -> dict[str, str]:
@@ -165,7 +165,7 @@ def ratio_column(heading: str, ours: str, batch: int) -> Column:
 RATIOS = Table(
     other_models,
     (
-        name("", lambda model: model.name), name("heads x tokens x channels", lambda model: model.shape.replace("x", " x ")),
+        names("", lambda model: model.name), names("heads x tokens x channels", lambda model: model.shape.replace("x", " x ")),
         *(ratio_column(f"int8: batch {batch}" if batch == 1 else str(batch), col.QFLASH_INT8, batch) for batch in (1, 8, 64)),
         *(ratio_column(f"fp16: batch {batch}" if batch == 1 else str(batch), col.QFLASH, batch) for batch in (1, 8, 64)),
     ),
@@ -182,10 +182,10 @@ _TUNED_TITLES = {method.removesuffix(" kernel"): title for method, title in FROM
 TUNED = Table(
     lambda: rows_of("baselines_tuned"),
     (
-        name("method", lambda row: _TUNED_TITLES[row[col.METHOD]]), name("shape", col.LABEL),
+        names("method", lambda row: _TUNED_TITLES[row[col.METHOD]]), names("shape", col.LABEL),
         Column("rule, µs", col.RULE_US), Column("tuned, µs", col.BEST_US),
-        Column("rule ÷ tuned", lambda row: row[col.RULE_US] / row[col.BEST_US]), name("tiles, rule", tiles(col.RULE)),
-        name("tiles, tuned", lambda row: "the rule's" if row[col.BEST] == row[col.RULE] else tiles(col.BEST)(row)),
+        Column("rule ÷ tuned", lambda row: row[col.RULE_US] / row[col.BEST_US]), names("tiles, rule", tiles(col.RULE)),
+        names("tiles, tuned", lambda row: "the rule's" if row[col.BEST] == row[col.RULE] else tiles(col.BEST)(row)),
     ),
 )  # fmt: skip
 
@@ -216,8 +216,8 @@ def one(column: str) -> Callable[[Group], Any]:
 PACKED = Table(
     packed,
     (
-        name("batch", one(col.WORKLOAD)), name("tokens", lambda group: sum(lengths(group))),
-        name("heads x channels", lambda group: f"{one(col.HEADS)(group)} x {one(col.HEAD_DIM)(group)}"),
+        names("batch", one(col.WORKLOAD)), names("tokens", lambda group: sum(lengths(group))),
+        names("heads x channels", lambda group: f"{one(col.HEADS)(group)} x {one(col.HEAD_DIM)(group)}"),
         time("FA2 varlen", col.FLASH_VARLEN, 1), time("**QFlash**", col.QFLASH, 1),
         Column("FA2 ÷ ours", against((col.FLASH_VARLEN,), col.QFLASH)),
         time("eager, FA2", f"{col.FLASH_VARLEN}, eager", 1), time("eager, QFlash", f"{col.QFLASH}, eager", 1),
@@ -226,9 +226,9 @@ PACKED = Table(
 LINEAR = Table(
     lambda: groups(rows_of("linear_layers"), col.LAYER),
     (
-        name("layer", one(col.LAYER)),
-        name("rows x inputs x outputs", lambda of: " x ".join(str(one(c)(of)) for c in (col.ROWS, col.INPUTS, col.OUTPUTS))),
-        name("epilogue", one(col.EPILOGUE)),
+        names("layer", one(col.LAYER)),
+        names("rows x inputs x outputs", lambda of: " x ".join(str(one(c)(of)) for c in (col.ROWS, col.INPUTS, col.OUTPUTS))),
+        names("epilogue", one(col.EPILOGUE)),
         *(time(peer, peer) for peer in (col.CUBLAS_FLOAT16, col.CUBLAS_FLOAT8, col.CUBLAS_INT8)),
         time("**QFlash**", col.QFLASH), Column("float8 ÷ ours", against((col.CUBLAS_FLOAT8,), col.QFLASH)),
         Column("of int8 peak", Of(col.QFLASH, col.OF_INT8_PEAK), ".0%"),
@@ -252,7 +252,7 @@ def takes(row: Row) -> str:
 EAGER = Table(
     lambda: list(eager_group().values()),
     (
-        name("method", col.METHOD), name("takes", takes),
+        names("method", col.METHOD), names("takes", takes),
         Column("until the device is done, µs", col.MEDIAN_US, digits(1)), Column("issuing, µs", col.ISSUE_US, digits(1)),
     ),
 )  # fmt: skip
@@ -293,7 +293,7 @@ def of_energy(*methods: str) -> Callable[[Row], float]:
 ENERGY = Table(
     lambda: list(energy_group().values()),
     (
-        name("method", col.METHOD), name("takes", lambda row: "int8" if row[col.MODE] == "kernel" else "fp16"),
+        names("method", col.METHOD), names("takes", lambda row: "int8" if row[col.MODE] == "kernel" else "fp16"),
         Column("µJ a call", col.UJ, ".0f"), Column("÷ FA2", of_energy(col.SDPA_FLASH), ".2f"),
         Column("÷ the least of 16 bits", of_energy(*col.FP16), ".2f"), Column("SQNR dB", col.SQNR_DB, digits(1)),
     ),
@@ -301,7 +301,7 @@ ENERGY = Table(
 PROFILE = Table(
     lambda: [row for row in rows_of("profile") if row[col.METHOD] in {*FROM_FLOATS, *FROM_INT8, *col.OURS}],
     (
-        name("shape", col.full_label), name("method", col.METHOD), Column("launches", col.KERNELS, "d"),
+        names("shape", col.full_label), names("method", col.METHOD), Column("launches", col.KERNELS, "d"),
         Column("µs", col.DURATION_US, digits(1)), Column("IMMA %", col.IMMA_PERCENT, digits(1)),
         Column("HMMA %", col.HMMA_PERCENT, digits(1)), Column("tensor pipe %", col.TENSOR_PERCENT, digits(1)),
         Column("issue slots %", col.ISSUE_PERCENT, digits(1)), Column("occupancy %", col.OCCUPANCY_PERCENT, digits(1)),
@@ -319,7 +319,7 @@ def compiled_cases() -> list[Group]:
 CODE = Table(
     compiled_cases,
     (
-        name("case", one("case")), *(Column(of, Of(of, "per_score"), digits(1)) for of in ("sm_80", "sm_90")),
+        names("case", one("case")), *(Column(of, Of(of, "per_score"), digits(1)) for of in ("sm_80", "sm_90")),
         Column("registers (sm_90)", Of("sm_90", "registers"), "d"), Column("spills (sm_90)", Of("sm_90", "spills"), "d"),
     ),
 )  # fmt: skip
@@ -337,7 +337,7 @@ def newer() -> list[Row]:
 
 
 NEWER = Table(
-    newer, (name("shape", col.SHAPE), *(Column(of, of) for of in ("int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9")))
+    newer, (names("shape", col.SHAPE), *(Column(of, of) for of in ("int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9")))
 )
 
 
@@ -378,7 +378,7 @@ def model_of(group: Group) -> str:
 MODELS = Table(
     whole_models,
     (
-        name("model", model_of), Column("timm", Of(col.TIMM, col.IMAGES_PER_S), digits(0)),
+        names("model", model_of), Column("timm", Of(col.TIMM, col.IMAGES_PER_S), digits(0)),
         Column("fastest SDPA", UNPATCHED, digits(0)), Column("**qflash**", PATCHED, digits(0)),
         Column("ratio", RATIO, digits(3)), Column("compiled", COMPILED, digits(0)),
         Column("**compiled qflash**", COMPILED_PATCHED, digits(0)), Column("ratio", COMPILED_RATIO, digits(3)),
@@ -486,8 +486,8 @@ AUTHORS = "authors' QFlash"
 AIMS = Table(
     aims,
     (
-        name("", lambda aim: aim.what), name("aim", lambda aim: f"{'≤' if aim.at_most else '≥'} {aim.aim}"),
-        name("measured, least to most", Aim.measured), name("reached", Aim.reached),
+        names("", lambda aim: aim.what), names("aim", lambda aim: f"{'≤' if aim.at_most else '≥'} {aim.aim}"),
+        names("measured, least to most", Aim.measured), names("reached", Aim.reached),
     ),
     lambda aim: ", ".join(f"{file_of(run)}.json" for run in aim.file.split(", ")),
 )  # fmt: skip
@@ -528,9 +528,9 @@ def readme() -> list[Speeds]:
 SPEEDS = Table(
     readme,
     (
-        name(f"{CARD.upper()}, CUDA-graph replay", lambda line: line.what),
-        name("fp16 in and out, quantisation included", lambda line: line.fp16),
-        name("int8 in and out, quantised before the clock starts", lambda line: line.int8),
+        names(f"{CARD.upper()}, CUDA-graph replay", lambda line: line.what),
+        names("fp16 in and out, quantisation included", lambda line: line.fp16),
+        names("int8 in and out, quantised before the clock starts", lambda line: line.int8),
     ),
     lambda line: f"{file_of(line.file)}.json",
 )  # fmt: skip
@@ -658,7 +658,7 @@ def milliseconds(heading: str, method: str) -> Column:
 
 
 PROCESSOR = (
-    name("shape", lambda group: col.full_label(declared.any_row(group))), milliseconds("SDPA ms", col.SDPA),
+    names("shape", lambda group: col.full_label(declared.any_row(group))), milliseconds("SDPA ms", col.SDPA),
     milliseconds("int8 ms", CPU_INT8), Column("ratio", against((col.SDPA,), CPU_INT8, col.MIN_US)),
     Column("SQNR dB", Of(CPU_INT8, col.SQNR_DB)), milliseconds("float32 ms", CPU_FLOAT),
     Column("ratio", against((col.SDPA,), CPU_FLOAT, col.MIN_US)), Column("SQNR dB", Of(CPU_FLOAT, col.SQNR_DB)),

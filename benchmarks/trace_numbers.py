@@ -1,6 +1,9 @@
 """Say where every number in a table, and every bold figure, of README and docs comes from; fail if one comes from nowhere.
 
-``python benchmarks/trace_numbers.py``. A number may stand
+``python benchmarks/trace_numbers.py``. With a page and a part of a row, ``python benchmarks/trace_numbers.py README.md "A1 to
+A3"``, it says where the rows of tables with that text come from: the file, what tells the row apart there, and the keys shown.
+
+A number may stand
 
 * in a part between ``<!-- group:name -->`` and ``<!-- end -->``, which a script of this folder makes from committed results: it
   is made again and must be the same. docs/performance/tables.md is such a part as a whole;
@@ -17,6 +20,7 @@ Bold figures outside such parts and tables are refused, and so are figures with 
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import re
@@ -28,6 +32,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 import accuracy  # noqa: E402
+import declared  # noqa: E402
 import evaluate_models  # noqa: E402
 import integer_networks  # noqa: E402
 import ladder  # noqa: E402
@@ -122,7 +127,7 @@ def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
     """Yield where a page's numbers come from."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
-    if path == performance_tables.TABLES:
+    if path == performance_tables.TABLES_PAGE:
         same = text == performance_tables.tables_page()
         count = sum(len(_NUMBER.findall(line)) for line in text.splitlines() if line.startswith("|"))
         yield Trace(
@@ -192,8 +197,76 @@ def traces() -> list[Trace]:
     return [found for path in PAGES for found in trace(path, parts)]
 
 
+def declared_tables() -> dict[str, declared.Table]:
+    """Return the tables between markers that are declared, by the markers' names."""
+    return {name: table for maker in MAKERS for name, table in getattr(maker, "TABLES", {}).items()}
+
+
+def _generated(path: Path) -> Iterator[tuple[int, list[str], declared.Table | None, str]]:
+    """Yield the generated parts of a page: the line they begin in, their lines, their declaration and their source."""
+    text = path.read_text(encoding="utf-8")
+    if path == performance_tables.TABLES_PAGE:
+        lines = text.splitlines()
+        for section in performance_tables.SECTIONS:
+            table = section.table.markdown()
+            begin = lines.index(table[0], lines.index(f"## {section.title}"))
+            yield (
+                begin + 1,
+                table,
+                section.table,
+                f"performance_tables.py: {', '.join(f'{file}.json' for file in section.files)}",
+            )
+        return
+    parts, tables = made(), declared_tables()
+    for block in pages.blocks_of(text):
+        source = parts[block.name].source if block.name in parts else ""
+        yield text[: block.start].count("\n") + 1, block.text.splitlines(), tables.get(block.name), source
+
+
+def rows_with(path: Path, wanted: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the rows of a page's tables that hold a text: the line, the row, and where it comes from."""
+    covered: dict[int, str] = {}
+    for begin, lines, table, source in _generated(path):
+        # behind the two lines of the heading
+        origins = dict(enumerate(table.origins(), 2)) if table else {}
+        for place in range(len(lines)):
+            covered[begin + place] = origins.get(place) or source
+    places = list(trace(path, made()))
+    kind = ""
+    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        found = next((item.source for item in places if item.place == f"line {place}"), None)
+        kind = found if found is not None else kind
+        if not line.startswith("|"):
+            kind = "" if not line.strip() else kind
+        elif wanted in line and not set(line) <= set("|- "):
+            yield place, line, covered.get(place) or kind or "whole page: a notebook" * (path == NOTEBOOK) or "nothing says"
+
+
+def tell(page: str, wanted: str) -> int:
+    """Print where the rows of a page with a text come from; return 1 if there are none, 2 if there is no such page."""
+    path = next((path for path in PAGES if path.resolve() in (Path(page).resolve(), (ROOT / page).resolve())), None)
+    if path is None:
+        names = ", ".join(path.relative_to(ROOT).as_posix() for path in PAGES)
+        print(f"page must be one of {names}, got {page!r}", file=sys.stderr)
+        return 2
+    found = list(rows_with(path, wanted))
+    for place, line, source in found:
+        print(f"{path.relative_to(ROOT).as_posix()}:{place}: {line}\n    {source}")
+    if not found:
+        print(f"no row of a table of {page} holds {wanted!r}", file=sys.stderr)
+    return 0 if found else 1
+
+
 def main() -> int:
     """Print how many numbers come from where; return 1 if some come from nowhere."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="a page, for instance docs/performance/tables.md")
+    parser.add_argument("row", nargs="?", metavar="ROW", help="a text in the rows asked for")
+    given = parser.parse_args()
+    if given.page is not None:
+        if given.row is None:
+            parser.error("PAGE needs a ROW: a text in the rows asked for")
+        return tell(given.page, given.row)
     found = traces()
     counted: collections.Counter[str] = collections.Counter()
     for item in found:

@@ -340,6 +340,6 @@ if __name__ == "__main__":
     parser.add_argument("--method", action="append", choices=NAMES, help="only this; repeatable")
     arguments, chosen = measure.parse(parser)
     main(
-        arguments.output, shapes_of(chosen), arguments.method or NAMES, arguments.processes, arguments.table,
+        arguments.output, shapes_of([run for run in chosen if run.device == "cuda"]), arguments.method or NAMES, arguments.processes, arguments.table,
         torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip

@@ -79,15 +79,15 @@ def test_onnxruntime_has_rows_on_a_cpu(tiny: None, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("onnxruntime")
     export, exports = integer_models.onnx_models.export_float, []
     monkeypatch.setattr(integer_models.onnx_models, "export_float", lambda *args: exports.append(args) or export(*args))
-    names = ["onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
+    names = ["onnxruntime float32", "onnxruntime integer", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
     assert not set(names) & {method.name for method in integer_models.pick_methods((), "cuda")}
     record = integer_models.run_integer_models(
         ["tiny"], [1, 2], integer_models.pick_methods(names, "cpu"), dtype=torch.float32, device=torch.device("cpu"), rounds=1
     )
     assert set(record["packages"]) == {"onnx", "onnxruntime"}
     assert {row["error"] for row in record["rows"]} == {None}
-    exact, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][3:])
-    assert exact > 100 and 60 > dynamic > 15 and static < 60
+    exact, integer, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][4:])
+    assert exact > 100 and 60 > dynamic > 15 and static < 60 and 60 > integer > 20
     assert len(exports) == 1
 
 

@@ -158,8 +158,8 @@ def replay_energy(timer: bench_timers.GraphTimer, gpu: nvml.Gpu, seconds: float)
 
 
 TABLE = (
-    tables.name("workload", col.problem_label), tables.name("batch", lambda row: row[col.BATCH] or "-"),
-    tables.name("method", col.METHOD), tables.Column("µJ a call", col.UJ),
+    tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+    tables.names("method", col.METHOD), tables.Column("µJ a call", col.UJ),
     tables.Column("range", tables.between(col.UJ_MIN, col.UJ_MAX)),
     tables.Column("above idle", col.UJ_ABOVE_IDLE), tables.Column("W", col.WATTS), tables.Column("µs", col.MEDIAN_US),
     tables.Column("÷ FA2", col.RATIO), tables.Column("SQNR dB", col.SQNR_DB),

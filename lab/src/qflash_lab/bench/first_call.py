@@ -120,7 +120,7 @@ def run_first_call(
     )  # fmt: skip
     done.add(rows)
     columns = (
-        tables.name("shape", lambda row: row.get("all") or col.full_label(row)),
+        tables.names("shape", lambda row: row.get("all") or col.full_label(row)),
         tables.Column("empty caches, s", col.EMPTY_S), tables.Column("warm caches, s", col.WARM_S),
     )  # fmt: skip
     title = f"{done.record['environment']['device']}, first calls, {name}"

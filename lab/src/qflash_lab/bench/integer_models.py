@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qflash import export_onnx
 from qflash.network.models import IntegerNetwork
 from qflash.network.quantize import quantize_model
 
@@ -50,7 +51,7 @@ class Subject:
         quantise: returns the model in integers, on any device.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
-        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"`` or ``"dynamic"``.
+        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"``, ``"dynamic"`` or ``"integer"``.
     """
 
     model: nn.Module
@@ -101,18 +102,32 @@ def _onnxruntime(subject: Subject, kind: str) -> timers.TimedCall:
     return functools.partial(onnx_models.load(subject.onnx(kind), torch.get_num_threads()), subject.images.float())
 
 
-def _onnx_files(model: nn.Module, calibration: torch.Tensor, folder: str) -> Callable[[str], pathlib.Path]:
+def _onnxruntime_integer(subject: Subject) -> timers.TimedCall:
+    """The exported integer network, once its logits are the network's own."""
+    network, run = subject.quantise(), onnx_models.load(subject.onnx("integer"), torch.get_num_threads())
+    if not torch.equal(run(subject.pixels), network(subject.pixels)):
+        raise AssertionError("onnxruntime's logits are not the network's")
+    return lambda: network.dequantize(run(subject.pixels))
+
+
+def _onnx_files(
+    model: nn.Module, calibration: torch.Tensor, quantise: Callable[[], IntegerNetwork], folder: str
+) -> Callable[[str], pathlib.Path]:
     """Return what makes a model's files for onnxruntime, each once.
 
     Args:
         model: float32, on the CPU, in evaluation mode.
         calibration: uint8 images (batch, channels, height, width), on the CPU.
+        quantise: returns the model in integers.
         folder: where the files go.
     """
 
     @functools.cache
     def make(kind: str) -> pathlib.Path:
         images, path = _normalised(calibration, model, torch.float32), pathlib.Path(folder) / f"{kind}.onnx"
+        if kind == "integer":
+            export_onnx(quantise(), path)
+            return path
         if kind == "static":
             return onnx_models.quantise_static(make("float32"), images, path, unsigned=True)
         if kind == "dynamic":
@@ -143,6 +158,7 @@ METHODS = {
         _method("torchao int8 dynamic", _torchao, config="Int8DynamicActivationInt8WeightConfig"),
         _method("torchao float8 dynamic", _torchao, config="Float8DynamicActivationFloat8WeightConfig"),
         _method("onnxruntime float32", _onnxruntime, kind="float32"),
+        _method(f"onnxruntime {col.INTEGER}", _onnxruntime_integer),
         _method("onnxruntime int8 static", _onnxruntime, kind="static"),
         _method("onnxruntime int8 dynamic", _onnxruntime, kind="dynamic"),
         _method(col.INTEGER, _integer),
@@ -216,7 +232,7 @@ def measure(
     runs = []
     for method in methods:
         takes = torch.float32 if method.needs == _ONNXRUNTIME else dtype
-        kind = "int8" if method.name == col.INTEGER else str(takes).removeprefix("torch.")
+        kind = "int8" if col.INTEGER in method.name.split() else str(takes).removeprefix("torch.")
         row = col.empty(FIELDS, model=name, batch=len(pixels), dtype=kind, method=method.name)
         runs.append(runner.Run(row, functools.partial(prepare, method)))
     rows = runner.measure(runs, device, rounds, after=joules, tick=lambda method: tick(f"{name} b{len(pixels)} {method}"))
@@ -226,7 +242,7 @@ def measure(
 
 
 TABLE = (
-    tables.name("model", col.MODEL), tables.name("batch", col.BATCH), tables.name("method", col.METHOD),
+    tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("method", col.METHOD),
     tables.Column("images/s", col.IMAGES_PER_S, ".0f"), tables.Column("median µs", col.MEDIAN_US),
     tables.Column("ratio", col.RATIO), tables.Column("mJ an image", col.MJ_PER_IMAGE),
     tables.Column("SQNR dB of logits", col.SQNR_DB),
@@ -281,7 +297,7 @@ def run_integer_models(
             placed = copy.deepcopy(model).to(device)
             quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], progress=False))
             with tempfile.TemporaryDirectory() as folder:
-                onnx = _onnx_files(model, calibration, folder)
+                onnx = _onnx_files(model, calibration, quantise, folder)
                 for batch in batches:
                     pixels = draw_pixels(batch, size, seed=0).to(device)
                     rows = measure(

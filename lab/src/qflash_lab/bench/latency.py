@@ -164,8 +164,8 @@ def draw(rows: Sequence[Row], title: str) -> Any:
 def render(rows: Sequence[Row], title: str) -> Table:
     """Return the rows as a table."""
     columns = [
-        tables.name("workload", col.problem_label), tables.name("batch", lambda row: row[col.BATCH] or "-"),
-        tables.name("mode", col.MODE), tables.name("method", col.METHOD), tables.Column("median µs", col.MEDIAN_US),
+        tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+        tables.names("mode", col.MODE), tables.names("method", col.METHOD), tables.Column("median µs", col.MEDIAN_US),
         tables.Column("quartiles", tables.quartiles),
     ]  # fmt: skip
     if any(row[col.ISSUE_US] is not None for row in rows):

@@ -263,7 +263,7 @@ def without_qflash(model: nn.Module, images: torch.Tensor) -> tuple[nn.Module, t
 
 
 TABLE = (
-    tables.name("model", col.MODEL), tables.name("batch", col.BATCH), tables.name("attention", col.METHOD),
+    tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("attention", col.METHOD),
     tables.Column("images/s", col.IMAGES_PER_S, ".0f"), tables.Column("median µs", col.MEDIAN_US),
     tables.Column("quartiles", tables.quartiles), tables.Column("ratio", col.RATIO),
     tables.Column("SQNR dB of logits", col.SQNR_DB),

@@ -290,8 +290,8 @@ def make_rows(
 
 
 TABLE = (
-    tables.name("workload", col.problem_label), tables.name("batch", lambda row: row[col.BATCH] or "-"),
-    tables.name("method", col.METHOD), tables.Column("kernels", col.KERNELS, "d"), tables.Column("µs", col.DURATION_US),
+    tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+    tables.names("method", col.METHOD), tables.Column("kernels", col.KERNELS, "d"), tables.Column("µs", col.DURATION_US),
     tables.Column("IMMA %", col.IMMA_PERCENT), tables.Column("HMMA %", col.HMMA_PERCENT),
     tables.Column("tensor %", col.TENSOR_PERCENT), tables.Column("issue %", col.ISSUE_PERCENT),
     tables.Column("occupancy %", col.OCCUPANCY_PERCENT), tables.Column("registers", col.REGISTERS, ".0f"),

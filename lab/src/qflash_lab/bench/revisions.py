@@ -381,8 +381,8 @@ def run_revisions(
                 done.add([known | {col.MODE: mode, col.RECIPE: recipe} | found])
                 tick(f"{problem.label} {mode} {recipe}")
     return _finish(
-        done, tables.name("workload", col.problem_label), tables.name("batch", lambda row: row[col.BATCH] or "-"),
-        tables.name("mode", col.MODE), tables.name("recipe", col.RECIPE),
+        done, tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+        tables.names("mode", col.MODE), tables.names("recipe", col.RECIPE),
     )  # fmt: skip
 
 
@@ -470,4 +470,4 @@ def run_model_revisions(
                 row = col.empty(MODEL_FIELDS, model=name, batch=batch, dtype=kind, method=method, sqnr_of="logits")
                 done.add([row | found])
                 tick(f"{name} b{batch} {method}")
-    return _finish(done, tables.name("model", col.MODEL), tables.name("batch", col.BATCH), tables.name("method", col.METHOD))
+    return _finish(done, tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("method", col.METHOD))

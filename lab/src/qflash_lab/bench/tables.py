@@ -51,7 +51,7 @@ class Column(NamedTuple):
         return format(value, self.form) if self.form else number(value)
 
 
-def name(heading: str, value: str | Callable[[Any], Any]) -> Column:
+def names(heading: str, value: str | Callable[[Any], Any]) -> Column:
     """Return a column of names, set left and empty where there is none."""
     return Column(heading, value, lambda text: "" if text is None else str(text), left=True)
 
@@ -115,7 +115,6 @@ def pivot(rows: Sequence[Row], index: str, value: str, columns: str = col.METHOD
 
 def markdown(frame: pandas.DataFrame) -> list[str]:
     """Return the lines of a table in Markdown."""
-
 
     def line(cells: Iterable[str]) -> str:
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)

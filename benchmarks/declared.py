@@ -5,6 +5,7 @@ A table knows where each of its lines comes from, which ``python benchmarks/trac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +58,8 @@ def any_row(line: Any) -> Any:
     return next(iter(line.values())) if isinstance(line, Group) else line
 
 
-class Of(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Of:
     """A column of a method's row."""
 
     method: str
@@ -72,7 +74,8 @@ class Of(NamedTuple):
         return [self]
 
 
-class Extreme(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Extreme:
     """The least or the greatest figure of some methods."""
 
     methods: Sequence[str]
@@ -89,7 +92,8 @@ class Extreme(NamedTuple):
         return [Of(method, self.column) for method in self.methods]
 
 
-class Quotient(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Quotient:
     """One figure divided by another."""
 
     above: Of | Extreme
@@ -164,7 +168,8 @@ def origin(line: Any, columns: Sequence[Column]) -> str:
     if not isinstance(row, dict) or FILE not in row:
         return ""
     told = (col.WORKLOAD, col.MODEL, col.LAYER, col.LABEL, col.GROUP, col.BATCH, col.SHAPE, col.BIAS, col.INPUT, col.RECIPE)
-    keys = [f"{name} = {row[name]}" for name in told if row.get(name) not in (None, False)]
+    every = list(line.values()) if isinstance(line, Group) else [row]
+    keys = [f"{name} = {row[name]}" for name in told if row.get(name) not in (None, False) and _alike(every, name)]
     if not isinstance(line, Group):
         if row.get(col.METHOD):
             keys.append(f"{col.METHOD} = {row[col.METHOD]}")
@@ -176,8 +181,13 @@ def origin(line: Any, columns: Sequence[Column]) -> str:
             for of in column.value.uses():
                 if of.method in line:
                     used.setdefault(of.method, {})[of.column] = None
-    files = ", ".join(dict.fromkeys(each[FILE] for each in line.values()))
-    return f"{files}: {', '.join(keys)}: {'; '.join(f'{name}: {chr(44).join(of)}' for name, of in used.items())}"
+    files = ", ".join(dict.fromkeys(each[FILE] for each in every))
+    shown = [f"{', '.join(of)} of {name}" for name, of in used.items()]
+    return f"{files}: {', '.join(keys)}: {'; '.join(shown)}"
+
+
+def _alike(found: Sequence[Row], key: str) -> bool:
+    return all(row.get(key) == found[0].get(key) for row in found)
 
 
 def span(values: Iterable[float], count: int = 2) -> str:

@@ -157,9 +157,9 @@ def measure(layer: Layer, device: torch.device, rounds: int) -> list[col.Row]:
 
 
 TABLE = (
-    tables.name("layer", col.LAYER),
-    tables.name("rows x inputs x outputs", lambda row: f"{row[col.ROWS]} x {row[col.INPUTS]} x {row[col.OUTPUTS]}"),
-    tables.name("epilogue", col.EPILOGUE), tables.name("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
+    tables.names("layer", col.LAYER),
+    tables.names("rows x inputs x outputs", lambda row: f"{row[col.ROWS]} x {row[col.INPUTS]} x {row[col.OUTPUTS]}"),
+    tables.names("epilogue", col.EPILOGUE), tables.names("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
     tables.Column("of int8 peak", col.OF_INT8_PEAK, ".0%"), tables.Column("of bandwidth", col.OF_BANDWIDTH, ".0%"),
 )  # fmt: skip
 

@@ -508,8 +508,8 @@ def readme() -> list[Speeds]:
 
     def add(what: str, of: Iterable[Group], file: str, column: str = col.MEDIAN_US) -> None:
         of = list(of)
-        cells = [span(quotients(of, col.FP16, ours, column)) for ours in (col.QFLASH, col.QFLASH_INT8)]
-        result.append(Speeds(what, *cells, file))
+        fp16, int8 = (span(quotients(of, col.FP16, ours, column)) for ours in (col.QFLASH, col.QFLASH_INT8))
+        result.append(Speeds(what, fp16, int8, file))
 
     add("A1 to A3, batch 1, 8, 64", workloads(found, "123"), "bench")
     add("A4 to A7, batch 1, 8, 64", workloads(found, "4567"), "bench")

@@ -94,33 +94,53 @@ def made() -> dict[str, Part]:
     return parts
 
 
-def values_of(record: Any) -> Iterator[float]:
-    """Yield every number of a result file."""
+def values_of(record: Any, keys: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of a result file with its keys."""
     if isinstance(record, bool):
         return
     if isinstance(record, int | float):
-        yield float(record)
-    elif isinstance(record, dict):
-        for value in record.values():
-            yield from values_of(value)
-    elif isinstance(record, list):
-        for value in record:
-            yield from values_of(value)
+        yield keys, float(record)
+    elif isinstance(record, dict | list):
+        for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+            yield from values_of(value, f"{keys}[{key!r}]")
+
+
+def _is_shown_as(value: float, text: str) -> bool:
+    """Tell whether a page may show a value so."""
+    digits = len(text.partition(".")[2])
+    return abs(value - float(text.replace("\u2212", "-"))) <= 0.5 * 10**-digits * (1 + 1e-9)
+
+
+def _numbers(line: str) -> list[str]:
+    """Return the numbers of a table's row behind its first column."""
+    return _NUMBER.findall(line.split("|", 2)[2])
 
 
 def unsupported(lines: list[str], kind: str) -> list[str]:
     """Return the numbers behind a table's first column that a result file lacks."""
     name, _, more = kind.partition("; also ")
-    values = list(values_of(json.loads((HERE / "results" / name).read_text())))
+    values = [value for _, value in values_of(json.loads((HERE / "results" / name).read_text()))]
     allowed = set(re.findall(r"[\d.]+", more))
-    missing = []
-    for line in lines:
-        for text in _NUMBER.findall(line.split("|", 2)[2]):
-            digits = len(text.partition(".")[2])
-            wanted = float(text.replace("\u2212", "-"))
-            if text not in allowed and not any(abs(value - wanted) <= 0.5 * 10**-digits * (1 + 1e-9) for value in values):
-                missing.append(text)
-    return missing
+    return [
+        text
+        for line in lines
+        for text in _numbers(line)
+        if text not in allowed and not any(_is_shown_as(value, text) for value in values)
+    ]
+
+
+def keys_of(line: str, kind: str) -> str:
+    """Say where the numbers of a row of a hand-written table are in its result file; the first place of several."""
+    name = kind.partition(";")[0]
+    if not name.endswith(".json"):
+        return kind
+    values = list(values_of(json.loads((HERE / "results" / name).read_text())))
+    found = []
+    for text in dict.fromkeys(_numbers(line)):
+        places = [keys for keys, value in values if _is_shown_as(value, text)]
+        if places:
+            found.append(f"{text} at {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else ""))
+    return f"{name}: {'; '.join(found)}"
 
 
 def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
@@ -239,7 +259,8 @@ def rows_with(path: Path, wanted: str) -> Iterator[tuple[int, str, str]]:
         if not line.startswith("|"):
             kind = "" if not line.strip() else kind
         elif wanted in line and not set(line) <= set("|- "):
-            yield place, line, covered.get(place) or kind or "whole page: a notebook" * (path == NOTEBOOK) or "nothing says"
+            by_hand = keys_of(line, kind) if kind else ""
+            yield place, line, covered.get(place) or by_hand or "whole page: a notebook" * (path == NOTEBOOK) or "nothing says"
 
 
 def tell(page: str, wanted: str) -> int:

@@ -276,8 +276,8 @@ def tune(method: str, shape: Shape, operands: Operands, tell: Callable[[str], No
                 tell(f"{method} {shape.label} {tiles}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         best[place] = min(times, key=lambda tiles: times[tiles])
     both = {rule: run_all(calls), tuple(best): run_all(launches(method, operands, tuple(best))[0])}
-    times = runner.medians(both, device, ROUNDS)
-    if times[tuple(best)] > WORTH * times[rule]:
+    medians = runner.medians(both, device, ROUNDS)
+    if medians[tuple(best)] > WORTH * medians[rule]:
         best = list(rule)
     return {
         col.METHOD: method,
@@ -285,9 +285,9 @@ def tune(method: str, shape: Shape, operands: Operands, tell: Callable[[str], No
         col.SHAPE: "x".join(map(str, shape.query)),
         col.KEYS: shape.keys,
         col.RULE: [list(tiles) for tiles in rule],
-        col.RULE_US: round(times[rule], 3),
+        col.RULE_US: round(medians[rule], 3),
         col.BEST: [list(tiles) for tiles in best],
-        col.BEST_US: round(times[tuple(best)], 3),
+        col.BEST_US: round(medians[tuple(best)], 3),
     }
 
 
@@ -338,8 +338,9 @@ if __name__ == "__main__":
     parser = measure.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, help="add what won to this table")
     parser.add_argument("--method", action="append", choices=NAMES, help="only this; repeatable")
-    arguments, chosen = measure.parse(parser)
+    arguments, runs = measure.parse(parser)
+    chosen = [run for run in runs if run.device == "cuda"]
     main(
-        arguments.output, shapes_of([run for run in chosen if run.device == "cuda"]), arguments.method or NAMES, arguments.processes, arguments.table,
+        arguments.output, shapes_of(chosen), arguments.method or NAMES, arguments.processes, arguments.table,
         torch.device("cuda", torch.cuda.current_device()),
     )  # fmt: skip

@@ -112,8 +112,8 @@ def measure(batch: Batch, device: torch.device, rounds: int) -> list[col.Row]:
 
 
 TABLE = (
-    tables.name("batch", col.WORKLOAD), tables.name("heads", col.HEADS), tables.name("channels", col.HEAD_DIM),
-    tables.name("mode", col.MODE), tables.name("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
+    tables.names("batch", col.WORKLOAD), tables.names("heads", col.HEADS), tables.names("channels", col.HEAD_DIM),
+    tables.names("mode", col.MODE), tables.names("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
     tables.Column("quartiles", tables.quartiles),
 )  # fmt: skip
 

@@ -67,12 +67,12 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
         (
             "docs/performance/tables.md",
             "| 4x32x1024x64 |",
-            ["bench_1024_h200.json", "workload = 4x32x1024x64", "median_us of qflash"],
+            ["bench_1024_h200.json", "workload = 4x32x1024x64", "median_us, sqnr_db of qflash"],
         ),
         ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
         ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
-        ("docs/reliability.md", "bounds", ["nothing says"]),
-        ("docs/integer_network.md", "DeiT-S", ["dependent_launch_h100.json"]),
+        ("docs/reliability.md", "reciprocal of a row sum", ["reliability/bounds.json", "at ["]),
+        ("docs/integer_network.md", "DeiT-S", ["dependent_launch_h100.json: ", "at ["]),
         ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
     ],
 )

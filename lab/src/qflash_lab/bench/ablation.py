@@ -153,6 +153,7 @@ def _cpu_operations(x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def throughput_part(device: torch.device, rounds: int, tick: Tick) -> list[Row]:
     """Measure int32 operations a second: on a GPU in a Triton kernel, elsewhere by PyTorch's own (a pass an operation)."""
+    calls: dict[str, Callable[[], object]]
     if device.type == "cuda":
         from .ablation_kernels import OPERATIONS, operations, prepare_throughput
 

@@ -51,7 +51,8 @@ class Subject:
         quantise: returns the model in integers, on any device.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
-        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"``, ``"dynamic"`` or ``"integer"``.
+        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"``, ``"dynamic"``,
+            ``"integer"``.
     """
 
     model: nn.Module

@@ -226,7 +226,7 @@ def measure(
             timers.tidy(device)
         tick(str(run.row[col.METHOD]))
     ready = {place: run.timer for place, run in enumerate(runs) if run.timer is not None}
-    found = by_turns(ready, rounds, device, sample=sample, failed=note)
+    found: dict[int, list[Any]] = by_turns(ready, rounds, device, sample=sample, failed=note)
     for place, run in enumerate(runs):
         if run.timer is not None and found[place]:
             run.fill(**{col.SAMPLES: len(found[place]), col.CALLS: run.timer.calls} | summarise(found[place]))
@@ -248,7 +248,8 @@ def _spent() -> tuple[TimedCall, Row]:
 def medians(calls: Mapping[_Name, TimedCall], device: torch.device, rounds: int) -> dict[_Name, float]:
     """Return the microseconds of several calls without their launch, medians of samples by turns; what fails raises."""
     running = {name: timers.make_timer(call, "kernel", device) for name, call in calls.items()}
-    return {name: summarise(found)[col.MEDIAN_US] for name, found in by_turns(running, rounds, device).items()}
+    samples: dict[_Name, list[dict[str, float]]] = by_turns(running, rounds, device)
+    return {name: summarise(found)[col.MEDIAN_US] for name, found in samples.items()}
 
 
 def compare(rows: Sequence[Row], base: Callable[[Row], bool], of: str = col.MEDIAN_US, name: str | None = None) -> None:

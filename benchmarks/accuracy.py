@@ -7,12 +7,14 @@ pages. ``--real`` measures only what ``qflash-lab accuracy --input real`` downlo
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,10 @@ from qflash_lab.bench.workloads import get_workload, paper_inputs
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import declared  # noqa: E402
 import pages  # noqa: E402
+from declared import Extreme, Group, Of, Table, any_row, groups  # noqa: E402
+from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "baselines.md"
 README = HERE.parent / "README.md"
@@ -42,40 +47,86 @@ PRESETS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed"
 INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
 
 
-def cell(row: dict[str, Any], spread: bool) -> str:
-    text = "failed" if row["error"] else f"{row[col.SQNR_DB]:.2f}"
-    if spread and not row["error"]:
-        text += f" [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]"
-    return text
+def number(row: col.Row, spread: bool = False) -> str:
+    """Return a row's SQNR, with the range over the seeds if that is wanted."""
+    if row[col.ERROR]:
+        return "failed"
+    text = f"{row[col.SQNR_DB]:.2f}"
+    return text + f" [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]" if spread else text
 
 
-def paper_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the paper's inputs: our mean and range, the paper's figure."""
-    lines = [
-        "| | A2, here | A2, paper | A7, here | A7, paper | MSE A2, here | paper | MSE A7, here | paper |",
-        "|---|" + "---|" * 8,
-    ]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        pair = [row for row in rows if row["method"] == name and row["input"] == "paper"]
-        cells = []
-        for row in pair:
-            cells += [cell(row, True), "-" if row[col.PAPER_SQNR_DB] is None else f"{row[col.PAPER_SQNR_DB]:.2f}"]
-        for row in pair:
-            cells += [f"{row['mse']:.2e}", "-" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
-        lines.append(f"| {pair[0]['title']} | {' | '.join(cells)} |")
-    return lines
+def place_of(row: col.Row) -> str:
+    """Return what a column is called: the workload, and what it was drawn from where it was drawn."""
+    return row[col.WORKLOAD] if row[col.INPUT] == "captured" else f"{row[col.INPUT]} {row[col.WORKLOAD]}"
 
 
-def other_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the other inputs, means only."""
-    others = [row for row in rows if row["input"] != "paper"]
-    labels = list(dict.fromkeys((row["input"], row["workload"]) for row in others))
-    names = [label if kind == "captured" else f"{kind} {label}" for kind, label in labels]
-    lines = ["| SQNR, dB | " + " | ".join(names) + " |", "|---|" + "---|" * len(labels)]
-    for name in dict.fromkeys(row["method"] for row in others):
-        mine = [row for row in others if row["method"] == name]
-        lines.append(f"| {mine[0]['title']} | {' | '.join(cell(row, False) for row in mine)} |")
-    return lines
+def by_method(file: str, chosen: Callable[[col.Row], bool], by: Callable[[col.Row], str] = place_of) -> list[Group]:
+    """Return the rows of a file that are chosen, a group for the inputs of each method."""
+    return groups(filter(chosen, declared.rows(file)), col.METHOD, by=by)
+
+
+def title_of(line: Group) -> str:
+    """Return a method's name."""
+    return str(any_row(line)[col.TITLE])
+
+
+def every(heading: str, lines: Sequence[Group]) -> list[Column]:
+    """Return a column of SQNR for each input."""
+    return [names(heading, title_of), *(Column(place, lambda line, place=place: number(line[place])) for place in lines[0])]
+
+
+def paper_columns() -> Iterator[Column]:
+    """Yield the columns of the paper's inputs: our mean and range, the paper's figure."""
+    yield names("", title_of)
+    for name in ("A2", "A7"):
+        yield Column(f"{name}, here", lambda line, name=name: number(line[name], spread=True))
+        yield Column(f"{name}, paper", Of(name, col.PAPER_SQNR_DB))
+    for name, heading in (("A2", "MSE A2, here"), ("A7", "MSE A7, here")):
+        yield Column(heading, Of(name, col.MSE), ".2e")
+        yield Column("paper", Of(name, col.PAPER_MSE), ".2e")
+
+
+def layer_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return the columns of the layers of the pretrained network, means only."""
+    columns = [names("SQNR, dB, in layer", title_of)]
+    for layer in lines[0]:
+        columns.append(Column(layer.removeprefix("DINOv2-S layer "), Of(layer, col.SQNR_DB), ".1f"))
+    for heading, choose in (("least", min), ("mean", statistics.fmean)):
+        columns.append(Column(heading, Extreme(tuple(lines[0]), col.SQNR_DB, choose), ".1f"))
+    return columns
+
+
+def workload(row: col.Row) -> str:
+    """Return a row's workload."""
+    return str(row[col.WORKLOAD])
+
+
+def activations() -> list[Group]:
+    """Return the tests' activations: a row a head, the presets and the paper's own arithmetic."""
+    mine = (row for row in declared.rows("accuracy_real") if row[col.INPUT] == ACTIVATIONS.name)
+    return groups(mine, col.WORKLOAD)
+
+
+def preset_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return a column for each preset."""
+    found = [names("SQNR, dB", lambda line: any_row(line)[col.WORKLOAD])]
+    for name in PRESETS:
+        heading = lines[0][name][col.TITLE].removeprefix("QFlash ")
+        found.append(Column(heading, lambda line, name=name: number(line[name])))
+    return found
+
+
+TABLES = {
+    "accuracy:paper": Table(
+        lambda: by_method("accuracy", lambda row: row[col.INPUT] == "paper", workload), tuple(paper_columns())
+    ),
+    "accuracy:other": Table(
+        lambda: by_method("accuracy", lambda row: row[col.INPUT] != "paper"), functools.partial(every, "SQNR, dB")
+    ),
+    "accuracy:layers": Table(lambda: by_method("accuracy_real", lambda row: row[col.INPUT] == "real", workload), layer_columns),
+    "accuracy:activations": Table(activations, preset_columns),
+}
+"""Declared tables between markers of the pages."""
 
 
 def measure_i_vit() -> dict[str, Any]:
@@ -129,43 +180,10 @@ def real_line() -> list[str]:
     )
 
 
-def layer_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the layers of the pretrained network, means only."""
-    mine = [row for row in rows if row["input"] == "real"]
-    labels = list(dict.fromkeys(row["workload"] for row in mine))
-    names = [label.removeprefix("DINOv2-S layer ") for label in labels]
-    lines = [f"| SQNR, dB, in layer | {' | '.join(names)} | least | mean |", "|---|" + "---|" * (len(labels) + 2)]
-    for method in dict.fromkeys(row["method"] for row in mine):
-        found = [row for row in mine if row["method"] == method]
-        cells = [f"{row[col.SQNR_DB]:.1f}" for row in found]
-        cells += [f"{choose(row[col.SQNR_DB] for row in found):.1f}" for choose in (min, statistics.fmean)]
-        lines.append(f"| {found[0]['title']} | {' | '.join(cells)} |")
-    return lines
-
-
-def activations_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the tests' activations: a row a head, the presets and the paper's own arithmetic."""
-    mine = [row for row in rows if row["input"] == ACTIVATIONS.name]
-    titles = {row["method"]: row["title"].removeprefix("QFlash ") for row in mine}
-    lines = [f"| SQNR, dB | {' | '.join(titles[name] for name in PRESETS)} |", "|---|" + "---|" * len(PRESETS)]
-    for head in dict.fromkeys(row["workload"] for row in mine):
-        by_method = {row["method"]: row for row in mine if row["workload"] == head}
-        lines.append(f"| {head} | {' | '.join(cell(by_method[name], False) for name in PRESETS)} |")
-    return lines
-
-
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the pages, by the markers' names."""
-    rows = json.loads((HERE / "results" / "accuracy.json").read_text())["rows"]
-    real = json.loads((HERE / "results" / "accuracy_real.json").read_text())["rows"]
-    return {
-        "accuracy:paper": paper_table(rows),
-        "accuracy:other": other_table(rows),
-        "accuracy:i-vit": i_vit_table(),
-        "accuracy:real": real_line(),
-        "accuracy:layers": layer_table(real),
-        "accuracy:activations": activations_table(real),
-    }
+    texts = {"accuracy:i-vit": i_vit_table(), "accuracy:real": real_line()}
+    return {marker: table.markdown() for marker, table in TABLES.items()} | texts
 
 
 def files() -> list[str]:

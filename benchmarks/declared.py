@@ -190,6 +190,16 @@ def _alike(found: Sequence[Row], key: str) -> bool:
     return all(row.get(key) == found[0].get(key) for row in found)
 
 
+def blank(form: str) -> Callable[[Any], str]:
+    """Return a form that leaves the cell of a missing figure empty."""
+    return lambda value: "" if value is None else format(value, form)
+
+
+def scaled(factor: float, form: str) -> Callable[[float], str]:
+    """Return the form of figures that are shown in another unit."""
+    return lambda value: format(value * factor, form)
+
+
 def span(values: Iterable[float], count: int = 2) -> str:
     """Format the least and the greatest of some figures."""
     ordered = sorted(values)

@@ -41,7 +41,10 @@ from qflash_lab.evaluation.statistics import mcnemar_exact, wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import declared  # noqa: E402
 import pages  # noqa: E402
+from declared import Group, Of, Quotient, Table, against, any_row, blank, groups, span  # noqa: E402
+from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h200.json")
@@ -185,120 +188,106 @@ def measure(
     return rows
 
 
-def number(row: dict[str, Any], name: str, digits: int) -> str:
-    """Lay out a figure, nothing where there is none."""
-    return "" if name not in row else f"{row[name]:.{digits}f}"
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    """Lay the results out in Markdown."""
-    lines = ["| Network | Method | SQNR, dB | Cosine | Top-1, % [95 %] | Same class, % |", "|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        if "left_out" in row:
-            continue
-        top1 = "" if "top1_percent" not in row else f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
-        cells = (
-            row["network"], row["method"], number(row, col.SQNR_DB, 1), number(row, "cosine_mean", 4), top1,
-            number(row, "same_percent", 1),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def shown(model: str) -> str:
     """Return what tables call a model."""
     return "DINOv2-B, 518 px" if "dinov2" in model else model
 
 
-def speed_table(result: dict[str, Any]) -> list[str]:
-    """Lay what ``qflash-lab models --integer`` measured out in Markdown: a row a model and batch."""
-    heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | energy ÷ compiled | SQNR of its logits, dB |"
-    lines = [heading, "|---|---|---|---|---|---|---|---|"]
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    for (model, batch), rows in found.items():
-        speeds = ["" if name not in rows else f"{rows[name][col.IMAGES_PER_S]:.0f}" for name in ("timm", "compile", "integer")]
-        integer, compiled = rows["integer"], rows["compile"]
-        joules, others = integer.get(col.MJ_PER_IMAGE), compiled.get(col.MJ_PER_IMAGE)
-        energy = f"{joules / others:.2f}" if joules and others else ""
-        ratio = integer[col.IMAGES_PER_S] / compiled[col.IMAGES_PER_S]
-        cells = (shown(model), str(batch), *speeds, f"{ratio:.2f}", energy, f"{integer[col.SQNR_DB]:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def top1(row: col.Row) -> str:
+    """Return a row's Top-1 with its interval; nothing where there are no labels."""
+    if "top1_percent" not in row:
+        return ""
+    return f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
+
+
+def models(file: pathlib.Path) -> list[Group]:
+    """Return what ``qflash-lab models --integer`` measured, by model and batch."""
+    return groups(declared.rows(file.stem), col.MODEL, col.BATCH)
+
+
+def peers() -> list[col.Row]:
+    """Return the rows of models that were measured beside torchao's, each with our images a second."""
+    found = [group for group in models(SPEED) if any(method.startswith("torchao") for method in group)]
+    return [
+        row | {"ours": group[col.INTEGER][col.IMAGES_PER_S]}
+        for group in found
+        for row in group.values()
+        if row[col.METHOD] in PEER_NAMES
+    ]
 
 
 PEER_NAMES = {
-    "compile": "float16, compiled", "torchao int8 dynamic": "torchao int8 dynamic, compiled",
-    "torchao float8 dynamic": "torchao float8 dynamic, compiled", "integer": "**integer network**",
+    col.COMPILE: "float16, compiled", "torchao int8 dynamic": "torchao int8 dynamic, compiled",
+    "torchao float8 dynamic": "torchao float8 dynamic, compiled", col.INTEGER: "**integer network**",
 }  # fmt: skip
+MODEL_AND_BATCH = (
+    names("Model", lambda line: shown(any_row(line)[col.MODEL])), names("Batch", lambda line: any_row(line)[col.BATCH]),
+)  # fmt: skip
+SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.TIMM, col.COMPILE, col.INTEGER)}
+JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
+CPU_METHODS = {
+    col.TIMM: "eager", col.COMPILE: "compiled", "onnxruntime float32": "onnxruntime float32",
+    "onnxruntime int8 static": "onnxruntime int8, static", "onnxruntime int8 dynamic": "dynamic", col.INTEGER: "**integer**",
+}  # fmt: skip
+INT8 = tuple(method for method in CPU_METHODS if "int8" in method)
+MS = declared.scaled(1e-3, ".1f")
+TABLES = {
+    "integer:networks": Table(
+        lambda: [row for row in declared.rows(RESULTS.stem) if "left_out" not in row],
+        (
+            names("Network", "network"), names("Method", col.METHOD), Column("SQNR, dB", col.SQNR_DB, blank(".1f")),
+            Column("Cosine", "cosine_mean", blank(".4f")), names("Top-1, % [95 %]", top1),
+            Column("Same class, %", "same_percent", blank(".1f")),
+        ),
+    ),
+    "integer:speed": Table(
+        lambda: models(SPEED),
+        (
+            *MODEL_AND_BATCH, Column("eager", SPEED_OF[col.TIMM], blank(".0f")),
+            Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")), Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
+            Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
+            Column("energy ÷ compiled", JOULES, blank(".2f")),
+            Column("SQNR of its logits, dB", Of(col.INTEGER, col.SQNR_DB), ".1f"),
+        ),
+    ),
+    "integer:peers": Table(
+        peers,
+        (
+            *MODEL_AND_BATCH, names("Method", lambda row: PEER_NAMES[row[col.METHOD]]),
+            Column("images/s", col.IMAGES_PER_S, ".0f"),
+            Column("integer ÷ it", lambda row: row["ours"] / row[col.IMAGES_PER_S], ".2f"),
+            Column("mJ an image", col.MJ_PER_IMAGE, ".1f"), Column("SQNR of its logits, dB", col.SQNR_DB, ".1f"),
+        ),
+    ),
+    "integer:cpu": Table(
+        lambda: models(PROCESSOR),
+        (
+            names("ms a batch", lambda line: any_row(line)[col.MODEL]), MODEL_AND_BATCH[1],
+            *(Column(title, Of(method), MS) for method, title in CPU_METHODS.items()),
+            Column("times as fast as compiled", against((col.COMPILE,), col.INTEGER), ".2f"),
+            Column("as onnxruntime's faster int8", against(INT8, col.INTEGER), ".2f"),
+        ),
+    ),
+}  # fmt: skip
+"""Between markers of the pages."""
 
 
-def peer_table(result: dict[str, Any]) -> list[str]:
-    """Lay models in integers out beside torchao's, where that was measured."""
-    lines = [
-        "| Model | Batch | Method | images/s | integer ÷ it | mJ an image | SQNR of its logits, dB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    ours = {(row["model"], row["batch"]): row[col.IMAGES_PER_S] for row in result["rows"] if row["method"] == "integer"}
-    beside = {(row["model"], row["batch"]) for row in result["rows"] if row["method"].startswith("torchao")}
-    for row in result["rows"]:
-        if (row["model"], row["batch"]) not in beside or row["method"] not in PEER_NAMES:
-            continue
-        ratio = ours[row["model"], row["batch"]] / row[col.IMAGES_PER_S]
-        cells = (
-            shown(row["model"]), str(row["batch"]), PEER_NAMES[row["method"]], f"{row[col.IMAGES_PER_S]:.0f}", f"{ratio:.2f}",
-            f"{row[col.MJ_PER_IMAGE]:.1f}", f"{row[col.SQNR_DB]:.1f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def cpu_table(result: dict[str, Any]) -> list[str]:
-    """Lay models in integers on a CPU out beside the fastest of PyTorch and of onnxruntime."""
-    methods = ("timm", "compile", "onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic", "integer")
-    times: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        times.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    lines = [
-        "| ms a batch | Batch | eager | compiled | onnxruntime float32 | onnxruntime int8, static | dynamic | **integer** "
-        "| times as fast as compiled | as onnxruntime's faster int8 |",
-        f"|{'---|' * 10}",
-    ]
-    for (model, batch), by in times.items():
-        ours = by["integer"][col.MEDIAN_US]
-        int8 = min(row[col.MEDIAN_US] for name, row in by.items() if "int8" in name)
-        cells = [f"{by[name][col.MEDIAN_US] / 1000:.1f}" for name in methods]
-        ratios = [f"{by['compile'][col.MEDIAN_US] / ours:.2f}", f"{int8 / ours:.2f}"]
-        lines.append(f"| {' | '.join([model, str(batch), *cells, *ratios])} |")
-    return lines
-
-
-def summary(result: dict[str, Any]) -> list[str]:
+def summary() -> list[str]:
     """Say in a sentence what ``qflash-lab models --integer`` measured."""
-    ours = [row for row in result["rows"] if row["method"] == "integer"]
-    base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
-    ratios = [row["ratio"] for row in ours]
-    joules = [row[col.MJ_PER_IMAGE] / base[row["model"], row["batch"]][col.MJ_PER_IMAGE] for row in ours]
-    models, batches = len({row["model"] for row in ours}), sorted({row["batch"] for row in ours})
-    card = pages.card(result["environment"]["device"])
+    found = models(SPEED)
+    batches = sorted({any_row(group)[col.BATCH] for group in found})
+    card = pages.card(declared.record(SPEED.stem)["environment"]["device"])
+    count = len({any_row(group)[col.MODEL] for group in found})
+    speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) or 0.0 for group in found)
     return pages.wrap(
-        f"[Whole networks in integers](docs/integer_network.md) ({models} models, batch {batches[0]} to {batches[-1]}, "
-        f"{card}): {min(ratios):.2f} to {max(ratios):.2f} times the images a second of `torch.compile` in float16, "
-        f"{min(joules):.2f} to {max(joules):.2f} of its energy an image."
+        f"[Whole networks in integers](docs/integer_network.md) ({count} models, batch {batches[0]} to {batches[-1]}, {card}): "
+        f"{speeds} times the images a second of `torch.compile` in float16, {joules} of its energy an image."
     )
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    networks, speed, processor = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PROCESSOR))
-    return {
-        "integer:networks": table(networks),
-        "integer:speed": speed_table(speed),
-        "integer:peers": peer_table(speed),
-        "integer:cpu": cpu_table(processor),
-        "integer:summary": summary(speed),
-    }
+    return {marker: table.markdown() for marker, table in TABLES.items()} | {"integer:summary": summary()}
 
 
 def files() -> list[str]:

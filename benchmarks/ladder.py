@@ -24,9 +24,9 @@ from rich.progress import track
 import qflash
 from qflash_lab.baselines import AUTHORS, PRINTED
 from qflash_lab.bench import schema as col
-from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
+from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized
 from qflash_lab.bench.console import progress_bar
-from qflash_lab.bench.metrics import exact_attention, sqnr
+from qflash_lab.bench.metrics import exact_attention, sqnr, summary
 from qflash_lab.bench.tables import Column, names
 
 HERE = Path(__file__).resolve().parent

@@ -33,10 +33,9 @@ from .ablation_recipes import (
     ladder_rows,
     measure_rows,
     single_changes,
-    summary,
 )
 from .ablation_tables import PARTS, draw, sections, write
-from .metrics import exact_attention, sqnr
+from .metrics import exact_attention, sqnr, summary
 from .schema import Row
 from .workloads import get_workload, paper_inputs
 

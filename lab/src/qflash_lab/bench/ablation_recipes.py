@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from ..baselines import AUTHORS, PRINTED
 from . import schema as col
 from .methods import RECIPES
-from .metrics import exact_attention, sqnr
+from .metrics import exact_attention, sqnr, summary
 from .workloads import add_outliers, get_workload, paper_inputs
 
 SEEDS = (0, 1, 2)
@@ -46,12 +45,6 @@ INPUTS: dict[str, tuple[str, Callable[[int], Tensors]]] = {
     "normal": ("1 x 4 x 1024 x 64, N(0, 1), float16", gaussian),
     "outliers": ("1 x 6 x 197 x 64, N(0, 1) with outlier channels, float16", outliers),
 }
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return the columns of a few decibel values: mean, lowest and highest."""
-    found = {col.SQNR_DB: statistics.fmean(values), col.SQNR_MIN_DB: min(values), col.SQNR_MAX_DB: max(values)}
-    return {name: round(value, 3) for name, value in found.items()}
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------

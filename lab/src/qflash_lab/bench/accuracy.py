@@ -24,12 +24,12 @@ from ..baselines import METHODS, Method, get_method
 from ..baselines.method import FLOAT
 from ..paper.paper_results import TABLE4
 from . import console as bench_console
-from . import figures, records
+from . import figures, report
 from . import problems as bench_problems
 from . import schema as col
 from .capture import capture_small, capture_vision
 from .layer_calls import SUFFIX, LayerCall, read_calls
-from .metrics import exact_attention, mse, sqnr
+from .metrics import exact_attention, mse, sqnr, summary
 from .workloads import WORKLOADS, add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
@@ -241,28 +241,17 @@ def measure(
             got = [] if method.name in errors else values[method.name]
             paper = TABLE4.get((case.label, method.name)) if case.kind == "paper" else None
             ratios = [ratio for ratio, _ in got]
-            rows.append(
-                {
-                    "input": case.kind,
-                    "workload": case.label,
-                    "batch": case.batch,
-                    "shape": "x".join(map(str, sample.query.shape)),
-                    "dtype": str(sample.query.dtype).removeprefix("torch."),
-                    "method": method.name,
-                    "title": method.title,
-                    "integer_only": method.integer_only,
-                    col.SQNR_DB: round(statistics.fmean(ratios), 3) if got else None,
-                    col.SQNR_MIN_DB: round(min(ratios), 3) if got else None,
-                    col.SQNR_MAX_DB: round(max(ratios), 3) if got else None,
-                    "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
-                    "seeds": case.draws(seeds),
-                    col.PAPER_SQNR_DB: None if paper is None else paper[0],
-                    "paper_mse": None if paper is None else paper[1],
-                    "error": errors.get(method.name),
-                    "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
-                    "mse_each": [float(f"{error:.4g}") for _, error in got],
-                }
-            )
+            row = {
+                col.INPUT: case.kind, col.WORKLOAD: case.label, col.BATCH: case.batch,
+                col.SHAPE: "x".join(map(str, sample.query.shape)), col.DTYPE: str(sample.query.dtype).removeprefix("torch."),
+                col.METHOD: method.name, col.TITLE: method.title, col.INTEGER_ONLY: method.integer_only,
+                **(summary(ratios) if got else dict.fromkeys((col.SQNR_DB, col.SQNR_MIN_DB, col.SQNR_MAX_DB))),
+                col.MSE: float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
+                col.SEEDS: case.draws(seeds), col.PAPER_SQNR_DB: paper and paper[0], col.PAPER_MSE: paper and paper[1],
+                col.ERROR: errors.get(method.name), "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
+                "mse_each": [float(f"{error:.4g}") for _, error in got],
+            }  # fmt: skip
+            rows.append(row)
     return rows
 
 
@@ -295,7 +284,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _number(x: float, field: str) -> str:
-    return f"{x:.2f}" if field == "sqnr_db" else f"{x:.2e}"
+    return f"{x:.2f}" if field == col.SQNR_DB else f"{x:.2e}"
 
 
 def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -347,7 +336,7 @@ def run_accuracy(
     device: torch.device | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measure, print the tables and write ``accuracy.json``, ``accuracy.csv`` and ``accuracy.png`` into ``output``.
+    """Measure, print the tables and write ``accuracy.json``, ``.csv``, ``.png`` and ``.svg`` into ``output``.
 
     Args:
         cases: see :func:`make_cases`.
@@ -366,26 +355,10 @@ def run_accuracy(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     chosen = [get_method(name) for name in dict.fromkeys(methods or METHODS)]
     where = device or torch.device("cpu")
-    console = bench_console.table_console()
+    done = report.Report(
+        "accuracy", "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",
+        where, FIELDS, output, sqnr="20 log10(|ref| / |out - ref|), mean over seeds",
+    )  # fmt: skip
     with bench_console.progress_bar(len(chosen) * sum(case.draws(seeds) for case in cases)) as tick:
-        rows = measure(cases, chosen, seeds, where, tick)
-    record = {
-        "what": "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",
-        "sqnr": "20 log10(|ref| / |out - ref|), mean over seeds",
-        "environment": records.environment(where),
-        "rows": rows,
-    }
-    for table in render(rows):
-        console.print(table)
-    for row in rows:
-        if row["error"]:
-            console.print(f"failed: {row['workload']}, {row['method']}: {row['error']}", markup=False, soft_wrap=True)
-    if output is not None:
-        records.write_json(output / "accuracy.json", record)
-        records.write_csv(output / "accuracy.csv", rows, FIELDS)
-        try:
-            draw_figure(rows).savefig(output / "accuracy.png", dpi=150)
-            console.print(f"Written to {output}: accuracy.json, accuracy.csv, accuracy.png")
-        except (ImportError, ValueError) as error:
-            console.print(f"Written to {output}: accuracy.json, accuracy.csv; no plot: {error}")
-    return record
+        done.add(measure(cases, chosen, seeds, where, tick))
+    return done.finish(*render(done.rows), draw=lambda: draw_figure(done.rows))

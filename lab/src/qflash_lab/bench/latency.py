@@ -135,29 +135,21 @@ def draw(rows: Sequence[Row], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    timed = [row for row in rows if row[col.MEDIAN_US] is not None and row[col.MODE] != "eager"]
-    timed = timed or [row for row in rows if row[col.MEDIAN_US] is not None]
-    if not timed:
-        raise ValueError("no method was timed, there is nothing to draw")
-    timed = [row | {"panel": (row[col.BATCH], row[col.MODE])} for row in timed]
-    figure, found = figures.panels(timed, "panel", col.problem_label, width=11, height=3.2)
-    for axes, (batch, mode), series in found:
-        for name, mine, spots, width, colour in series:
-            middle = [row[col.MEDIAN_US] for row in mine]
-            spread = [
-                [row[col.MEDIAN_US] - row[col.Q1_US] for row in mine],
-                [row[col.Q3_US] - row[col.MEDIAN_US] for row in mine],
-            ]
-            hatch = "//" if name.startswith("qflash") else None
-            axes.bar(spots, middle, width, yerr=spread, color=colour, hatch=hatch, label=name, error_kw={"lw": 0.6})
-        least = min(row[col.MEDIAN_US] for one in series for row in one.rows)
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
-        axes.set_ylabel("µs a call")
-        what = "given shapes" if batch is None else f"batch {batch}"
-        axes.set_title(f"{what}, {_TAKES.get(mode, mode)}", loc="left", fontsize="medium")
-    figures.add_legend(figure)
-    figure.suptitle(title, fontsize="medium")
+    shown = [row for row in rows if row[col.MODE] != "eager" and row[col.MEDIAN_US] is not None] or rows
+    shown = [row | {"panel": (row[col.BATCH], row[col.MODE])} for row in shown]
+
+    def heading(panel: tuple[int | None, str]) -> str:
+        batch, mode = panel
+        return f"{'given shapes' if batch is None else f'batch {batch}'}, {_TAKES.get(mode, mode)}"
+
+    figure, found = figures.bars(
+        shown, "panel", title, value=col.MEDIAN_US, spread=(col.Q1_US, col.Q3_US), heading=heading, axis="µs a call",
+        width=11, height=3.2,
+    )  # fmt: skip
+    for panel in found:
+        least = min(row[col.MEDIAN_US] for series in panel.series for row in series.rows)
+        panel.axes.set_yscale("log")
+        panel.axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
     return figure
 
 

@@ -286,18 +286,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    timed = [row for row in rows if row[col.MEDIAN_US] is not None]
-    if not timed:
-        raise ValueError("no method was timed, there is nothing to draw")
-    figure, found = figures.panels(timed, col.BATCH, col.problem_label, width=9, height=2.8)
-    for axes, batch, series in found:
-        for name, mine, spots, width, colour in series:
-            hatch = "//" if name.startswith("qflash") else None
-            axes.bar(spots, [row[col.IMAGES_PER_S] for row in mine], width, color=colour, hatch=hatch, label=name)
-        axes.set_ylabel("images/s")
-        axes.set_title(f"batch {batch}", loc="left", fontsize="medium")
-    figures.add_legend(figure)
-    figure.suptitle(title, fontsize="medium")
+    options: dict[str, Any] = {"value": col.IMAGES_PER_S, "axis": "images/s", "width": 9, "height": 2.8}
+    figure, _ = figures.bars(rows, col.BATCH, title, heading=lambda batch: f"batch {batch}", **options)
     return figure
 
 

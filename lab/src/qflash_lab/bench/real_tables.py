@@ -13,7 +13,7 @@ from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from . import figures, records
 from . import schema as col
-from .console import format_number
+from .tables import number
 
 Row = dict[str, Any]
 
@@ -83,7 +83,7 @@ def _top1_table(classifier: str, rows: Sequence[Row], conditions: Row) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row["error"]:
-            table.add_row(row["method"], "failed", *[""] * 7, format_number(row["feature_sqnr_db"]))
+            table.add_row(row["method"], "failed", *[""] * 7, number(row["feature_sqnr_db"]))
             continue
         low, high = row["top1_interval_percent"]
         worse, better = row["difference_interval_points"]
@@ -97,7 +97,7 @@ def _top1_table(classifier: str, rows: Sequence[Row], conditions: Row) -> Table:
             str(row["gained"]),
             f"{row['mcnemar_p']:.2g}",
             f"{row['agreement_percent']:.2f} %",
-            format_number(row["feature_sqnr_db"]),
+            number(row["feature_sqnr_db"]),
         )
     return table
 

@@ -70,16 +70,21 @@ def title_of(line: Group) -> str:
     return str(any_row(line)[col.TITLE])
 
 
+def sqnr_column(heading: str, place: str, spread: bool = False) -> Column:
+    """Return the column of an input, or of a method where lines are inputs."""
+    return Column(heading, lambda line: number(line[place], spread))
+
+
 def every(heading: str, lines: Sequence[Group]) -> list[Column]:
     """Return a column of SQNR for each input."""
-    return [names(heading, title_of), *(Column(place, lambda line, place=place: number(line[place])) for place in lines[0])]
+    return [names(heading, title_of), *(sqnr_column(place, place) for place in lines[0])]
 
 
 def paper_columns() -> Iterator[Column]:
     """Yield the columns of the paper's inputs: our mean and range, the paper's figure."""
     yield names("", title_of)
     for name in ("A2", "A7"):
-        yield Column(f"{name}, here", lambda line, name=name: number(line[name], spread=True))
+        yield sqnr_column(f"{name}, here", name, spread=True)
         yield Column(f"{name}, paper", Of(name, col.PAPER_SQNR_DB))
     for name, heading in (("A2", "MSE A2, here"), ("A7", "MSE A7, here")):
         yield Column(heading, Of(name, col.MSE), ".2e")
@@ -112,7 +117,7 @@ def preset_columns(lines: Sequence[Group]) -> list[Column]:
     found = [names("SQNR, dB", lambda line: any_row(line)[col.WORKLOAD])]
     for name in PRESETS:
         heading = lines[0][name][col.TITLE].removeprefix("QFlash ")
-        found.append(Column(heading, lambda line, name=name: number(line[name])))
+        found.append(sqnr_column(heading, name))
     return found
 
 

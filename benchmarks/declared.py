@@ -99,7 +99,7 @@ class Quotient:
     above: Of | Extreme
     below: Of | Extreme
 
-    def __call__(self, group: Group) -> float | None:
+    def __call__(self, group: Group) -> Any:
         """Return the quotient; None where there is nothing to divide."""
         above, below = self.above(group), self.below(group)
         return above / below if above and below else None
@@ -115,9 +115,17 @@ def against(methods: Sequence[str], ours: str, column: str = col.MEDIAN_US) -> Q
 
 
 def quotients(found: Iterable[Group], methods: Sequence[str], ours: str, column: str = col.MEDIAN_US) -> list[float]:
-    """Return :func:`against` of every group that has both."""
-    values = (against(methods, ours, column)(group) for group in found)
-    return [value for value in values if value is not None]
+    """Return :func:`against` of every group.
+
+    Raises:
+        ValueError: a group lacks the method, or all that it is compared with.
+    """
+    values = []
+    for group in found:
+        values.append(against(methods, ours, column)(group))
+        if values[-1] is None:
+            raise ValueError(f"no {column} of {ours} or of {', '.join(methods)} in {origin(group, ())}")
+    return values
 
 
 def time(heading: str, method: str, count: int = 2) -> Column:

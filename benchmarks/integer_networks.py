@@ -278,7 +278,7 @@ def summary() -> list[str]:
     batches = sorted({any_row(group)[col.BATCH] for group in found})
     card = pages.card(declared.record(SPEED.stem)["environment"]["device"])
     count = len({any_row(group)[col.MODEL] for group in found})
-    speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) or 0.0 for group in found)
+    speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) for group in found)
     return pages.wrap(
         f"[Whole networks in integers](docs/integer_network.md) ({count} models, batch {batches[0]} to {batches[-1]}, {card}): "
         f"{speeds} times the images a second of `torch.compile` in float16, {joules} of its energy an image."

@@ -23,6 +23,7 @@ from qflash_lab.bench.tables import Column, digits, names, number  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "performance.md"
 README = HERE.parent / "README.md"
+BENCHMARKING = HERE.parent / "docs" / "benchmarking.md"
 """Have tables between markers."""
 TABLES_PAGE = HERE.parent / "docs" / "performance" / "tables.md"
 """Is written whole."""
@@ -134,42 +135,45 @@ OTHERS = {
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
 
-class Model(NamedTuple):
-    """One of :data:`OTHERS`, with the groups of its batches."""
+def by_model() -> list[Group]:
+    """Return the run of other vision transformers by :data:`OTHERS`, the batch a part of a method's name."""
 
-    name: str
-    shape: str
-    batches: dict[int, Group]
+    def model(row: Row) -> str:
+        return str(row[col.SHAPE].partition("x")[2])
 
-    def ratio(self, ours: str, batch: int) -> float | None:
-        """Return the fastest 16-bit kernel's time divided by ours."""
-        return against(col.FP16, ours)(self.batches[batch])
-
-
-def other_models() -> list[Model]:
-    """Return the models of :data:`OTHERS`."""
-    found = {shape_of(group): group for group in other_shapes()}
-    return [Model(title, of, {batch: found[f"{batch}x{of}"] for batch in (1, 8, 64)}) for title, of in OTHERS.items()]
+    rows = [row | {col.MODEL: model(row)} for row in rows_of("shapes") if row[col.MODE] != "eager"]
+    found = groups(rows, col.MODEL, by=lambda row: f"{row[col.METHOD]} b{row[col.SHAPE].partition('x')[0]}")
+    order = list(OTHERS.values())
+    return sorted(found, key=lambda group: order.index(one(col.MODEL)(group)))
 
 
-def bold_above_one(value: float | None) -> str:
+def bold_above_one(value: float) -> str:
     """Format a ratio, bold where ours is faster."""
-    return f"**{value:.2f}**" if value is not None and value > 1 else number(value)
+    return f"**{value:.2f}**" if value > 1 else number(value)
 
 
-def ratio_column(heading: str, ours: str, batch: int) -> Column:
-    """Return the column of a method's ratio at a batch."""
-    return Column(heading, lambda model: model.ratio(ours, batch), bold_above_one)
+def ratios(head: str, ours: str) -> list[Column]:
+    """Return the columns of a method's ratios, a batch each."""
+    return [
+        Column(
+            head * (batch == 1) + str(batch), against([f"{x} b{batch}" for x in col.FP16], f"{ours} b{batch}"), bold_above_one
+        )
+        for batch in (1, 8, 64)
+    ]
+
+
+def one(column: str) -> Callable[[Group], Any]:
+    """Return what gives a column that a group's rows share."""
+    return lambda group: declared.any_row(group)[column]
 
 
 RATIOS = Table(
-    other_models,
+    by_model,
     (
-        names("", lambda model: model.name), names("heads x tokens x channels", lambda model: model.shape.replace("x", " x ")),
-        *(ratio_column(f"int8: batch {batch}" if batch == 1 else str(batch), col.QFLASH_INT8, batch) for batch in (1, 8, 64)),
-        *(ratio_column(f"fp16: batch {batch}" if batch == 1 else str(batch), col.QFLASH, batch) for batch in (1, 8, 64)),
+        names("", lambda group: next(title for title, shape in OTHERS.items() if shape == one(col.MODEL)(group))),
+        names("heads x tokens x channels", lambda group: one(col.MODEL)(group).replace("x", " x ")),
+        *ratios("int8: batch ", col.QFLASH_INT8), *ratios("fp16: batch ", col.QFLASH),
     ),
-    lambda model: f"{file_of('shapes')}.json: shape = 1, 8 and 64 x {model.shape}: median_us",
 )  # fmt: skip
 
 
@@ -206,11 +210,6 @@ def packed() -> list[Group]:
 def lengths(group: Group) -> list[int]:
     """Return the tokens of a batch's sequences."""
     return [int(part) for part in declared.any_row(group)[col.LENGTHS].split()]
-
-
-def one(column: str) -> Callable[[Group], Any]:
-    """Return what gives a column that a group's rows share."""
-    return lambda group: declared.any_row(group)[column]
 
 
 PACKED = Table(
@@ -387,32 +386,10 @@ MODELS = Table(
 )  # fmt: skip
 
 
-def begins(name: str, model: str) -> bool:
-    """Tell whether a model's name begins like this."""
-    return model.startswith(name)
-
-
-def is_swin(model: str) -> bool:
-    """Tell whether it is a Swin or a Swin V2."""
-    return model.lower().startswith("swin")
-
-
-def is_swin_v2(model: str) -> bool:
-    """Tell whether it is a Swin V2."""
-    return model.lower().startswith("swinv2")
-
-
-FAMILIES: dict[str, Callable[[str], bool]] = {
-    "Swin": lambda model: is_swin(model) and not is_swin_v2(model),
-    "Swin V2": is_swin_v2,
-    "other transformers": lambda model: not is_swin(model),
-}
-"""Models whose ratios the summary gives together."""
-
-
-def patched_ratios(chosen: Callable[[str], bool], ratio: Quotient) -> str:
-    """Return least and most of patched models' images a second over the fastest unpatched ones'."""
-    return span(ratio(group) or 0.0 for group in whole_models() if chosen(one(col.MODEL)(group)))
+def family(group: Group) -> str:
+    """Return the family of a whole model whose ratios the summary gives together."""
+    model = one(col.MODEL)(group).lower()
+    return "Swin V2" if model.startswith("swinv2") else "Swin" if model.startswith("swin") else "other transformers"
 
 
 class Aim(NamedTuple):
@@ -520,7 +497,8 @@ def readme() -> list[Speeds]:
     add("eager call without a graph, A2 batch 8, until the device is done", [eager_group()], "bench_eager")
     add("energy, A2 batch 8", [energy_group()], "energy", col.UJ)
     for begin, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
-        eager, compiled = (patched_ratios(functools.partial(begins, begin), ratio) for ratio in (RATIO, COMPILED_RATIO))
+        mine = [group for group in whole_models() if one(col.MODEL)(group).startswith(begin)]
+        eager, compiled = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
         result.append(Speeds(f"{which} as a whole, batch 1, 8, 64", f"{eager}; compiled {compiled}", "", "models"))
     return result
 
@@ -557,12 +535,13 @@ def summary() -> list[str]:
     slower = [
         f"{model_of(group)} ({RATIO(group):.3f}, {COMPILED_RATIO(group):.3f})"
         for group in whole_models()
-        if min(RATIO(group) or 0.0, COMPILED_RATIO(group) or 0.0) < 1
+        if min(RATIO(group), COMPILED_RATIO(group)) < 1
     ]
-    families = [
-        f"{title} {' and '.join(patched_ratios(chosen, ratio) for ratio in (RATIO, COMPILED_RATIO))}"
-        for title, chosen in FAMILIES.items()
-    ]
+    families = []
+    for title in ("Swin", "Swin V2", "other transformers"):
+        mine = [group for group in whole_models() if family(group) == title]
+        both = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
+        families.append(f"{title} {' and '.join(both)}")
     lines = [
         f"* **From fp16, quantisation included**: A1 to A3 {times(vit, fp16)} times as fast as the fastest of FA2, cuDNN "
         f"and the memory-efficient kernel, A4 to A7 {times(swin, fp16)}; with Swin's bias and mask "
@@ -600,8 +579,8 @@ def summary() -> list[str]:
         ("cpu", "AVX2 only"),
     ):
         of = processor(file)
-        both = [span(quotients(of, (col.SDPA,), ours, col.MIN_US)) for ours in (CPU_FLOAT, CPU_INT8)]
-        cpus.append(f"{title} {both[0]} from float32 and {both[1]} on int8")
+        floats, int8s = (span(quotients(of, (col.SDPA,), ours, col.MIN_US)) for ours in (CPU_FLOAT, CPU_INT8))
+        cpus.append(f"{title} {floats} from float32 and {int8s} on int8")
     lines.append(f"* **CPU**, two threads, against SDPA in float32: {'; '.join(cpus)}.")
     return [line for paragraph in lines for line in pages.wrap(paragraph, indent="  ")]
 
@@ -918,7 +897,12 @@ def day(file: str) -> str:
     return f" ({when(file)})" if isinstance(declared.record(file), dict) else ""
 
 
-TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS}
+SCHEMA = Table(
+    lambda: list(col.COLUMNS.items()),
+    (names("column", lambda line: f"`{line[0]}`"), names("what it holds", lambda line: line[1])),
+    lambda _: "qflash_lab.bench.schema",
+)
+TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "bench:columns": SCHEMA}
 """Declared tables between markers of pages."""
 
 
@@ -936,7 +920,7 @@ def files() -> list[str]:
 
 def main() -> None:
     """Write the pages' tables and the figure."""
-    for page in (PAGE, README):
+    for page in (PAGE, README, BENCHMARKING):
         page.write_text(pages.fill(page.read_text(), blocks()))
     TABLES_PAGE.write_text(tables_page())
     draw()

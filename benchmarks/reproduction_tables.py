@@ -160,7 +160,7 @@ STEP_TITLES = {"V4 default": "this library's `DEFAULT`", col.SDPA_FLASH: "PyTorc
 def step_of(line: Group) -> str:
     """Return what the table calls a step."""
     label = line["formula"][col.LABEL]
-    return STEP_TITLES.get(label, label)
+    return str(STEP_TITLES.get(label, label))
 
 
 def paper_speedup(line: Group) -> str:

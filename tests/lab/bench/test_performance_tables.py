@@ -99,7 +99,8 @@ def test_tuned_baselines_have_a_section_once_they_are_measured(
 
 
 def test_every_line_of_a_declared_table_says_where_it_comes_from(tables: Any) -> None:
-    found = [*tables.TABLES.values(), *(section.table for section in tables.SECTIONS)]
+    measured = (table for table in tables.TABLES.values() if table is not tables.SCHEMA)
+    found = [*measured, *(section.table for section in tables.SECTIONS)]
     for table in found:
         origins = table.origins()
         assert len(origins) == len(table.markdown()) - 2

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from qflash.api import int8_attention, quantize
 from qflash.recipe import DEFAULT, PAPER
 
 from . import console as bench_console
-from . import figures, latency, problems, records, runner
+from . import figures, latency, problems, report, runner, tables
 from . import methods as bench_methods
 from . import schema as col
 from . import timers as bench_timers
@@ -34,7 +33,7 @@ from .ablation_recipes import (
     measure_rows,
     single_changes,
 )
-from .ablation_tables import PARTS, draw, sections, write
+from .ablation_tables import FIELDS, PARTS, draw, sections
 from .metrics import exact_attention, sqnr, summary
 from .schema import Row
 from .workloads import get_workload, paper_inputs
@@ -210,15 +209,12 @@ def run_ablate(
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
     started = time.monotonic()
-    record: dict[str, Any] = {
-        "what": "ablation of the integer attention",
-        "environment": records.environment(device),
-        "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation; mean, "
-        f"lowest and highest over seeds {SEEDS}",
-        "timing": latency.timing_method(device, rounds) if device.type == "cuda" else "no GPU: no kernel was timed",
-        "inputs": {name: text for name, (text, _) in INPUTS.items()},
-        "rows": [],
-    }
+    done = report.Report(
+        "ablate", "ablation of the integer attention", device, FIELDS, output,
+        sqnr=f"{report.SQNR}; mean, lowest and highest over seeds {SEEDS}",
+        timing=latency.timing_method(device, rounds) if device.type == "cuda" else "no GPU: no kernel was timed",
+        inputs={name: text for name, (text, _) in INPUTS.items()},
+    )  # fmt: skip
     steps = [*ladder_rows(), *attention_rows(single_changes())]
     grid = granularity_rows()
     jobs = {"kernel": len(STEPS) + 7 * (device.type == "cuda"), "scales": len(TILES), "throughput": 3}
@@ -237,28 +233,16 @@ def run_ablate(
                 rows = list(measure_rows(grid, ("A2", "normal", "outliers"), device, tick))
             else:
                 rows = list(measure_rows(steps, tuple(INPUTS), device, tick))
-            record["rows"] += [{col.PART: part} | row for row in rows]
-            if output is not None:
-                write(output, record)
-    record["seconds"] = round(time.monotonic() - started, 1)
-    console = bench_console.table_console()
-    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
-    for _, title, header, body in sections(record):
-        table = Table(title=title, title_justify="left")
-        for index, column in enumerate(header):
-            table.add_column(column, justify="left" if index == 0 or not column or column == "how" else "right")
-        for cells in body:
-            table.add_row(*cells)
-        console.print(table)
+            done.add({col.PART: part} | row for row in rows)
+    done.record["seconds"] = round(time.monotonic() - started, 1)
+    done.begin()
+    record = done.finish(*(tables.console(frame, title, 2) for _, title, frame in sections(done.record)))
     if output is not None:
-        write(output, record)
         try:
-            for part in PARTS:
-                figure = draw(record, part)
+            drawn = {part: draw(record, part) for part in PARTS}
+            for part, figure in drawn.items():
                 if figure is not None:
                     figures.write_figure(output, f"ablate-{part}", figure)
-            plots = " and a plot a part"
         except ImportError as error:
-            plots = f"; no plots: {error}"
-        console.print(f"Written to {output}: ablate.json, ablate.csv{plots}")
+            done.console.print(f"No plots: {error}")
     return record

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from . import records
+import pandas
+
 from . import schema as col
 from .ablation_formulas import STEPS, TILES
 from .ablation_recipes import ARITHMETIC
@@ -35,8 +35,8 @@ def _mean(row: Row) -> str:
     return number(row.get(col.SQNR_DB))
 
 
-def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Lay a record out as tables: (part, title, header, rows), shared by the terminal and the report."""
+def sections(record: dict[str, Any]) -> list[tuple[str, str, pandas.DataFrame]]:
+    """Lay a record out as tables: (part, title, cells), shared by the terminal and the report."""
     found = []
     for part in PARTS:
         rows = [row for row in record["rows"] if row["part"] == part]
@@ -67,7 +67,7 @@ def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             if len(lines) == 2:  # a group is named once, on its first line
                 for line, key, before in zip(body, keys, [("",), *keys], strict=False):
                     line[0] = "" if key[0] == before[0] else line[0]
-        found.append((part, TITLES[part], header, body))
+        found.append((part, TITLES[part], pandas.DataFrame(body, columns=header)))
     return found
 
 
@@ -130,9 +130,3 @@ def draw(
     axes.grid(axis="both" if part == "scales" else "y", alpha=0.3)
     axes.set_axisbelow(True)
     return figure
-
-
-def write(folder: pathlib.Path, record: dict[str, Any]) -> None:
-    """Write ``ablate.json`` and ``ablate.csv``."""
-    records.write_json(folder / "ablate.json", record)
-    records.write_csv(folder / "ablate.csv", record["rows"], FIELDS)

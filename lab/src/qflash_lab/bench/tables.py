@@ -99,20 +99,6 @@ def lay_out(rows: Sequence[Any], columns: Sequence[Column], groups: int = 0) -> 
     return pandas.DataFrame(lines, columns=[column.heading for column in columns], dtype=str)
 
 
-def pivot(rows: Sequence[Row], index: str, value: str, columns: str = col.METHOD) -> pandas.DataFrame:
-    """Return a figure of every problem (a line each) and method (a column each), both in the order in which they come.
-
-    Args:
-        rows: of which problem and method occur together once.
-        index: the column that tells problems apart.
-        value: the figure.
-        columns: what the new columns are called after.
-    """
-    frame = pandas.DataFrame(list(rows))
-    wide = frame.pivot(index=index, columns=columns, values=value)
-    return wide.loc[frame[index].drop_duplicates(), frame[columns].drop_duplicates()]
-
-
 def markdown(frame: pandas.DataFrame) -> list[str]:
     """Return the lines of a table in Markdown."""
 

@@ -375,7 +375,7 @@ def _top1_section(found: Found) -> Iterator[str]:
 
 
 def _ablation_sections(found: Found) -> Iterator[str]:
-    from ..bench import ablation_tables
+    from ..bench import ablation_tables, tables
 
     yield heading("Appendix: step by step, scales, division, granularity")
     records = found.get("ablate", [])
@@ -392,7 +392,7 @@ def _ablation_sections(found: Found) -> Iterator[str]:
             yield _missing(f"qflash-lab ablate --part {part} --output FOLDER.")
             continue
         record = mine[0]
-        title, header, body = next((t, h, b) for name, t, h, b in ablation_tables.sections(record) if name == part)
+        title, frame = next((title, frame) for name, title, frame in ablation_tables.sections(record) if name == part)
         taken = f". {record['timing'].partition(';')[0]}."
         yield heading(title, where_of(record) + taken * (on_gpu(record) and part in ("kernel", "throughput")), 3)
         if part == "kernel":
@@ -403,8 +403,8 @@ def _ablation_sections(found: Found) -> Iterator[str]:
         figure = ablation_tables.draw(record, part)
         if figure is not None:
             yield plot(functools.partial(ablation_tables.draw, record, part))
-        laid = table(header, body, 1 if part == "scales" else 2)
-        yield laid if len(body) <= 12 else folded(f"{title}: table", [laid])
+        laid = tables.page(frame, 1 if part == "scales" else 2)
+        yield laid if len(frame) <= 12 else folded(f"{title}: table", [laid])
 
 
 def render(found: Found, notes: Sequence[str] = ()) -> str:

@@ -44,7 +44,7 @@ SEEDS, I_VIT_SEEDS = 5, 20
 REAL_BATCH = 4
 """Photos a call; the five seeds take all twenty."""
 PRESETS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")
-INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
+INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", col.SQNR_DB
 
 
 def number(row: col.Row, spread: bool = False) -> str:

@@ -114,9 +114,9 @@ def energy() -> list[str]:
         row = next(row for row in rows if row["method"] == name)
         lines.append(f"| {label} | | | {row[col.UJ]:.0f} | {row[col.UJ] / here[col.UJ]:.2f} |")
     authors = found()["authors"][0]["energy_uj"]
-    lines.append(f"| another H200, FlashAttention-2 | | | {authors['sdpa flash']} | 1.00 |")
+    lines.append(f"| another H200, FlashAttention-2 | | | {authors[col.SDPA_FLASH]} | 1.00 |")
     theirs = authors["authors' QFlash"]
-    lines.append(f"| another H200, the authors' kernel | | | {theirs} | {theirs / authors['sdpa flash']:.2f} |")
+    lines.append(f"| another H200, the authors' kernel | | | {theirs} | {theirs / authors[col.SDPA_FLASH]:.2f} |")
     return lines
 
 

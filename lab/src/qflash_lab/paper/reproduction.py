@@ -307,7 +307,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
 
 def _accuracy_table(rows: Sequence[dict[str, Any]], field: str) -> Iterator[str]:
     labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in rows))
-    form = ".2f" if field == "sqnr_db" else ".1e"
+    form = ".2f" if field == col.SQNR_DB else ".1e"
     body = []
     for title in dict.fromkeys(row["title"] for row in rows):
         by = {(row["workload"], row["batch"]): row for row in rows if row["title"] == title}
@@ -319,7 +319,7 @@ def _accuracy_table(rows: Sequence[dict[str, Any]], field: str) -> Iterator[str]
             paper = row[f"paper_{field}"] if row and row["batch"] == 8 else None
             cells.append(f"{text} ({format(paper, form)})" if paper else text)
         body.append([title, *cells])
-    yield f"<p><strong>{'SQNR, dB' if field == 'sqnr_db' else 'MSE'}; {rows[0]['input']} inputs</strong></p>"
+    yield f"<p><strong>{'SQNR, dB' if field == col.SQNR_DB else 'MSE'}; {rows[0]['input']} inputs</strong></p>"
     yield table(["method", *(label if batch is None else f"{label} b{batch}" for label, batch in labels)], body, 1)
 
 

@@ -35,9 +35,6 @@ import pages  # noqa: E402
 from declared import Extreme, Group, Of, Table, any_row, groups  # noqa: E402
 from qflash_lab.bench.tables import Column, names  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "baselines.md"
-README = HERE.parent / "README.md"
-EVALUATION = HERE.parent / "docs" / "evaluation.md"
 ACTIVATIONS = HERE.parent / "tests" / "activations.safetensors"
 DRAWN = tuple(kind for kind in INPUTS if kind != "real")
 SEEDS, I_VIT_SEEDS = 5, 20
@@ -219,12 +216,6 @@ def measure_real(data: Path | None) -> None:
     measure("accuracy_real", make_cases(("real", str(ACTIVATIONS)), batch=REAL_BATCH, data=data))
 
 
-def write_pages() -> None:
-    """Put the tables between their markers."""
-    for page in (PAGE, README, EVALUATION):
-        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
@@ -235,4 +226,4 @@ if __name__ == "__main__":
         if not arguments.real:
             measure_drawn()
         measure_real(arguments.data)
-    write_pages()
+    pages.write(blocks())

@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import pages  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "evaluation.md"
 DIGITS, FASHION = ["digits-vit", "digits-swin"], ["fashion-vit", "fashion-swin"]
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {"models": DIGITS},
@@ -103,7 +102,7 @@ def main() -> None:
         run_evaluate(output=folder, device=given.device, **RUNS[name], **data)
         for kind in ("json", "csv"):
             shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / f"{FILES[name]}.{kind}")
-    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

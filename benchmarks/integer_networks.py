@@ -37,7 +37,7 @@ from qflash_lab.bench import onnx_models
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.evaluation import probe, real_data, small_models
-from qflash_lab.evaluation.statistics import mcnemar_exact, wilson_interval
+from qflash_lab.evaluation.statistics import paired, wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -49,7 +49,6 @@ from qflash_lab.bench.tables import Column, names  # noqa: E402
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
-PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 Keep = Callable[[list[dict[str, Any]]], None]
@@ -178,10 +177,7 @@ def measure(
             row |= {"top1_percent": 100 * right / len(labels), "top1_low": 100 * low, "top1_high": 100 * high}
             floats = classify(want)
             row["same_percent"] = 100 * float((guesses == floats).double().mean())
-            first, second = (floats == labels).tolist(), (guesses == labels).tolist()
-            row["lost"] = sum(a and not b for a, b in zip(first, second, strict=True))
-            row["gained"] = sum(b and not a for a, b in zip(first, second, strict=True))
-            row["mcnemar_p"] = mcnemar_exact(first, second)
+            row |= paired((floats == labels).tolist(), (guesses == labels).tolist())
         rows.append(row)
         keep(rows)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -393,8 +389,7 @@ def main() -> None:
         for name in given.only or QUICK:
             with torch.no_grad():
                 measure_network(name, given, lambda rows: write(rows, device_name(given.device), versions))
-    for page in PAGES:
-        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ NAMED = {
     "ACCURATE": "`ACCURATE`",
 }
 """What the table of README calls the rows that it takes from the ladder."""
-PAGES = (ROOT / "docs" / "algorithm.md", ROOT / "README.md")
 
 
 def ladder() -> list[col.Row]:
@@ -155,12 +154,6 @@ def blocks() -> dict[str, list[str]]:
     return {marker: table.markdown() for marker, table in TABLES.items()}
 
 
-def write_tables() -> None:
-    """Put the tables between their markers in the pages."""
-    for page in PAGES:
-        page.write_text(pages.fill(page.read_text(), blocks()))
-
-
 def files() -> list[str]:
     """Return the result files behind the tables."""
     return [RESULT.name]
@@ -171,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
     if parser.parse_args().tables:
-        write_tables()
+        pages.write(blocks())
         return
     steps, scaled = ladder(), amplitudes()
     if not all(math.isfinite(row[col.SQNR_DB]) for row in steps):
@@ -189,7 +182,7 @@ def main() -> None:
     }
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    write_tables()
+    pages.write(blocks())
     for lines in blocks().values():
         print("\n".join(lines))
 

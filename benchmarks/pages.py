@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 WIDTH = 118
 _MARKED = re.compile(r"<!-- ((?!numbers)[a-z]+:[a-z0-9-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -41,6 +44,14 @@ def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
         return f"<!-- {match[1]} -->\n" + "\n".join(blocks[match[1]]) + "\n<!-- end -->"
 
     return _MARKED.sub(lines, page)
+
+
+def write(blocks: Mapping[str, Sequence[str]]) -> None:
+    """Put parts where pages have their markers."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (filled := fill(text, blocks)) != text:
+            page.write_text(filled, encoding="utf-8")
 
 
 def card(device: str) -> str:

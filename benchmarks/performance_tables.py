@@ -21,10 +21,6 @@ from qflash_lab.bench import schema as col  # noqa: E402
 from qflash_lab.bench.schema import Row  # noqa: E402
 from qflash_lab.bench.tables import Column, digits, names, number  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "performance.md"
-README = HERE.parent / "README.md"
-BENCHMARKING = HERE.parent / "docs" / "benchmarking.md"
-"""Have tables between markers."""
 TABLES_PAGE = HERE.parent / "docs" / "performance" / "tables.md"
 """Is written whole."""
 FIGURE = HERE.parent / "docs" / "speed.svg"
@@ -920,8 +916,7 @@ def files() -> list[str]:
 
 def main() -> None:
     """Write the pages' tables and the figure."""
-    for page in (PAGE, README, BENCHMARKING):
-        page.write_text(pages.fill(page.read_text(), blocks()))
+    pages.write(blocks())
     TABLES_PAGE.write_text(tables_page())
     draw()
 

@@ -22,8 +22,6 @@ import pages  # noqa: E402
 from declared import Group, Of, Table, any_row, groups  # noqa: E402
 from qflash_lab.bench.tables import Column, names  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "reproduction.md"
-
 
 @functools.cache
 def found() -> Found:
@@ -240,10 +238,5 @@ def files() -> list[str]:
     return [record["file"] for records in found().values() for record in records]
 
 
-def main() -> None:
-    """Write the page's tables."""
-    PAGE.write_text(pages.fill(PAGE.read_text(), blocks()))
-
-
 if __name__ == "__main__":
-    main()
+    pages.write(blocks())

@@ -38,7 +38,6 @@ from declared import Group, Of, Table, groups  # noqa: E402
 from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 RESULTS = HERE / "results" / "static_attention.json"
-PAGE = HERE.parent / "docs" / "models.md"
 SIDE = 224
 RECIPES = {
     "`PAPER`": qflash.PAPER,
@@ -169,7 +168,7 @@ def main() -> None:
         if given.only != "accuracy":
             result["times"] = measure_time()
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

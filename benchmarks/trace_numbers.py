@@ -44,7 +44,7 @@ import survey_models  # noqa: E402
 
 ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), NOTEBOOK)
+PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
     survey_models,

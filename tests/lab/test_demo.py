@@ -19,8 +19,8 @@ from qflash_lab.bench.workloads import WORKLOADS, get_workload, paper_inputs
 
 pytest.importorskip("timm")
 pytest.importorskip("matplotlib")
+from qflash_lab import demo
 from qflash_lab.html import INK, plot
-from qflash_lab.paper import demo
 
 IMAGES = 32
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
@@ -60,6 +61,19 @@ def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
     only_first, only_second = _discordant(first, second)
     discordant = only_first + only_second
     return float(binomtest(only_first, discordant).pvalue) if discordant else 1.0
+
+
+def paired(first: Sequence[bool], second: Sequence[bool]) -> dict[str, Any]:
+    """Return what rows say of two methods on the same images.
+
+    Args:
+        first, second: whether each method is right, image by image, in the same order.
+
+    Returns:
+        ``lost`` and ``gained``, the images that only the first and only the second gets right, and ``mcnemar_p``.
+    """
+    lost, gained = _discordant(first, second)
+    return {"lost": lost, "gained": gained, "mcnemar_p": mcnemar_exact(first, second)}
 
 
 def bootstrap_difference(

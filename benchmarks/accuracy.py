@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,20 +18,19 @@ from typing import Any
 
 import torch
 
+import declared
+import pages
+from declared import Extreme, Group, Of, Table, any_row, groups
 from qflash_lab.baselines import get_method
 from qflash_lab.baselines.integer import make_scores, quantize_input
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
 from qflash_lab.bench.metrics import exact_attention, sqnr
 from qflash_lab.bench.records import environment, write_json
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.bench.workloads import get_workload, paper_inputs
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Extreme, Group, Of, Table, any_row, groups  # noqa: E402
-from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 ACTIVATIONS = HERE.parent / "tests" / "activations.safetensors"
 DRAWN = tuple(kind for kind in INPUTS if kind != "real")
@@ -154,7 +151,7 @@ def measure_i_vit() -> dict[str, Any]:
 
 def i_vit_table() -> list[str]:
     """Eight of the draws on A2, by 1 / S, and the means."""
-    rows = json.loads((HERE / "results" / "accuracy_i_vit.json").read_text())["rows"]
+    rows = declared.rows("accuracy_i_vit")
     a2, a7 = ([row for row in rows if row["workload"] == name] for name in ("A2", "A7"))
     ordered = sorted(a2, key=lambda row: -row["inverse_scale"])
     shown = [ordered[round(index * (len(ordered) - 1) / 7)] for index in range(8)]
@@ -170,7 +167,7 @@ def i_vit_table() -> list[str]:
 
 def real_line() -> list[str]:
     """README's sentence about pretrained networks."""
-    rows = json.loads((HERE / "results" / "real_cpu.json").read_text())["layers"]
+    rows = declared.rows("real_cpu", of="layers")
 
     def span(method: str) -> str:
         values = [row[col.SQNR_DB] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]

@@ -162,6 +162,11 @@ class Table(NamedTuple):
         body = [[f"**{line}**", *empty] if isinstance(line, Heading) else next(cells) for line in lines]
         return tables.markdown(pandas.DataFrame(body, columns=frame.columns))
 
+    def files(self) -> list[str]:
+        """Return the result files that rows are of."""
+        rows = (row for line in self.lines() for row in (line.values() if isinstance(line, Group) else [line]))
+        return sorted({row[FILE] for row in rows if isinstance(row, dict) and FILE in row})
+
     def origins(self) -> list[str]:
         """Return where each line behind the two of the heading comes from."""
         lines = self.lines()

@@ -22,7 +22,6 @@ import math
 import os
 import pathlib
 import platform
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,19 +31,18 @@ import torch
 from rich.progress import track
 from torch import nn
 
+import declared
+import pages
 import qflash
+from declared import Group, Of, Quotient, Table, against, any_row, blank, groups, span
 from qflash_lab.bench import onnx_models
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import probe, real_data, small_models
 from qflash_lab.evaluation.statistics import paired, wilson_interval
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Group, Of, Quotient, Table, against, any_row, blank, groups, span  # noqa: E402
-from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 RESULTS = HERE / "results" / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h200.json")

@@ -14,14 +14,16 @@ import datetime
 import json
 import math
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.progress import track
 
+import declared
+import pages
 import qflash
+from declared import Group, Heading, Of, Table, any_row, groups
 from qflash_lab.baselines import AUTHORS, PRINTED
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized
@@ -30,10 +32,6 @@ from qflash_lab.bench.metrics import exact_attention, sqnr, summary
 from qflash_lab.bench.tables import Column, names
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Group, Heading, Of, Table, any_row, groups  # noqa: E402
 
 ROOT = HERE.parent
 RESULT = ROOT / "benchmarks" / "results" / "ladder.json"
@@ -152,11 +150,6 @@ TABLES = {
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the pages, by the markers' names."""
     return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULT.name]
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+import pages
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.problems import LONG
+from qflash_lab.bench.workloads import WORKLOADS
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-from qflash_lab.bench import schema as col  # noqa: E402
-from qflash_lab.bench.problems import LONG  # noqa: E402
-from qflash_lab.bench.workloads import WORKLOADS  # noqa: E402
 
 # those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")

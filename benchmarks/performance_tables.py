@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import functools
 import posixpath
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import declared
+import pages
+from declared import Extreme, Group, Of, Quotient, Table, against, groups, quotients, span, time
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.schema import Row
+from qflash_lab.bench.tables import Column, digits, names, number
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Extreme, Group, Of, Quotient, Table, against, groups, quotients, span, time  # noqa: E402
-from qflash_lab.bench import schema as col  # noqa: E402
-from qflash_lab.bench.schema import Row  # noqa: E402
-from qflash_lab.bench.tables import Column, digits, names, number  # noqa: E402
 
 TABLES_PAGE = HERE.parent / "docs" / "performance" / "tables.md"
 """Is written whole."""

@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import declared
+import pages
+from declared import Group, Of, Table, any_row, groups
 from qflash_lab.bench import schema as col
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.paper import paper_results
 from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
 from qflash_lab.paper.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Group, Of, Table, any_row, groups  # noqa: E402
-from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 
 @functools.cache

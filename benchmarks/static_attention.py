@@ -18,24 +18,22 @@ import json
 import math
 import pathlib
 import platform
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
+import declared
+import pages
 import qflash
+from declared import Group, Of, Table, groups
 from qflash_lab.bench import runner
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import real_data
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import declared  # noqa: E402
-import pages  # noqa: E402
-from declared import Group, Of, Table, groups  # noqa: E402
-from qflash_lab.bench.tables import Column, names  # noqa: E402
 
 RESULTS = HERE / "results" / "static_attention.json"
 SIDE = 224
@@ -144,11 +142,6 @@ TABLES = {
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
     return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the table."""
-    return [RESULTS.name]
 
 
 def main() -> None:

@@ -29,17 +29,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accuracy
+import declared
+import evaluate_models
+import integer_networks
+import ladder
+import pages
+import performance_tables
+import reproduction_tables
+import static_attention
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
-import accuracy  # noqa: E402
-import declared  # noqa: E402
-import evaluate_models  # noqa: E402
-import integer_networks  # noqa: E402
-import ladder  # noqa: E402
-import pages  # noqa: E402
-import performance_tables  # noqa: E402
-import reproduction_tables  # noqa: E402
-import static_attention  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "scripts"))
 import survey_models  # noqa: E402
 
 ROOT = HERE.parent
@@ -87,10 +88,11 @@ class Part(NamedTuple):
 
 def made() -> dict[str, Part]:
     """Return every generated part, by its marker's name."""
-    parts = {}
+    parts, tables = {}, declared_tables()
     for maker in MAKERS:
         for name, lines in maker.blocks().items():
-            parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(sorted(maker.files()))}")
+            files = (tables[name].files() if name in tables else []) or sorted(maker.files())
+            parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(files)}")
     return parts
 
 

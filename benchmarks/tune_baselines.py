@@ -21,19 +21,19 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+import measure
+from qflash import QuantizedTensor
+from qflash.kernels.launch_recorder import KernelLaunch
+from qflash_lab.baselines import i_vit, int_flash, qattn, tuning
+from qflash_lab.baselines.integer import fixed_point
+from qflash_lab.bench import problems as bench_problems
+from qflash_lab.bench import records, runner
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.timers import tidy
+from qflash_lab.verify.cases import signature
+from qflash_lab.verify.compile import compile_call
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import measure  # noqa: E402
-from qflash import QuantizedTensor  # noqa: E402
-from qflash.kernels.launch_recorder import KernelLaunch  # noqa: E402
-from qflash_lab.baselines import i_vit, int_flash, qattn, tuning  # noqa: E402
-from qflash_lab.baselines.integer import fixed_point  # noqa: E402
-from qflash_lab.bench import problems as bench_problems  # noqa: E402
-from qflash_lab.bench import records, runner  # noqa: E402
-from qflash_lab.bench import schema as col  # noqa: E402
-from qflash_lab.bench.timers import tidy  # noqa: E402
-from qflash_lab.verify.cases import signature  # noqa: E402
-from qflash_lab.verify.compile import compile_call  # noqa: E402
 
 NAMES = tuple(name.removesuffix(" kernel") for name in col.BASELINES)
 PRODUCTS = {"int-flash-full": "int8", "int-flash-half": "float16", "qattn": "bfloat16"}

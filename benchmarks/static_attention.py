@@ -118,11 +118,6 @@ def recipe_of(group: Group) -> str:
     return str(declared.any_row(group)[col.RECIPE])
 
 
-def milliseconds(us: float) -> str:
-    """Format a time."""
-    return f"{us / 1000:.1f}"
-
-
 TABLES = {
     "static:dinov2": Table(
         lambda: by_scales("rows"),
@@ -132,7 +127,7 @@ TABLES = {
         lambda: by_scales("times"),
         (
             names("Processor time, ms", recipe_of),
-            *(Column(each, Of(each, col.CPU_US), milliseconds) for each in ("dynamic", "static")),
+            *(Column(each, Of(each, col.CPU_US), declared.scaled(1e-3, ".1f")) for each in ("dynamic", "static")),
         ),
     ),
 }

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from pandas import DataFrame
 from rich.table import Table
 
 from qflash.optional_packages import require_packages
@@ -24,12 +25,13 @@ from ..baselines import METHODS, Method, get_method
 from ..baselines.method import FLOAT
 from ..paper.paper_results import TABLE4
 from . import console as bench_console
-from . import figures, report
+from . import figures, report, tables
 from . import problems as bench_problems
 from . import schema as col
 from .capture import capture_small, capture_vision
 from .layer_calls import SUFFIX, LayerCall, read_calls
 from .metrics import exact_attention, mse, sqnr, summary
+from .schema import Row
 from .workloads import WORKLOADS, add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
@@ -255,7 +257,7 @@ def measure(
     return rows
 
 
-def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def render(rows: Sequence[Row]) -> Iterator[Table]:
     """Yield tables of SQNR and of MSE for every kind of input: a row a method, a column a workload, few enough for a page."""
     parts = []
     for kind in dict.fromkeys(row["input"] for row in rows):
@@ -270,17 +272,17 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
                 title += f", mean of {here[0]['seeds']} seeds"
             if any(row[paper] is not None for row in here):
                 title += "; in brackets the paper's figure (batch 8)"
-            table = Table(title=title, title_justify="left")
-            table.add_column("method", no_wrap=True)
-            for label, batch in labels:
-                table.add_column(label if batch is None else f"{label} b{batch}", justify="right")
-            for name in dict.fromkeys(row["method"] for row in here):
-                cells = []
-                for row in (row for row in here if row["method"] == name):
-                    cell = "failed" if row[field] is None else _number(row[field], field)
-                    cells.append(cell if row[paper] is None else f"{cell} ({_number(row[paper], field)})")
-                table.add_row(name, *cells)
-            yield table
+            names = list(dict.fromkeys(row[col.METHOD] for row in here))
+            by = {(row[col.METHOD], (row[col.WORKLOAD], row[col.BATCH])): _cell(row, field) for row in here}
+            frame = DataFrame([[name, *(by[name, label] for label in labels)] for name in names])
+            frame.columns = ["method", *(label if batch is None else f"{label} b{batch}" for label, batch in labels)]
+            yield tables.console(frame, title, fold=True)
+
+
+def _cell(row: Row, field: str) -> str:
+    paper = row[f"paper_{field}"]
+    own = "failed" if row[field] is None else _number(row[field], field)
+    return own if paper is None else f"{own} ({_number(paper, field)})"
 
 
 def _number(x: float, field: str) -> str:

@@ -350,14 +350,11 @@ def run_revisions(
     """Compare this package with another revision of it; print the table, write ``revisions.json`` and ``.csv``.
 
     Args:
-        problems: see :func:`qflash_lab.bench.problems.make_problems`.
+        problems, kind, dtype, device, output: as of :func:`qflash_lab.bench.latency.run_bench`.
         base: see :func:`export`.
         modes: ``"kernel"``, ``"end-to-end"`` or ``"eager"`` (on a GPU until the call is issued).
         recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
-        kind, dtype: of the inputs.
-        device: a CUDA device or the CPU.
         rounds: samples a revision.
-        output: made if it is not there.
 
     Returns:
         what ``revisions.json`` holds.

@@ -108,7 +108,7 @@ def markdown(frame: pandas.DataFrame) -> list[str]:
     return [line(frame.columns), "|" + "---|" * len(frame.columns), *map(line, frame.itertuples(index=False, name=None))]
 
 
-def console(frame: pandas.DataFrame, title: str, left: int = 1, groups: int = 0) -> Table:
+def console(frame: pandas.DataFrame, title: str, left: int = 1, groups: int = 0, fold: bool = False) -> Table:
     """Return a table for the console.
 
     Args:
@@ -116,10 +116,11 @@ def console(frame: pandas.DataFrame, title: str, left: int = 1, groups: int = 0)
         title: above it.
         left: so many first columns are set left.
         groups: of :func:`lay_out`; a line is drawn where they change.
+        fold: headings of figures may be broken into lines.
     """
     table = Table(title=title, title_justify="left", caption_justify="left")
     for place, heading in enumerate(frame.columns):
-        table.add_column(heading, justify="left" if place < left else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if place < left else "right", no_wrap=place < left or not fold)
     for place, cells in enumerate(frame.itertuples(index=False, name=None)):
         if groups and place and any(cells[:groups]):
             table.add_section()

@@ -20,7 +20,7 @@ import torch
 
 import declared
 import pages
-from declared import Extreme, Group, Of, Table, any_row, groups
+from declared import Extreme, Group, Of, Table, groups, one
 from qflash_lab.baselines import get_method
 from qflash_lab.baselines.integer import make_scores, quantize_input
 from qflash_lab.bench import schema as col
@@ -30,9 +30,7 @@ from qflash_lab.bench.records import environment, write_json
 from qflash_lab.bench.tables import Column, names
 from qflash_lab.bench.workloads import get_workload, paper_inputs
 
-HERE = Path(__file__).resolve().parent
-
-ACTIVATIONS = HERE.parent / "tests" / "activations.safetensors"
+ACTIVATIONS = pages.ROOT / "tests" / "activations.safetensors"
 DRAWN = tuple(kind for kind in INPUTS if kind != "real")
 SEEDS, I_VIT_SEEDS = 5, 20
 REAL_BATCH = 4
@@ -59,11 +57,6 @@ def by_method(file: str, chosen: Callable[[col.Row], bool], by: Callable[[col.Ro
     return groups(filter(chosen, declared.rows(file)), col.METHOD, by=by)
 
 
-def title_of(line: Group) -> str:
-    """Return a method's name."""
-    return str(any_row(line)[col.TITLE])
-
-
 def sqnr_column(heading: str, place: str, spread: bool = False) -> Column:
     """Return the column of an input, or of a method where lines are inputs."""
     return Column(heading, lambda line: number(line[place], spread))
@@ -71,12 +64,12 @@ def sqnr_column(heading: str, place: str, spread: bool = False) -> Column:
 
 def every(heading: str, lines: Sequence[Group]) -> list[Column]:
     """Return a column of SQNR for each input."""
-    return [names(heading, title_of), *(sqnr_column(place, place) for place in lines[0])]
+    return [names(heading, one(col.TITLE)), *(sqnr_column(place, place) for place in lines[0])]
 
 
 def paper_columns() -> Iterator[Column]:
     """Yield the columns of the paper's inputs: our mean and range, the paper's figure."""
-    yield names("", title_of)
+    yield names("", one(col.TITLE))
     for name in ("A2", "A7"):
         yield sqnr_column(f"{name}, here", name, spread=True)
         yield Column(f"{name}, paper", Of(name, col.PAPER_SQNR_DB))
@@ -87,17 +80,12 @@ def paper_columns() -> Iterator[Column]:
 
 def layer_columns(lines: Sequence[Group]) -> list[Column]:
     """Return the columns of the layers of the pretrained network, means only."""
-    columns = [names("SQNR, dB, in layer", title_of)]
+    columns = [names("SQNR, dB, in layer", one(col.TITLE))]
     for layer in lines[0]:
         columns.append(Column(layer.removeprefix("DINOv2-S layer "), Of(layer, col.SQNR_DB), ".1f"))
     for heading, choose in (("least", min), ("mean", statistics.fmean)):
         columns.append(Column(heading, Extreme(tuple(lines[0]), col.SQNR_DB, choose), ".1f"))
     return columns
-
-
-def workload(row: col.Row) -> str:
-    """Return a row's workload."""
-    return str(row[col.WORKLOAD])
 
 
 def activations() -> list[Group]:
@@ -108,7 +96,7 @@ def activations() -> list[Group]:
 
 def preset_columns(lines: Sequence[Group]) -> list[Column]:
     """Return a column for each preset."""
-    found = [names("SQNR, dB", lambda line: any_row(line)[col.WORKLOAD])]
+    found = [names("SQNR, dB", one(col.WORKLOAD))]
     for name in PRESETS:
         heading = lines[0][name][col.TITLE].removeprefix("QFlash ")
         found.append(sqnr_column(heading, name))
@@ -117,12 +105,14 @@ def preset_columns(lines: Sequence[Group]) -> list[Column]:
 
 TABLES = {
     "accuracy:paper": Table(
-        lambda: by_method("accuracy", lambda row: row[col.INPUT] == "paper", workload), tuple(paper_columns())
+        lambda: by_method("accuracy", lambda row: row[col.INPUT] == "paper", one(col.WORKLOAD)), tuple(paper_columns())
     ),
     "accuracy:other": Table(
         lambda: by_method("accuracy", lambda row: row[col.INPUT] != "paper"), functools.partial(every, "SQNR, dB")
     ),
-    "accuracy:layers": Table(lambda: by_method("accuracy_real", lambda row: row[col.INPUT] == "real", workload), layer_columns),
+    "accuracy:layers": Table(
+        lambda: by_method("accuracy_real", lambda row: row[col.INPUT] == "real", one(col.WORKLOAD)), layer_columns
+    ),
     "accuracy:activations": Table(activations, preset_columns),
 }
 """Declared tables between markers of the pages."""
@@ -195,13 +185,13 @@ def measure(name: str, cases: list[Case]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_accuracy(cases, seeds=SEEDS, output=Path(folder))
         for kind in ("json", "csv"):
-            shutil.copyfile(Path(folder) / f"accuracy.{kind}", HERE / "results" / f"{name}.{kind}")
+            shutil.copyfile(Path(folder) / f"accuracy.{kind}", declared.RESULTS / f"{name}.{kind}")
 
 
 def measure_drawn() -> None:
     """Measure on what needs no download."""
     measure("accuracy", make_cases(DRAWN, ("A2", "A7"), batch=8))
-    write_json(HERE / "results" / "accuracy_i_vit.json", measure_i_vit())
+    write_json(declared.RESULTS / "accuracy_i_vit.json", measure_i_vit())
 
 
 def measure_real(data: Path | None) -> None:

@@ -58,6 +58,11 @@ def any_row(line: Any) -> Any:
     return next(iter(line.values())) if isinstance(line, Group) else line
 
 
+def one(column: str) -> Callable[[Any], Any]:
+    """Return what gives a column that the rows of a line share."""
+    return lambda line: any_row(line)[column]
+
+
 @dataclasses.dataclass(frozen=True)
 class Of:
     """A column of a method's row."""

@@ -17,8 +17,6 @@ import pages
 from qflash_lab.evaluation.real_data import FASHION_FOLDERS
 from qflash_lab.evaluation.top1 import run_evaluate
 
-HERE = Path(__file__).resolve().parent
-
 DIGITS, FASHION = ["digits-vit", "digits-swin"], ["fashion-vit", "fashion-swin"]
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {"models": DIGITS},
@@ -94,7 +92,7 @@ def main() -> None:
         data = {"data": given.fashion} if RUNS[name]["models"] == FASHION else {}
         run_evaluate(output=folder, device=given.device, **RUNS[name], **data)
         for kind in ("json", "csv"):
-            shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / f"{FILES[name]}.{kind}")
+            shutil.copyfile(folder / f"evaluate.{kind}", declared.RESULTS / f"{FILES[name]}.{kind}")
     pages.write(blocks())
 
 

@@ -34,7 +34,7 @@ from torch import nn
 import declared
 import pages
 import qflash
-from declared import Group, Of, Quotient, Table, against, any_row, blank, groups, span
+from declared import Group, Of, Quotient, Table, against, blank, groups, one, span
 from qflash_lab.bench import onnx_models
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
@@ -42,9 +42,7 @@ from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import probe, real_data, small_models
 from qflash_lab.evaluation.statistics import paired, wilson_interval
 
-HERE = pathlib.Path(__file__).resolve().parent
-
-RESULTS = HERE / "results" / "integer_networks.json"
+RESULTS = declared.RESULTS / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 
@@ -215,7 +213,7 @@ PEER_NAMES = {
     "torchao float8 dynamic": "torchao float8 dynamic, compiled", col.INTEGER: "**integer network**",
 }  # fmt: skip
 MODEL_AND_BATCH = (
-    names("Model", lambda line: shown(any_row(line)[col.MODEL])), names("Batch", lambda line: any_row(line)[col.BATCH]),
+    names("Model", lambda line: shown(one(col.MODEL)(line))), names("Batch", one(col.BATCH)),
 )  # fmt: skip
 SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.TIMM, col.COMPILE, col.INTEGER)}
 JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
@@ -256,7 +254,7 @@ TABLES = {
     "integer:cpu": Table(
         lambda: models(PROCESSOR),
         (
-            names("ms a batch", lambda line: any_row(line)[col.MODEL]), MODEL_AND_BATCH[1],
+            names("ms a batch", one(col.MODEL)), MODEL_AND_BATCH[1],
             *(Column(title, Of(method), MS) for method, title in CPU_METHODS.items()),
             Column("times as fast as compiled", against((col.COMPILE,), col.INTEGER), ".2f"),
             Column("as onnxruntime's faster int8", against(INT8, col.INTEGER), ".2f"),
@@ -269,9 +267,9 @@ TABLES = {
 def summary() -> list[str]:
     """Say in a sentence what ``qflash-lab models --integer`` measured."""
     found = models(SPEED)
-    batches = sorted({any_row(group)[col.BATCH] for group in found})
+    batches = sorted({one(col.BATCH)(group) for group in found})
     card = pages.card(declared.record(SPEED.stem)["environment"]["device"])
-    count = len({any_row(group)[col.MODEL] for group in found})
+    count = len({one(col.MODEL)(group) for group in found})
     speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) for group in found)
     return pages.wrap(
         f"[Whole networks in integers](docs/integer_network.md) ({count} models, batch {batches[0]} to {batches[-1]}, {card}): "

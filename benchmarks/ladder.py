@@ -15,7 +15,6 @@ import json
 import math
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -23,7 +22,7 @@ from rich.progress import track
 import declared
 import pages
 import qflash
-from declared import Group, Heading, Of, Table, any_row, groups
+from declared import Group, Heading, Of, Table, groups, one
 from qflash_lab.baselines import AUTHORS, PRINTED
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized
@@ -31,10 +30,7 @@ from qflash_lab.bench.console import progress_bar
 from qflash_lab.bench.metrics import exact_attention, sqnr, summary
 from qflash_lab.bench.tables import Column, names
 
-HERE = Path(__file__).resolve().parent
-
-ROOT = HERE.parent
-RESULT = ROOT / "benchmarks" / "results" / "ladder.json"
+RESULT = declared.RESULTS / "ladder.json"
 NAMED = {
     "PRINTED": "`qflash-printed`, the paper to the letter",
     "AUTHORS": "`qflash-authors`, its authors' code",
@@ -99,18 +95,13 @@ def by_input() -> list[Group]:
     return groups(declared.rows("ladder", of="steps"), col.GROUP, col.LABEL, by=lambda row: row[col.INPUT])
 
 
-def group_of(line: Group) -> str:
-    """Return which rows a line stands with."""
-    return str(any_row(line)[col.GROUP])
-
-
 def every_step() -> list[Group | Heading]:
     """Return all lines, each group behind its name."""
     lines: list[Group | Heading] = []
     before = ""
     for line in by_input():
-        if group_of(line) != before:
-            before = group_of(line)
+        if one(col.GROUP)(line) != before:
+            before = one(col.GROUP)(line)
             lines.append(Heading(before))
         lines.append(line)
     return lines
@@ -118,20 +109,20 @@ def every_step() -> list[Group | Heading]:
 
 def preset_of(line: Group) -> str | None:
     """Return what README calls a line, None where it leaves it out."""
-    label = str(any_row(line)[col.LABEL])
-    if group_of(line).startswith("float64"):
-        return f"{group_of(line)}, {label}"
+    label = str(one(col.LABEL)(line))
+    if one(col.GROUP)(line).startswith("float64"):
+        return f"{one(col.GROUP)(line)}, {label}"
     return next((title for preset, title in NAMED.items() if f"({preset})" in label), None)
 
 
 def presets() -> list[Group]:
     """Return the lines of README's table, those of the exact softmax last."""
-    return sorted((line for line in by_input() if preset_of(line)), key=lambda line: group_of(line).startswith("float64"))
+    return sorted((line for line in by_input() if preset_of(line)), key=lambda line: one(col.GROUP)(line).startswith("float64"))
 
 
 def amplitude_columns(lines: Sequence[Group]) -> list[Column]:
     """Return a column for each method."""
-    first = names("amplitude of Q and K", lambda line: f"{any_row(line)[col.AMPLITUDE]:g}")
+    first = names("amplitude of Q and K", lambda line: f"{one(col.AMPLITUDE)(line):g}")
     return [
         first,
         *(Column(method, Of(method, col.SQNR_DB), lambda db: "fails" if db is None else f"{db:.2f}") for method in lines[0]),
@@ -140,7 +131,7 @@ def amplitude_columns(lines: Sequence[Group]) -> list[Column]:
 
 SQNR = tuple(Column(kind, Of(kind, col.SQNR_DB)) for kind in INPUTS)
 TABLES = {
-    "ladder:all": Table(every_step, (names("SQNR, dB", lambda line: any_row(line)[col.LABEL]), *SQNR)),
+    "ladder:all": Table(every_step, (names("SQNR, dB", one(col.LABEL)), *SQNR)),
     "ladder:presets": Table(presets, (names("SQNR, dB", preset_of), *SQNR)),
     "ladder:amplitudes": Table(lambda: groups(declared.rows("ladder", of="amplitudes"), col.AMPLITUDE), amplitude_columns),
 }
@@ -173,7 +164,6 @@ def main() -> None:
         "steps": steps,
         "amplitudes": scaled,
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
     pages.write(blocks())
     for lines in blocks().values():

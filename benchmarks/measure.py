@@ -26,8 +26,6 @@ from qflash_lab.bench import schema as col
 from qflash_lab.bench.problems import LONG
 from qflash_lab.bench.workloads import WORKLOADS
 
-HERE = Path(__file__).resolve().parent
-
 # those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")
 # heads, tokens, channels of the models in the tables of other vision transformers

@@ -9,20 +9,18 @@ import functools
 import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import declared
 import pages
-from declared import Extreme, Group, Of, Quotient, Table, against, groups, quotients, span, time
+from declared import Extreme, Group, Of, Quotient, Table, against, groups, one, quotients, span, time
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.schema import Row
 from qflash_lab.bench.tables import Column, digits, names, number
 
-HERE = Path(__file__).resolve().parent
-
-TABLES_PAGE = HERE.parent / "docs" / "performance" / "tables.md"
+TABLES_PAGE = pages.ROOT / "docs" / "performance" / "tables.md"
 """Is written whole."""
-FIGURE = HERE.parent / "docs" / "speed.svg"
+FIGURE = pages.ROOT / "docs" / "speed.svg"
 CARD = "h200"
 """Whose results are shown."""
 
@@ -157,11 +155,6 @@ def ratios(head: str, ours: str) -> list[Column]:
     ]
 
 
-def one(column: str) -> Callable[[Group], Any]:
-    """Return what gives a column that a group's rows share."""
-    return lambda group: declared.any_row(group)[column]
-
-
 RATIOS = Table(
     by_model,
     (
@@ -238,15 +231,11 @@ def eager_group(column: str = col.MEDIAN_US) -> Group:
     return found
 
 
-def takes(row: Row) -> str:
-    """Return what a row's method takes."""
-    return "int8" if row[col.METHOD].endswith("kernel") or row[col.METHOD] == col.QFLASH_INT8 else "fp16"
-
-
 EAGER = Table(
     lambda: list(eager_group().values()),
     (
-        names("method", col.METHOD), names("takes", takes),
+        names("method", col.METHOD),
+        names("takes", lambda row: "int8" if row[col.METHOD] in {col.QFLASH_INT8, *FROM_INT8} else "fp16"),
         Column("until the device is done, µs", col.MEDIAN_US, digits(1)), Column("issuing, µs", col.ISSUE_US, digits(1)),
     ),
 )  # fmt: skip
@@ -641,10 +630,11 @@ PROCESSOR = (
 """Columns of a CPU's run: SDPA in float32, the CPU back end and the reference, lowest of the rounds."""
 
 
-def when(file: str) -> str:
-    """Return the day of a run."""
+def linked(file: str) -> str:
+    """Return a link to a result file, and the day of its run where it says so."""
     record = declared.record(file)
-    return str((record.get("environment") or record)["date"][:10])
+    day = f" ({(record.get('environment') or record)['date'][:10]})" if isinstance(record, dict) else ""
+    return f"[{Path(file).name}](../../{posixpath.normpath(f'benchmarks/results/{file}.json')}){day}"
 
 
 def tuned_baselines_section() -> tuple[Section, ...]:
@@ -874,22 +864,12 @@ def tables_page() -> str:
     """Return docs/performance/tables.md."""
     parts = [HEADER]
     for section in SECTIONS:
-        links = ", ".join(f"[{Path(file).name}](../../{link_to(file)})" + day(file) for file in section.files)
+        links = ", ".join(map(linked, section.files))
         parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
         if section.title == "Latency from fp16":
             parts.append("\n" + "\n".join(pages.wrap(eager_line())) + "\n")
         parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table.markdown()) + "\n")
     return "".join(parts)
-
-
-def link_to(file: str) -> str:
-    """Return a result file's place from the repository's root."""
-    return posixpath.normpath(f"benchmarks/results/{file}.json")
-
-
-def day(file: str) -> str:
-    """Return the day of a run in brackets, or nothing where the file has none."""
-    return f" ({when(file)})" if isinstance(declared.record(file), dict) else ""
 
 
 SCHEMA = Table(

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import declared
 import pages
-from declared import Group, Of, Table, any_row, groups
+from declared import Group, Of, Table, groups, one
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.tables import Column, names
 from qflash_lab.paper import paper_results
 from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
 from qflash_lab.paper.results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method
 
-HERE = Path(__file__).resolve().parent
-
 
 @functools.cache
 def found() -> Found:
     """Return the committed results, as ``qflash-lab report`` reads them."""
-    return read_results([HERE / "results"])
+    return read_results([declared.RESULTS])
 
 
 def claim_table() -> list[str]:
@@ -176,7 +173,7 @@ def grid_columns(heading: str, key: str) -> Callable[[Sequence[Group]], list[Col
     """Return what makes a column of SQNR for each member of the groups."""
 
     def columns(lines: Sequence[Group]) -> list[Column]:
-        first = names(heading, lambda line: any_row(line)[key])
+        first = names(heading, one(key))
         return [first, *(Column(name, Of(name, col.SQNR_DB), ".2f") for name in lines[0])]
 
     return columns
@@ -190,7 +187,7 @@ GRANULARITIES = (
 
 def granularities() -> list[Group]:
     """Return the lines of :data:`GRANULARITIES`."""
-    by = {any_row(group)[col.LABEL]: group for group in grid("granularity", col.INPUT, col.LABEL, group="default")}
+    by = {one(col.LABEL)(group): group for group in grid("granularity", col.INPUT, col.LABEL, group="default")}
     return [by[label] for label in GRANULARITIES]
 
 

@@ -26,16 +26,14 @@ from torch import nn
 import declared
 import pages
 import qflash
-from declared import Group, Of, Table, groups
+from declared import Group, Of, Table, groups, one
 from qflash_lab.bench import runner
 from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import real_data
 
-HERE = pathlib.Path(__file__).resolve().parent
-
-RESULTS = HERE / "results" / "static_attention.json"
+RESULTS = declared.RESULTS / "static_attention.json"
 SIDE = 224
 RECIPES = {
     "`PAPER`": qflash.PAPER,
@@ -113,20 +111,15 @@ def by_scales(of: str) -> list[Group]:
     return groups(declared.rows(RESULTS.stem, of=of), col.RECIPE, by=lambda row: row[col.SCALES])
 
 
-def recipe_of(group: Group) -> str:
-    """Return a group's recipe."""
-    return str(declared.any_row(group)[col.RECIPE])
-
-
 TABLES = {
     "static:dinov2": Table(
         lambda: by_scales("rows"),
-        (names("SQNR, dB", recipe_of), *(Column(each, Of(each, col.SQNR_DB), ".1f") for each in ("dynamic", *METHODS))),
+        (names("SQNR, dB", one(col.RECIPE)), *(Column(each, Of(each, col.SQNR_DB), ".1f") for each in ("dynamic", *METHODS))),
     ),
     "static:time": Table(
         lambda: by_scales("times"),
         (
-            names("Processor time, ms", recipe_of),
+            names("Processor time, ms", one(col.RECIPE)),
             *(Column(each, Of(each, col.CPU_US), declared.scaled(1e-3, ".1f")) for each in ("dynamic", "static")),
         ),
     ),

@@ -33,8 +33,6 @@ from qflash_lab.bench.timers import tidy
 from qflash_lab.verify.cases import signature
 from qflash_lab.verify.compile import compile_call
 
-HERE = Path(__file__).resolve().parent
-
 NAMES = tuple(name.removesuffix(" kernel") for name in col.BASELINES)
 PRODUCTS = {"int-flash-full": "int8", "int-flash-half": "float16", "qattn": "bfloat16"}
 """Of the methods whose kernel is :mod:`qflash_lab.baselines.float_softmax_kernels`."""

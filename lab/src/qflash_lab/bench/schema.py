@@ -42,6 +42,7 @@ OUTPUTS = _column("outputs", "channels that a linear layer returns")
 EPILOGUE = _column("epilogue", "what follows a linear layer's product: int8, residual or gelu")
 CAUSAL = _column("causal", "whether a causal mask is applied")
 BIAS = _column("bias", "whether an additive bias is applied")
+MASK = _column("mask", "an attention mask, in words")
 INPUT = _column("input", "what tensors were drawn from")
 DTYPE = _column("dtype", "of the inputs or, of a model, of weights and images")
 

@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # Bounds: the newest versions this tree was tested with; lint tools are pinned because their output is part of the check.
-REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" \
+REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" "pandas<4" "scipy<2" \
 	"onnx<2" "onnxruntime<2" "ruff==0.17.5" "mypy==2.4.1"
 
 # The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).

@@ -7,74 +7,115 @@ pages. ``--real`` measures only what ``qflash-lab accuracy --input real`` downlo
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import math
 import shutil
 import statistics
-import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import declared
+import pages
+from declared import Extreme, Group, Of, Table, groups, one
 from qflash_lab.baselines import get_method
 from qflash_lab.baselines.integer import make_scores, quantize_input
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.accuracy import INPUTS, Case, make_cases, run_accuracy
 from qflash_lab.bench.metrics import exact_attention, sqnr
 from qflash_lab.bench.records import environment, write_json
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.bench.workloads import get_workload, paper_inputs
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-PAGE = HERE.parent / "docs" / "baselines.md"
-README = HERE.parent / "README.md"
-EVALUATION = HERE.parent / "docs" / "evaluation.md"
-ACTIVATIONS = HERE.parent / "tests" / "activations.safetensors"
+ACTIVATIONS = pages.ROOT / "tests" / "activations.safetensors"
 DRAWN = tuple(kind for kind in INPUTS if kind != "real")
 SEEDS, I_VIT_SEEDS = 5, 20
 REAL_BATCH = 4
 """Photos a call; the five seeds take all twenty."""
 PRESETS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")
-INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", "sqnr_db"
+INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", col.SQNR_DB
 
 
-def cell(row: dict[str, Any], spread: bool) -> str:
-    text = "failed" if row["error"] else f"{row['sqnr_db']:.2f}"
-    if spread and not row["error"]:
-        text += f" [{row['sqnr_min_db']:.1f}, {row['sqnr_max_db']:.1f}]"
-    return text
+def number(row: col.Row, spread: bool = False) -> str:
+    """Return a row's SQNR, with the range over the seeds if that is wanted."""
+    if row[col.ERROR]:
+        return "failed"
+    text = f"{row[col.SQNR_DB]:.2f}"
+    return text + f" [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]" if spread else text
 
 
-def paper_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the paper's inputs: our mean and range, the paper's figure."""
-    lines = [
-        "| | A2, here | A2, paper | A7, here | A7, paper | MSE A2, here | paper | MSE A7, here | paper |",
-        "|---|" + "---|" * 8,
-    ]
-    for name in dict.fromkeys(row["method"] for row in rows):
-        pair = [row for row in rows if row["method"] == name and row["input"] == "paper"]
-        cells = []
-        for row in pair:
-            cells += [cell(row, True), "-" if row["paper_sqnr_db"] is None else f"{row['paper_sqnr_db']:.2f}"]
-        for row in pair:
-            cells += [f"{row['mse']:.2e}", "-" if row["paper_mse"] is None else f"{row['paper_mse']:.2e}"]
-        lines.append(f"| {pair[0]['title']} | {' | '.join(cells)} |")
-    return lines
+def place_of(row: col.Row) -> str:
+    """Return what a column is called: the workload, and what it was drawn from where it was drawn."""
+    return row[col.WORKLOAD] if row[col.INPUT] == "captured" else f"{row[col.INPUT]} {row[col.WORKLOAD]}"
 
 
-def other_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the other inputs, means only."""
-    others = [row for row in rows if row["input"] != "paper"]
-    labels = list(dict.fromkeys((row["input"], row["workload"]) for row in others))
-    names = [label if kind == "captured" else f"{kind} {label}" for kind, label in labels]
-    lines = ["| SQNR, dB | " + " | ".join(names) + " |", "|---|" + "---|" * len(labels)]
-    for name in dict.fromkeys(row["method"] for row in others):
-        mine = [row for row in others if row["method"] == name]
-        lines.append(f"| {mine[0]['title']} | {' | '.join(cell(row, False) for row in mine)} |")
-    return lines
+def by_method(file: str, chosen: Callable[[col.Row], bool], by: Callable[[col.Row], str] = place_of) -> list[Group]:
+    """Return the rows of a file that are chosen, a group for the inputs of each method."""
+    return groups(filter(chosen, declared.rows(file)), col.METHOD, by=by)
+
+
+def sqnr_column(heading: str, place: str, spread: bool = False) -> Column:
+    """Return the column of an input, or of a method where lines are inputs."""
+    return Column(heading, lambda line: number(line[place], spread))
+
+
+def every(heading: str, lines: Sequence[Group]) -> list[Column]:
+    """Return a column of SQNR for each input."""
+    return [names(heading, one(col.TITLE)), *(sqnr_column(place, place) for place in lines[0])]
+
+
+def paper_columns() -> Iterator[Column]:
+    """Yield the columns of the paper's inputs: our mean and range, the paper's figure."""
+    yield names("", one(col.TITLE))
+    for name in ("A2", "A7"):
+        yield sqnr_column(f"{name}, here", name, spread=True)
+        yield Column(f"{name}, paper", Of(name, col.PAPER_SQNR_DB))
+    for name, heading in (("A2", "MSE A2, here"), ("A7", "MSE A7, here")):
+        yield Column(heading, Of(name, col.MSE), ".2e")
+        yield Column("paper", Of(name, col.PAPER_MSE), ".2e")
+
+
+def layer_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return the columns of the layers of the pretrained network, means only."""
+    columns = [names("SQNR, dB, in layer", one(col.TITLE))]
+    for layer in lines[0]:
+        columns.append(Column(layer.removeprefix("DINOv2-S layer "), Of(layer, col.SQNR_DB), ".1f"))
+    for heading, choose in (("least", min), ("mean", statistics.fmean)):
+        columns.append(Column(heading, Extreme(tuple(lines[0]), col.SQNR_DB, choose), ".1f"))
+    return columns
+
+
+def activations() -> list[Group]:
+    """Return the tests' activations: a row a head, the presets and the paper's own arithmetic."""
+    mine = (row for row in declared.rows("accuracy_real") if row[col.INPUT] == ACTIVATIONS.name)
+    return groups(mine, col.WORKLOAD)
+
+
+def preset_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return a column for each preset."""
+    found = [names("SQNR, dB", one(col.WORKLOAD))]
+    for name in PRESETS:
+        heading = lines[0][name][col.TITLE].removeprefix("QFlash ")
+        found.append(sqnr_column(heading, name))
+    return found
+
+
+TABLES = {
+    "accuracy:paper": Table(
+        lambda: by_method("accuracy", lambda row: row[col.INPUT] == "paper", one(col.WORKLOAD)), tuple(paper_columns())
+    ),
+    "accuracy:other": Table(
+        lambda: by_method("accuracy", lambda row: row[col.INPUT] != "paper"), functools.partial(every, "SQNR, dB")
+    ),
+    "accuracy:layers": Table(
+        lambda: by_method("accuracy_real", lambda row: row[col.INPUT] == "real", one(col.WORKLOAD)), layer_columns
+    ),
+    "accuracy:activations": Table(activations, preset_columns),
+}
+"""Declared tables between markers of the pages."""
 
 
 def measure_i_vit() -> dict[str, Any]:
@@ -90,7 +131,7 @@ def measure_i_vit() -> dict[str, Any]:
             # 1.4375 for log2(e), and 1 / S rounded
             temperature = round(inverse) * math.log2(math.e) / (1.4375 * inverse) - 1
             found = sqnr(exact_attention(*inputs), get_method("i-vit").attention(*inputs))
-            row = {"workload": name, "seed": seed, "inverse_scale": round(inverse, 3), "sqnr_db": round(found, 3)}
+            row = {"workload": name, "seed": seed, "inverse_scale": round(inverse, 3), col.SQNR_DB: round(found, 3)}
             rows.append(row | {"temperature_percent": round(100 * temperature, 2)})
     what = (
         "I-ViT on the paper's inputs, batch 8: 1 / S of the 8-bit scores, its rounding as a change of the temperature, and SQNR"
@@ -100,7 +141,7 @@ def measure_i_vit() -> dict[str, Any]:
 
 def i_vit_table() -> list[str]:
     """Eight of the draws on A2, by 1 / S, and the means."""
-    rows = json.loads((HERE / "results" / "accuracy_i_vit.json").read_text())["rows"]
+    rows = declared.rows("accuracy_i_vit")
     a2, a7 = ([row for row in rows if row["workload"] == name] for name in ("A2", "A7"))
     ordered = sorted(a2, key=lambda row: -row["inverse_scale"])
     shown = [ordered[round(index * (len(ordered) - 1) / 7)] for index in range(8)]
@@ -116,10 +157,10 @@ def i_vit_table() -> list[str]:
 
 def real_line() -> list[str]:
     """README's sentence about pretrained networks."""
-    rows = json.loads((HERE / "results" / "real_cpu.json").read_text())["layers"]
+    rows = declared.rows("real_cpu", of="layers")
 
     def span(method: str) -> str:
-        values = [row["sqnr_db"] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
+        values = [row[col.SQNR_DB] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
         return f"{min(values):.1f} to {max(values):.1f} dB"
 
     return pages.wrap(
@@ -128,43 +169,10 @@ def real_line() -> list[str]:
     )
 
 
-def layer_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the layers of the pretrained network, means only."""
-    mine = [row for row in rows if row["input"] == "real"]
-    labels = list(dict.fromkeys(row["workload"] for row in mine))
-    names = [label.removeprefix("DINOv2-S layer ") for label in labels]
-    lines = [f"| SQNR, dB, in layer | {' | '.join(names)} | least | mean |", "|---|" + "---|" * (len(labels) + 2)]
-    for method in dict.fromkeys(row["method"] for row in mine):
-        found = [row for row in mine if row["method"] == method]
-        cells = [f"{row['sqnr_db']:.1f}" for row in found]
-        cells += [f"{choose(row['sqnr_db'] for row in found):.1f}" for choose in (min, statistics.fmean)]
-        lines.append(f"| {found[0]['title']} | {' | '.join(cells)} |")
-    return lines
-
-
-def activations_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out the tests' activations: a row a head, the presets and the paper's own arithmetic."""
-    mine = [row for row in rows if row["input"] == ACTIVATIONS.name]
-    titles = {row["method"]: row["title"].removeprefix("QFlash ") for row in mine}
-    lines = [f"| SQNR, dB | {' | '.join(titles[name] for name in PRESETS)} |", "|---|" + "---|" * len(PRESETS)]
-    for head in dict.fromkeys(row["workload"] for row in mine):
-        by_method = {row["method"]: row for row in mine if row["workload"] == head}
-        lines.append(f"| {head} | {' | '.join(cell(by_method[name], False) for name in PRESETS)} |")
-    return lines
-
-
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the pages, by the markers' names."""
-    rows = json.loads((HERE / "results" / "accuracy.json").read_text())["rows"]
-    real = json.loads((HERE / "results" / "accuracy_real.json").read_text())["rows"]
-    return {
-        "accuracy:paper": paper_table(rows),
-        "accuracy:other": other_table(rows),
-        "accuracy:i-vit": i_vit_table(),
-        "accuracy:real": real_line(),
-        "accuracy:layers": layer_table(real),
-        "accuracy:activations": activations_table(real),
-    }
+    texts = {"accuracy:i-vit": i_vit_table(), "accuracy:real": real_line()}
+    return {marker: table.markdown() for marker, table in TABLES.items()} | texts
 
 
 def files() -> list[str]:
@@ -177,13 +185,13 @@ def measure(name: str, cases: list[Case]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_accuracy(cases, seeds=SEEDS, output=Path(folder))
         for kind in ("json", "csv"):
-            shutil.copyfile(Path(folder) / f"accuracy.{kind}", HERE / "results" / f"{name}.{kind}")
+            shutil.copyfile(Path(folder) / f"accuracy.{kind}", declared.RESULTS / f"{name}.{kind}")
 
 
 def measure_drawn() -> None:
     """Measure on what needs no download."""
     measure("accuracy", make_cases(DRAWN, ("A2", "A7"), batch=8))
-    write_json(HERE / "results" / "accuracy_i_vit.json", measure_i_vit())
+    write_json(declared.RESULTS / "accuracy_i_vit.json", measure_i_vit())
 
 
 def measure_real(data: Path | None) -> None:
@@ -193,12 +201,6 @@ def measure_real(data: Path | None) -> None:
         data: folder of the wheels; None to download them.
     """
     measure("accuracy_real", make_cases(("real", str(ACTIVATIONS)), batch=REAL_BATCH, data=data))
-
-
-def write_pages() -> None:
-    """Put the tables between their markers."""
-    for page in (PAGE, README, EVALUATION):
-        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -211,4 +213,4 @@ if __name__ == "__main__":
         if not arguments.real:
             measure_drawn()
         measure_real(arguments.data)
-    write_pages()
+    pages.write(blocks())

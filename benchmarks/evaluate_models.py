@@ -8,20 +8,15 @@ those.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+import declared
+import pages
 from qflash_lab.evaluation.real_data import FASHION_FOLDERS
 from qflash_lab.evaluation.top1 import run_evaluate
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-PAGE = HERE.parent / "docs" / "evaluation.md"
 DIGITS, FASHION = ["digits-vit", "digits-swin"], ["fashion-vit", "fashion-swin"]
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {"models": DIGITS},
@@ -73,13 +68,8 @@ def probe_table(report: dict[str, Any]) -> list[str]:
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-
-    def read(file: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((HERE / "results" / f"{file}.json").read_text(encoding="utf-8"))
-        return found
-
-    return {f"evaluate:{name}": table(read(file)) for name, file in FILES.items()} | {
-        "evaluate:probe": probe_table(read(PROBE))
+    return {f"evaluate:{name}": table(declared.record(file)) for name, file in FILES.items()} | {
+        "evaluate:probe": probe_table(declared.record(PROBE))
     }
 
 
@@ -102,8 +92,8 @@ def main() -> None:
         data = {"data": given.fashion} if RUNS[name]["models"] == FASHION else {}
         run_evaluate(output=folder, device=given.device, **RUNS[name], **data)
         for kind in ("json", "csv"):
-            shutil.copyfile(folder / f"evaluate.{kind}", HERE / "results" / f"{FILES[name]}.{kind}")
-    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+            shutil.copyfile(folder / f"evaluate.{kind}", declared.RESULTS / f"{FILES[name]}.{kind}")
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

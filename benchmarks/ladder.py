@@ -14,28 +14,23 @@ import datetime
 import json
 import math
 import platform
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+import declared
+import pages
 import qflash
+from declared import Group, Heading, Of, Table, groups, one
 from qflash_lab.baselines import AUTHORS, PRINTED
-from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized, summary
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.ablation_recipes import INPUTS, SEEDS, gaussian, ladder_rows, measure_rows, quantized
 from qflash_lab.bench.console import progress_bar
-from qflash_lab.bench.metrics import exact_attention, sqnr
+from qflash_lab.bench.metrics import exact_attention, sqnr, summary
+from qflash_lab.bench.tables import Column, names
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-ROOT = HERE.parent
-RESULT = ROOT / "benchmarks" / "results" / "ladder.json"
+RESULT = declared.RESULTS / "ladder.json"
 NAMED = {
     "PRINTED": "`qflash-printed`, the paper to the letter",
     "AUTHORS": "`qflash-authors`, its authors' code",
@@ -44,17 +39,13 @@ NAMED = {
     "ACCURATE": "`ACCURATE`",
 }
 """What the table of README calls the rows that it takes from the ladder."""
-PAGES = (ROOT / "docs" / "algorithm.md", ROOT / "README.md")
 
 
-def ladder() -> list[dict[str, Any]]:
+def ladder() -> list[col.Row]:
     """Measure every row on every input."""
     rows = ladder_rows("reference")
     with progress_bar(len(rows)) as tick:
-        return [
-            {"group": group, "step": label, "sqnr_db": figures}
-            for group, label, figures in measure_rows(rows, tuple(INPUTS), torch.device("cpu"), tick)
-        ]
+        return list(measure_rows(rows, tuple(INPUTS), torch.device("cpu"), tick))
 
 
 def exact_on_int8(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -63,11 +54,11 @@ def exact_on_int8(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return exact_attention(query, key, value)
 
 
-def amplitudes() -> list[dict[str, object]]:
+def amplitudes() -> list[col.Row]:
     """Measure the presets and the paper's own arithmetic over amplitudes of query and key, and a float64 softmax.
 
     The softmax is on DEFAULT's int8 tensors. All are compared with exact attention on the inputs, float32. What a method
-    refuses is None.
+    refuses has the error.
     """
 
     def recipe(choices: qflash.Recipe) -> Callable[..., torch.Tensor]:
@@ -80,7 +71,7 @@ def amplitudes() -> list[dict[str, object]]:
         "DEFAULT": recipe(qflash.DEFAULT),
         "float64 softmax, DEFAULT's int8 tensors": exact_on_int8,
     }
-    measured: list[dict[str, object]] = []
+    measured: list[col.Row] = []
     for amplitude in track((1e-4, 1e-2, 0.1, 1.0, 16.0, 128.0, 1e3), "amplitudes"):
         found: dict[str, list[float]] = {name: [] for name in functions}
         failed: dict[str, str] = {}
@@ -93,76 +84,63 @@ def amplitudes() -> list[dict[str, object]]:
                     found[name].append(sqnr(exact, function(*inputs)))
                 except ArithmeticError as error:  # round(1 / s) is 0 or leaves 32 bits
                     failed[name] = str(error)
-        figures = {name: None if name in failed else summary(values) for name, values in found.items()}
-        measured.append({"amplitude": amplitude, "sqnr_db": figures, "refused": failed})
+        for name, values in found.items():
+            row: col.Row = {col.AMPLITUDE: amplitude, col.METHOD: name, col.SQNR_DB: None, col.ERROR: failed.get(name)}
+            measured.append(row if name in failed else row | summary(values))
     return measured
 
 
-def mean(figure: dict | None) -> str:
-    """Format a mean, of what a method refused that it did."""
-    return "fails" if figure is None else f"{figure['mean']:.2f}"
+def by_input() -> list[Group]:
+    """Return the ladder's rows, a group for the inputs of each."""
+    return groups(declared.rows("ladder", of="steps"), col.GROUP, col.LABEL, by=lambda row: row[col.INPUT])
 
 
-def show(steps: list[dict], scaled: list[dict]) -> None:
-    """Print both tables."""
-    console = Console()
-    table = Table("step", *INPUTS, title=f"SQNR in dB, mean over seeds {SEEDS}")
-    group = None
-    for row in steps:
-        if row["group"] != group:
-            group = row["group"]
-            table.add_section()
-            table.add_row(f"[bold]{group}")
-        table.add_row(row["step"], *(f"{row['sqnr_db'][name]['mean']:.2f}" for name in INPUTS))
-    console.print(table)
-    table = Table("amplitude of Q and K", *scaled[0]["sqnr_db"], title="N(0, 1), N = 1024, D = 64")
-    for row in scaled:
-        table.add_row(f"{row['amplitude']:g}", *map(mean, row["sqnr_db"].values()))
-    console.print(table)
+def every_step() -> list[Group | Heading]:
+    """Return all lines, each group behind its name."""
+    lines: list[Group | Heading] = []
+    before = ""
+    for line in by_input():
+        if one(col.GROUP)(line) != before:
+            before = one(col.GROUP)(line)
+            lines.append(Heading(before))
+        lines.append(line)
+    return lines
 
 
-def markdown(record: dict) -> dict[str, list[str]]:
-    """Return the pages' tables, by the name of their markers."""
-    heading = [f"| SQNR, dB | {' | '.join(INPUTS)} |", "|---" * (len(INPUTS) + 1) + "|"]
+def preset_of(line: Group) -> str | None:
+    """Return what README calls a line, None where it leaves it out."""
+    label = str(one(col.LABEL)(line))
+    if one(col.GROUP)(line).startswith("float64"):
+        return f"{one(col.GROUP)(line)}, {label}"
+    return next((title for preset, title in NAMED.items() if f"({preset})" in label), None)
 
-    def line(label: str, row: dict) -> str:
-        return f"| {label} | " + " | ".join(f"{row['sqnr_db'][name]['mean']:.2f}" for name in INPUTS) + " |"
 
-    tables: dict[str, list[str]] = {"all": list(heading), "presets": list(heading)}
-    group = None
-    for row in record["steps"]:
-        if row["group"] != group:
-            group = row["group"]
-            tables["all"].append(f"| **{group}** |" + " |" * len(INPUTS))
-        tables["all"].append(line(row["step"], row))
-        for preset, label in NAMED.items():
-            if f"({preset})" in row["step"]:
-                tables["presets"].append(line(label, row))
-    for row in record["steps"]:
-        if row["group"].startswith("float64"):
-            tables["presets"].append(line(f"{row['group']}, {row['step']}", row))
-    columns = list(record["amplitudes"][0]["sqnr_db"])
-    tables["amplitudes"] = [f"| amplitude of Q and K | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for row in record["amplitudes"]:
-        figures = " | ".join(mean(row["sqnr_db"][name]) for name in columns)
-        tables["amplitudes"].append(f"| {row['amplitude']:g} | {figures} |")
-    return tables
+def presets() -> list[Group]:
+    """Return the lines of README's table, those of the exact softmax last."""
+    return sorted((line for line in by_input() if preset_of(line)), key=lambda line: one(col.GROUP)(line).startswith("float64"))
+
+
+def amplitude_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return a column for each method."""
+    first = names("amplitude of Q and K", lambda line: f"{one(col.AMPLITUDE)(line):g}")
+    return [
+        first,
+        *(Column(method, Of(method, col.SQNR_DB), lambda db: "fails" if db is None else f"{db:.2f}") for method in lines[0]),
+    ]
+
+
+SQNR = tuple(Column(kind, Of(kind, col.SQNR_DB)) for kind in INPUTS)
+TABLES = {
+    "ladder:all": Table(every_step, (names("SQNR, dB", one(col.LABEL)), *SQNR)),
+    "ladder:presets": Table(presets, (names("SQNR, dB", preset_of), *SQNR)),
+    "ladder:amplitudes": Table(lambda: groups(declared.rows("ladder", of="amplitudes"), col.AMPLITUDE), amplitude_columns),
+}
+"""Between markers of the pages."""
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the pages, by the markers' names."""
-    return {f"ladder:{name}": lines for name, lines in markdown(json.loads(RESULT.read_text())).items()}
-
-
-def write_tables() -> None:
-    """Put the tables between their markers in the pages."""
-    for page in PAGES:
-        page.write_text(pages.fill(page.read_text(), blocks()))
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULT.name]
+    return {marker: table.markdown() for marker, table in TABLES.items()}
 
 
 def main() -> None:
@@ -170,11 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
     if parser.parse_args().tables:
-        write_tables()
+        pages.write(blocks())
         return
     steps, scaled = ladder(), amplitudes()
-    assert all(math.isfinite(figure["mean"]) for row in steps for figure in row["sqnr_db"].values())
-    show(steps, scaled)
+    if not all(math.isfinite(row[col.SQNR_DB]) for row in steps):
+        raise ValueError("a result is not finite")
     record = {
         "what": "SQNR against float64 attention on the unquantised inputs, 20 log10(|ref| / |out - ref|)",
         "date": datetime.date.today().isoformat(),
@@ -186,9 +164,10 @@ def main() -> None:
         "steps": steps,
         "amplitudes": scaled,
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    write_tables()
+    pages.write(blocks())
+    for lines in blocks().values():
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

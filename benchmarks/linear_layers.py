@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from qflash.network import execution  # noqa: F401 - registers the operators
-from qflash_lab.bench import errors, records, timers
+from qflash_lab.bench import report, runner, tables, timers
+from qflash_lab.bench import schema as col
 
 PEAK = {"h100": (1979e12, 3.35e12), "h200": (1979e12, 4.8e12)}
 """Dense int8 operations and bytes a second by a card's name, from the vendor's data sheets (SXM)."""
@@ -122,65 +121,61 @@ def _int8(layer: Layer, device: torch.device) -> timers.TimedCall:
     return functools.partial(torch._int_mm, x, weight.t())
 
 
-def methods_for(device: torch.device) -> dict[str, Callable[[Layer, torch.device], timers.TimedCall]]:
-    """Return what is timed on a device, by name."""
-    if device.type == "cpu":
-        return {"qflash": ours, "float32": functools.partial(_product, dtype=torch.float32)}
-    half = functools.partial(_product, dtype=torch.float16)
-    return {"qflash": ours, "cuBLAS float16": half, "cuBLAS float8": _float8, "cuBLAS int8 to int32": _int8}
+_GPU, _CPU = ("cuda",), ("cpu",)
+METHODS: tuple[runner.TimedMethod[tuple[Layer, torch.device]], ...] = (
+    runner.TimedMethod(col.QFLASH, "kernel", lambda of: ours(*of), is_ours=True),
+    runner.TimedMethod("float32", "kernel", lambda of: _product(*of, dtype=torch.float32), devices=_CPU),
+    runner.TimedMethod(col.CUBLAS_FLOAT16, "kernel", lambda of: _product(*of, dtype=torch.float16), devices=_GPU),
+    runner.TimedMethod(col.CUBLAS_FLOAT8, "kernel", lambda of: _float8(*of), devices=_GPU),
+    runner.TimedMethod(col.CUBLAS_INT8, "kernel", lambda of: _int8(*of), devices=_GPU),
+)
+FIELDS = col.pick(
+    col.LAYER, col.ROWS, col.INPUTS, col.OUTPUTS, col.EPILOGUE, col.METHOD, *col.TIMES, col.OF_INT8_PEAK, col.OF_BANDWIDTH,
+    col.ERROR,
+)  # fmt: skip
 
 
-def measure(layer: Layer, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Return a layer's row: microseconds of every method, in turns, and the shares of the card's peaks that ours has."""
-    row: dict[str, Any] = dataclasses.asdict(layer) | {"us": {}, "errors": {}}
-    running: dict[str, timers.Timer] = {}
-    for name, prepare in methods_for(device).items():
-        try:
-            with errors.explained():
-                running[name] = timers.make_timer(prepare(layer, device), "kernel", device)
-        except Exception as error:
-            row["errors"][name] = errors.describe(error)
-    row["us"] = {name: found["median_us"] for name, found in timers.sample_by_turns(running, rounds).items()}
+def measure(layer: Layer, device: torch.device, rounds: int) -> list[col.Row]:
+    """Return a layer's rows: every method, in turns, and the shares of the card's peaks that ours has."""
+    known = {
+        col.LAYER: layer.name, col.ROWS: layer.rows, col.INPUTS: layer.inputs, col.OUTPUTS: layer.outputs,
+        col.EPILOGUE: layer.epilogue,
+    }  # fmt: skip
+    runs = []
+    for method in runner.choose(METHODS, device):
+        row = col.empty(FIELDS) | known | {col.METHOD: method.name}
+        runs.append(runner.Run(row, functools.partial(runner.unjudged, method, (layer, device)), method.mode))
+    rows = runner.measure(runs, device, rounds)
     card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     peaks = next((peak for name, peak in PEAK.items() if name in card), None)
-    if peaks is not None and "qflash" in row["us"]:
-        seconds = row["us"]["qflash"] * 1e-6
-        row |= {"of_int8_peak": layer.operations / seconds / peaks[0], "of_bandwidth": layer.bytes / seconds / peaks[1]}
-    del running
-    timers.tidy(device)
-    return row
-
-
-def render(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the rows as a table."""
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    table = Table(title="linear layers, µs", title_justify="left")
-    for heading in ("layer", "rows x inputs x outputs", "epilogue", *names, "of int8 peak", "of bandwidth"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("layer", "epilogue") else "right")
     for row in rows:
-        times = [f"{row['us'][name]:.2f}" if name in row["us"] else "failed" for name in names]
-        shares = [f"{row[name]:.0%}" if name in row else "" for name in ("of_int8_peak", "of_bandwidth")]
-        table.add_row(row["name"], f"{row['rows']} x {row['inputs']} x {row['outputs']}", row["epilogue"], *times, *shares)
-    return table
+        if peaks is not None and row[col.METHOD] == col.QFLASH and row[col.MEDIAN_US] is not None:
+            seconds = row[col.MEDIAN_US] * 1e-6
+            row[col.OF_INT8_PEAK] = layer.operations / seconds / peaks[0]
+            row[col.OF_BANDWIDTH] = layer.bytes / seconds / peaks[1]
+    return rows
+
+
+TABLE = (
+    tables.names("layer", col.LAYER),
+    tables.names("rows x inputs x outputs", lambda row: f"{row[col.ROWS]} x {row[col.INPUTS]} x {row[col.OUTPUTS]}"),
+    tables.names("epilogue", col.EPILOGUE), tables.names("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
+    tables.Column("of int8 peak", col.OF_INT8_PEAK, ".0%"), tables.Column("of bandwidth", col.OF_BANDWIDTH, ".0%"),
+)  # fmt: skip
 
 
 @torch.inference_mode()
-def run(folder: Path, layers: Sequence[Layer], device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Measure, print the table, and write ``linear_layers.json`` after every layer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "what": "linear layers of integer networks beside cuBLAS",
-        "environment": records.environment(device),
-        "timing": f"{'CUDA-graph replay' if device.type == 'cuda' else 'calls on the CPU'}, warm, methods in turns, median of "
+def run(folder: Path, layers: Sequence[Layer], device: torch.device, rounds: int) -> list[col.Row]:
+    """Measure, print the table, and write ``linear_layers.json`` and ``.csv`` after every layer."""
+    done = report.Report(
+        "linear_layers", "linear layers of integer networks beside cuBLAS", device, FIELDS, folder,
+        timing=f"{'CUDA-graph replay' if device.type == 'cuda' else 'calls on the CPU'}, warm, methods in turns, median of "
         f"{rounds} samples; ours with its epilogue, the others without",
-        "rows": [],
-    }  # fmt: skip
-    rows: list[dict[str, Any]] = record["rows"]
+    )  # fmt: skip
     for layer in track(layers, "Layers", console=Console(stderr=True)):
-        rows.append(measure(layer, device, rounds))
-        records.write_json(folder / "linear_layers.json", record)
-    Console(width=160).print(render(rows))
-    return rows
+        done.add(measure(layer, device, rounds))
+    done.finish(tables.render(done.rows, TABLE, "linear layers", groups=3))
+    return done.rows
 
 
 if __name__ == "__main__":

@@ -1,24 +1,26 @@
-"""What the search for hidden tokens costs: ``python benchmarks/masks.py [OUT.json]``.
+"""Time the search for hidden tokens: attention with masks that have a row for each query, and without a mask.
 
-Attention with masks that have a row for each query, which are searched for tokens that no row shows. In microseconds, on a GPU
-the time of a call in a CUDA graph and of an eager one, on a CPU the processor time of a call, each the least of several rounds.
-With another checkout's ``src`` in PYTHONPATH the same script measures that one. "none" is attention without a mask.
+    python benchmarks/masks.py FOLDER
+
+On a GPU calls are timed in a CUDA graph and eager, float16 in and out, on a CPU in float32 on fewer images. With another
+checkout's ``src`` in PYTHONPATH the same script measures that one.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 import qflash
-from qflash_lab.bench import records
+from qflash_lab.bench import report, runner, tables
+from qflash_lab.bench import schema as col
 
-ROUNDS = 9
 SHAPES = {
     # batch, heads, tokens, head dimension, masks' batch elements
     "swin": (1024, 3, 49, 32, 64),
@@ -43,66 +45,55 @@ def masks(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> I
             yield f"({name}, n, n) float, hides {about}", torch.where(mask, 0.5, -torch.inf).to(dtype)
 
 
-def on_gpu(call: Callable[[], torch.Tensor]) -> dict[str, float]:
-    """Return microseconds of a replay of a graph, and of an eager call."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    best = {}
-    for name, run, count in (("graph", graph.replay, 10), ("eager", call, 1)):
-        times = []
-        for _ in range(ROUNDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(20):
-                run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / 20 / count)
-        best[name] = round(min(times), 2)
-    return best
+FIELDS = col.pick(
+    col.WORKLOAD, col.SHAPE, col.MASK, col.DTYPE, col.MODE, col.METHOD, *col.TIMES, col.ISSUE_US, col.CPU_US, col.ERROR
+)
+TABLE = (
+    tables.names("shape", col.WORKLOAD), tables.names("mask", col.MASK), tables.names("mode", col.MODE),
+    tables.Column("µs", col.MEDIAN_US), tables.Column("quartiles", tables.quartiles),
+)  # fmt: skip
 
 
-def on_cpu(call: Callable[[], torch.Tensor]) -> dict[str, float]:
-    """Return microseconds of processor time of a call."""
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        begin = time.process_time()
-        call()
-        times.append(time.process_time() - begin)
-    return {"processor": round(min(times) * 1e6, 1)}
+def measure(name: str, shape: tuple[int, ...], device: torch.device, rounds: int) -> list[col.Row]:
+    """Return a shape's rows: attention without a mask and with each one, in turns."""
+    batch, heads, tokens, head_dim, period = shape
+    dtype, modes = (torch.float16, ("kernel", "eager")) if device.type == "cuda" else (torch.float32, ("kernel",))
+    sizes = batch // period, period, heads, tokens, head_dim
+    query, key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(3))
+    known = {
+        col.WORKLOAD: name, col.SHAPE: "x".join(map(str, shape[:4])), col.DTYPE: str(dtype).removeprefix("torch."),
+        col.METHOD: col.QFLASH,
+    }  # fmt: skip
+    runs = []
+    for about, mask in masks(shape, device, dtype):
+        call = functools.partial(qflash.attention, query, key, value, mask)
+        for mode in modes:
+            row = col.empty(FIELDS) | known | {col.MASK: about, col.MODE: mode}
+            runs.append(runner.Run(row, lambda call=call: (call, {}), mode))  # type: ignore[misc]
+    return runner.measure(runs, device, rounds)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attend as :func:`qflash.attention` does."""
-    return qflash.attention(query, key, value, mask)
-
-
-def main() -> None:
-    """Measure all shapes and masks, print them, and write them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("output", nargs="?", type=Path, help="JSON file")
-    given = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes, dtype = (SHAPES, torch.float16) if device.type == "cuda" else (ON_CPU, torch.float32)
-    rows = []
-    for name, shape in shapes.items():
-        batch, heads, tokens, head_dim, period = shape
-        sizes = batch // period, period, heads, tokens, head_dim
-        query, key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(3))
-        for about, mask in masks(shape, device, dtype):
-            found = (on_gpu if device.type == "cuda" else on_cpu)(functools.partial(attention, query, key, value, mask))
-            rows.append({"shape": name, "sizes": shape, "mask": about, **found})
-            print(f"{name:16} {about:36} {found}", flush=True)
-    if given.output is not None:
-        records.write_json(given.output, {"rows": rows, "device": str(device), "torch": torch.__version__})
+@torch.inference_mode()
+def run(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device, rounds: int) -> list[col.Row]:
+    """Measure, print the table, and write ``masks.json`` and ``.csv`` after every shape."""
+    timed = "CUDA-graph replay, and eager calls until the device is done" if device.type == "cuda" else "calls on the CPU"
+    done = report.Report(
+        "masks", "attention with masks that have a row for each query", device, FIELDS, folder,
+        timing=f"{timed}, warm, masks in turns, median of {rounds} samples",
+    )  # fmt: skip
+    for name, shape in track(shapes.items(), "Shapes", console=Console(stderr=True)):
+        done.add(measure(name, shape, device, rounds))
+    done.finish(tables.render(done.rows, TABLE, "masks with a row for each query"))
+    return done.rows
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="FOLDER", help="where masks.json goes")
+    parser.add_argument("--rounds", type=int, default=9, help="samples a mask")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
+    on_gpu = torch.cuda.is_available()
+    chosen = SHAPES if on_gpu else ON_CPU
+    run(arguments.output, chosen, torch.device("cuda" if on_gpu else "cpu"), arguments.rounds)

@@ -1,4 +1,4 @@
-"""Measure what docs/performance/tables.md says about attention: every ``qflash-lab bench`` that it needs, on this GPU.
+"""Measure what docs/performance/tables.md says about attention: every ``qflash-lab bench`` that it needs, on this machine.
 
 ``python benchmarks/measure.py FOLDER`` writes a JSON and a CSV file a run, named after it and the GPU; the committed ones lie
 in ``benchmarks/results``. Kernels are compiled by several processes first, which one process would do one after the other.
@@ -21,15 +21,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-from qflash_lab.bench.problems import LONG  # noqa: E402
-from qflash_lab.bench.workloads import WORKLOADS  # noqa: E402
+import pages
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.problems import LONG
+from qflash_lab.bench.workloads import WORKLOADS
 
-SDPA = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
-BASELINES = ("i-vit kernel", "int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
-OURS = ("qflash int8", "qflash")
 # those that have a bias
 WINDOWS = ("A4", "A5", "A6", "A7")
 # heads, tokens, channels of the models in the tables of other vision transformers
@@ -50,10 +46,11 @@ class Run:
     workloads: tuple[str, ...] = ()
     batches: tuple[int, ...] = (1, 8, 64)
     shapes: tuple[str, ...] = ()
-    methods: tuple[str, ...] = (*SDPA, *BASELINES, *OURS)
+    methods: tuple[str, ...] = (*col.FP16, *col.BASELINES, *col.OURS)
     modes: tuple[str, ...] = ("kernel", "end-to-end")
     bias: bool = False
     rounds: int = 15
+    device: str = "cuda"
 
     def options(self) -> list[str]:
         """Return the command line behind ``qflash-lab bench``."""
@@ -65,7 +62,7 @@ class Run:
             "--mode": self.modes,
         }
         options = [word for name, values in several.items() for value in values for word in (name, value)]
-        return [*options, *(["--bias"] if self.bias else []), "--rounds", str(self.rounds)]
+        return [*options, *(["--bias"] if self.bias else []), "--rounds", str(self.rounds), "--device", self.device]
 
     def parts(self) -> list[Run]:
         """Return the run workload by workload and shape by shape, to compile for."""
@@ -81,20 +78,32 @@ def _long(least: int, most: int) -> tuple[str, ...]:
 
 RUNS = (
     Run("bench", tuple(workload.name for workload in WORKLOADS)),
-    Run("bench_bias", WINDOWS, methods=("sdpa cudnn", "sdpa efficient", *OURS), bias=True),
+    Run("bench_bias", WINDOWS, methods=(col.SDPA_CUDNN, col.SDPA_EFFICIENT, *col.OURS), bias=True),
     Run("bench_1024", shapes=_long(1024, 1024)),
     Run("bench_long", shapes=_long(4096, 16384)),
     Run(
         "shapes",
         shapes=tuple(f"{images},{model}" for images in (1, 8, 64) for model in MODELS),
-        methods=(*SDPA, "int-flash-full kernel", "qattn kernel", *OURS),
+        methods=(*col.FP16, col.INT_FLASH_FULL, col.QATTN, *col.OURS),
         rounds=9,
     ),
     # int8 in, int8 out has an eager call only where there are kernels
     Run("bench_eager", ("A2",), batches=(8,), methods=(), modes=("kernel", "end-to-end", "eager")),
-    Run("eager_shapes", shapes=CALLED, methods=(*SDPA, *OURS), modes=("kernel", "end-to-end", "eager")),
+    Run("eager_shapes", shapes=CALLED, methods=(*col.FP16, *col.OURS), modes=("kernel", "end-to-end", "eager")),
 )
 """Under the names that ``performance_tables.py`` reads, behind which the card stands there."""
+
+
+CPU_RUN = Run(
+    "cpu",
+    tuple(workload.name for workload in WORKLOADS),
+    batches=(1, 8),
+    shapes=("2,8,1024,64", "1,8,4096,64", "1,4,4096,128"),
+    methods=(col.SDPA, f"{col.QFLASH_INT8} cpu", f"{col.QFLASH} cpu", f"{col.QFLASH} reference"),
+    rounds=9,
+    device="cpu",
+)
+"""What the tables of CPUs show; measured where it is asked for."""
 
 
 def card_of(device: str) -> str:
@@ -133,7 +142,8 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
                 failed += 1
                 continue
             for kind in ("json", "csv"):
-                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{run.name}_{card}.{kind}")
+                name = run.name if run is CPU_RUN else f"{run.name}_{card}"
+                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{name}.{kind}")
     return failed
 
 
@@ -141,7 +151,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of what programs take that measure :data:`RUNS`: a folder, some runs, and processes to compile with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("output", type=Path, metavar="FOLDER", help="where the results go")
-    parser.add_argument("--run", action="append", choices=[run.name for run in RUNS], help="only this; repeatable")
+    parser.add_argument("--run", action="append", choices=[run.name for run in (*RUNS, CPU_RUN)], help="only this; repeatable")
     parser.add_argument(
         "--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile side by side; 1: none beforehand"
     )
@@ -153,9 +163,10 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Run
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
-    if not torch.cuda.is_available():
-        parser.error("it measures a GPU, and PyTorch finds none")
-    return arguments, [run for run in RUNS if not arguments.run or run.name in arguments.run]
+    chosen = [run for run in (*RUNS, CPU_RUN) if (run.name in arguments.run if arguments.run else run in RUNS)]
+    if not torch.cuda.is_available() and any(run.device == "cuda" for run in chosen):
+        parser.error("it measures a GPU, and PyTorch finds none; on a CPU it measures --run cpu")
+    return arguments, chosen
 
 
 if __name__ == "__main__":

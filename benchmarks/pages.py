@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 WIDTH = 118
+CARD = "h200"
+"""The GPU that the pages are of, as files' names have it; results of other ones may lie beside its."""
 _MARKED = re.compile(r"<!-- ((?!numbers)[a-z]+:[a-z0-9-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -43,8 +48,12 @@ def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
     return _MARKED.sub(lines, page)
 
 
-CARD = "h200"
-"""The GPU that the pages are of, as files' names have it; results of other ones may lie beside its."""
+def write(blocks: Mapping[str, Sequence[str]]) -> None:
+    """Put parts where pages have their markers."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (filled := fill(text, blocks)) != text:
+            page.write_text(filled, encoding="utf-8")
 
 
 def card(device: str) -> str:

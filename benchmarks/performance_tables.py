@@ -6,38 +6,23 @@
 from __future__ import annotations
 
 import functools
-import json
-import sys
-from collections.abc import Callable, Iterable
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
+import declared
+import pages
+from declared import Extreme, Group, Of, Quotient, Table, against, groups, one, quotients, span, time
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.schema import Row
+from qflash_lab.bench.tables import Column, digits, names, number
 
-PAGE = HERE.parent / "docs" / "performance.md"
-README = HERE.parent / "README.md"
-"""Have tables between markers."""
-TABLES = HERE.parent / "docs" / "performance" / "tables.md"
+TABLES_PAGE = pages.ROOT / "docs" / "performance" / "tables.md"
 """Is written whole."""
-FIGURE = HERE.parent / "docs" / "speed.svg"
-FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
-"""PyTorch's fused 16-bit kernels. Ratios are against the fastest of them that a run has."""
-FLOAT_SOFTMAX = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
-"""This library's kernels of methods with int8 products and a float softmax."""
+FIGURE = pages.ROOT / "docs" / "speed.svg"
 CARD = pages.CARD
 """Whose results are shown."""
-
-READ: list[str] = []
-"""Names of the result files that were read."""
-
-
-@functools.cache
-def results(name: str) -> Any:
-    """Return a result file, by its name in ``results`` without the suffix."""
-    READ.append(name)
-    return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
 def file_of(run: str) -> str:
@@ -45,103 +30,85 @@ def file_of(run: str) -> str:
     return f"{run}_{CARD}"
 
 
-def rows_of(run: str) -> list[dict[str, Any]]:
-    """Return the rows of a run's result file."""
-    rows: list[dict[str, Any]] = results(file_of(run))["rows"]
-    return rows
+def rows_of(*runs: str) -> list[Row]:
+    """Return the rows of runs' result files."""
+    return declared.rows(*map(file_of, runs))
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """Format a figure, ``-`` for one that is missing."""
-    return "-" if value is None else f"{value:.{digits}f}" if value < 1000 else f"{value:.0f}"
+def by_shape(*runs: str, bias: bool = False) -> list[Group]:
+    """Return the rows of runs by shape, with a bias or without."""
+    timed = (row for row in rows_of(*runs) if row[col.MODE] != "eager" and bool(row[col.BIAS]) is bias)
+    return groups(timed, col.WORKLOAD, col.BATCH, col.SHAPE)
 
 
-def by_shape(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, bool], dict[str, dict[str, Any]]]:
-    """Group rows by shape (and bias), then by method."""
-    found: dict[tuple[str, bool], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row["mode"] == "eager":
-            continue
-        name = f"{row['workload']} b{row['batch']}" if row["batch"] else str(row["shape"])
-        found.setdefault((name, bool(row["bias"])), {})[row["method"]] = row
-    return found
+def shape_of(group: Group) -> str:
+    """Return what tables call a group's shape."""
+    row = declared.any_row(group)
+    return f"{row[col.WORKLOAD]} b{row[col.BATCH]}" if row[col.BATCH] else str(row[col.SHAPE])
 
 
-def medians(methods: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the microseconds of every method that ran on a shape."""
-    return {method: row["median_us"] for method, row in methods.items() if row["median_us"] is not None}
+def sizes(group: Group) -> list[int]:
+    """Return the numbers of a group's shape."""
+    return [int(part) for part in declared.any_row(group)[col.SHAPE].split("x")]
 
 
-def fastest(time: dict[str, float], names: Iterable[str]) -> float:
-    """Return the least time of those methods that were measured; at least one was."""
-    return min(time[method] for method in names if method in time)
-
-
-def fastest_fp16(time: dict[str, float]) -> float:
-    """Return the time of the fastest of PyTorch's 16-bit kernels."""
-    return fastest(time, FP16)
-
-
-def span(values: Iterable[float], digits: int = 2) -> str:
-    """Format the least and the greatest of some figures."""
-    ordered = sorted(values)
-    return " to ".join(dict.fromkeys(number(value, digits) for value in (ordered[0], ordered[-1])))
-
-
-def unbiased(*names: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every method's row, by shape, of runs without a bias, the last that has a shape."""
-    return {name: methods for run in names for (name, bias), methods in by_shape(rows_of(run)).items() if not bias}
-
-
-def latencies() -> dict[str, dict[str, dict[str, Any]]]:
+def latencies() -> list[Group]:
     """Return every method's row, by shape: long rows have runs of their own, those of 1024 keys another."""
-    return unbiased("bench", "bench_1024", "bench_long")
+    return by_shape("bench", "bench_1024", "bench_long")
 
 
-FROM_FLOATS = {"sdpa flash": "FA2", "sdpa cudnn": "cuDNN", "sdpa efficient": "efficient"}
+def other_shapes() -> list[Group]:
+    """Return the run of other vision transformers, by the numbers of their shapes."""
+    return sorted(by_shape("shapes"), key=sizes)
+
+
+def biased() -> list[Group]:
+    """Return every method's row, by shape, of the run with a bias."""
+    return by_shape("bench_bias", bias=True)
+
+
+def workloads(found: Iterable[Group], numbers: str) -> list[Group]:
+    """Return the groups of A1 to A7 whose number is among these."""
+    return [group for group in found if shape_of(group)[0] == "A" and shape_of(group)[1] in numbers]
+
+
+def long_rows(*keys: int) -> list[Group]:
+    """Return the groups of shapes that are no workload, of so many keys."""
+    return [group for group in latencies() if shape_of(group)[0] != "A" and sizes(group)[2] in keys]
+
+
+FROM_FLOATS = {col.SDPA_FLASH: "FA2", col.SDPA_CUDNN: "cuDNN", col.SDPA_EFFICIENT: "efficient"}
 FROM_INT8 = {
-    "int-flash-full kernel": "INT-Flash-Full", "int-flash-half kernel": "INT-Flash-Half", "qattn kernel": "QAttn",
-    "i-vit kernel": "I-ViT",
+    col.INT_FLASH_FULL: "INT-Flash-Full", col.INT_FLASH_HALF: "INT-Flash-Half", col.QATTN: "QAttn", col.I_VIT: "I-ViT",
 }  # fmt: skip
+SHAPE = names("shape", shape_of)
 
 
-def end_to_end(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Float in, float out, by shape: PyTorch's kernels and ours, quantisation included."""
-    peers = {name: title for name, title in FROM_FLOATS.items() if any(name in methods for methods in found.values())}
-    lines = [
-        f"| shape | {' | '.join(peers.values())} | **QFlash fp16** | fastest ÷ ours | SQNR dB |",
-        "|" + "---|" * (len(peers) + 4),
-    ]
-    for name, methods in found.items():
-        time = medians(methods)
-        cells = [number(time.get(peer)) for peer in peers]
-        cells += [number(time["qflash"]), number(fastest_fp16(time) / time["qflash"]), number(methods["qflash"]["sqnr_db"], 1)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+def present(titles: dict[str, str], found: Sequence[Group]) -> dict[str, str]:
+    """Return those methods that some group has."""
+    return {method: title for method, title in titles.items() if any(method in group for group in found)}
 
 
-def int8_in(found: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Tensors quantised before the clock starts, by shape: the other methods' kernels and ours."""
-    peers = {name: title for name, title in FROM_INT8.items() if any(name in methods for methods in found.values())}
-    heading = f"| shape | {' | '.join(peers.values())} | **QFlash int8** | fastest ÷ ours | fastest 16-bit ÷ ours | SQNR dB |"
-    lines = [heading, "|" + "---|" * (len(peers) + 5)]
-    for name, methods in found.items():
-        time = medians(methods)
-        ours = time["qflash int8"]
-        cells = [*(number(time.get(peer)) for peer in peers), number(ours), number(fastest(time, peers) / ours)]
-        cells += [number(fastest_fp16(time) / ours), number(methods["qflash int8"]["sqnr_db"], 1)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+def sqnr(method: str) -> Column:
+    """Return the column of a method's SQNR."""
+    return Column("SQNR dB", Of(method, col.SQNR_DB), digits(1))
 
 
-def latency() -> list[str]:
-    """From fp16 to fp16 on every shape."""
-    return end_to_end(latencies())
+def end_to_end(found: Sequence[Group]) -> list[Column]:
+    """Return the columns of float in, float out: PyTorch's kernels and ours, quantisation included."""
+    peers = [time(title, method) for method, title in present(FROM_FLOATS, found).items()]
+    ours = [time("**QFlash fp16**", col.QFLASH), Column("fastest ÷ ours", against(col.FP16, col.QFLASH)), sqnr(col.QFLASH)]
+    return [SHAPE, *peers, *ours]
 
 
-def int8_latency() -> list[str]:
-    """From int8 tensors on every shape."""
-    return int8_in(latencies())
+def int8_in(found: Sequence[Group]) -> list[Column]:
+    """Return the columns of tensors quantised before the clock starts: the other methods' kernels and ours."""
+    peers = present(FROM_INT8, found)
+    ours = [
+        time("**QFlash int8**", col.QFLASH_INT8), Column("fastest ÷ ours", against(tuple(peers), col.QFLASH_INT8)),
+        Column("fastest 16-bit ÷ ours", against(col.FP16, col.QFLASH_INT8)), sqnr(col.QFLASH_INT8),
+    ]  # fmt: skip
+    return [SHAPE, *(time(title, method) for method, title in peers.items()), *ours]
 
 
 OTHERS = {
@@ -161,222 +128,200 @@ OTHERS = {
 """Vision transformers whose attention is not among A1 to A7: heads, tokens, channels."""
 
 
-def other_shapes() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every method's row, by shape, of the run of other vision transformers."""
-    return unbiased("shapes")
+def by_model() -> list[Group]:
+    """Return the run of other vision transformers by :data:`OTHERS`, the batch a part of a method's name."""
+
+    def model(row: Row) -> str:
+        return str(row[col.SHAPE].partition("x")[2])
+
+    rows = [row | {col.MODEL: model(row)} for row in rows_of("shapes") if row[col.MODE] != "eager"]
+    found = groups(rows, col.MODEL, by=lambda row: f"{row[col.METHOD]} b{row[col.SHAPE].partition('x')[0]}")
+    order = list(OTHERS.values())
+    return sorted(found, key=lambda group: order.index(one(col.MODEL)(group)))
 
 
-def ratios() -> list[str]:
-    """The fastest 16-bit kernel's time divided by ours, by model."""
-    found = other_shapes()
-    lines = ["| | heads x tokens x channels | int8: batch 1 | 8 | 64 | fp16: batch 1 | 8 | 64 |", "|" + "---|" * 8]
-    for name, shape in OTHERS.items():
-        cells = []
-        for method in ("qflash int8", "qflash"):
-            for batch in (1, 8, 64):
-                time = medians(found[f"{batch}x{shape}"])
-                ratio = fastest_fp16(time) / time[method]
-                cells.append(f"**{ratio:.2f}**" if ratio > 1 else number(ratio))
-        lines.append(f"| {name} | {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
-    return lines
+def bold_above_one(value: float) -> str:
+    """Format a ratio, bold where ours is faster."""
+    return f"**{value:.2f}**" if value > 1 else number(value)
 
 
-def by_size(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Sort shapes by their numbers."""
-    return dict(sorted(found.items(), key=lambda of: [int(part) for part in of[0].split("x")]))
-
-
-def shapes() -> list[str]:
-    """Other shapes of vision transformers from fp16."""
-    return end_to_end(by_size(other_shapes()))
-
-
-def int8_shapes() -> list[str]:
-    """Other shapes of vision transformers from int8 tensors."""
-    return int8_in(by_size(other_shapes()))
-
-
-def tuned_baselines() -> list[str]:
-    """The baselines' kernels with their rules' tiles and with the best that were measured."""
-    titles = {name.removesuffix(" kernel"): title for name, title in FROM_INT8.items()}
-    lines = ["| method | shape | rule, µs | tuned, µs | rule ÷ tuned | tiles, rule | tiles, tuned |", "|" + "---|" * 7]
-    for row in rows_of("baselines_tuned"):
-        before, after = row["rule_us"], row["best_us"]
-        rule, best = (", ".join("x".join(map(str, tiles)) for tiles in row[which]) for which in ("rule", "best"))
-        cells = [titles[row["method"]], row["label"], number(before), number(after), number(before / after)]
-        cells += [rule, "the rule's" if best == rule else best]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def tuned_baselines_section() -> tuple[Section, ...]:
-    """Return the section of :func:`tuned_baselines`; none where that was not measured."""
-    name = file_of("baselines_tuned")
-    if not (HERE / "results" / f"{name}.json").is_file():
-        return ()
-    about = """Quantisation is outside the clock. `python benchmarks/tune_baselines.py` measures every kernel of the compared
-methods with its rule's tiles and with others ([baselines](../baselines.md#tiles)); these are medians of replays of the two in
-alternation. A candidate has to be 2 % faster to displace the rule. Tiles are queries x keys x warps x stages of the fused
-kernels; of I-ViT rows x columns x sum x warps x stages of the first product, rows x warps of Shiftmax, and the second
-product's."""
-    return (Section("Baselines before and after tuning", REPLAY, about, tuned_baselines, (name,)),)
-
-
-def biased() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return every method's row, by shape, of the run with a bias."""
-    return {name: methods for (name, bias), methods in by_shape(rows_of("bench_bias")).items() if bias}
-
-
-def biased_times(method: str) -> list[str]:
-    """Swin with its bias and shift mask: PyTorch's kernels and one of ours."""
-    title = {"qflash": "QFlash fp16", "qflash int8": "QFlash int8"}[method]
-    lines = [f"| shape | cuDNN | efficient | **{title}** | fastest ÷ ours | cost of the bias |", "|" + "---|" * 6]
-    for name, methods in biased().items():
-        time = medians(methods)
-        cells = [number(time[peer]) for peer in ("sdpa cudnn", "sdpa efficient")]
-        cells += [number(time[method]), number(fastest_fp16(time) / time[method]), number(methods[method]["bias_cost"])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def bias() -> list[str]:
-    """Swin with its bias and shift mask from fp16."""
-    return biased_times("qflash")
-
-
-def int8_bias() -> list[str]:
-    """Swin with its bias and shift mask from int8 tensors; PyTorch's kernels take fp16."""
-    return biased_times("qflash int8")
-
-
-def packed_sequences() -> list[str]:
-    """Attention of packed sequences beside FlashAttention 2."""
-    lines = [
-        "| batch | tokens | heads x channels | FA2 varlen | **QFlash** | FA2 ÷ ours | eager, FA2 | eager, QFlash |",
-        "|" + "---|" * 8,
+def ratios(head: str, ours: str) -> list[Column]:
+    """Return the columns of a method's ratios, a batch each."""
+    return [
+        Column(
+            head * (batch == 1) + str(batch), against([f"{x} b{batch}" for x in col.FP16], f"{ours} b{batch}"), bold_above_one
+        )
+        for batch in (1, 8, 64)
     ]
-    for row in rows_of("varlen"):
-        flash, ours, slow, eager = (row[of].get(name) for of in ("us", "eager_us") for name in ("flash varlen", "qflash"))
-        cells = [str(sum(row["lengths"])), f"{row['heads']} x {row['head_dim']}", number(flash, 1), number(ours, 1)]
-        cells += [number(flash / ours if flash and ours else None), number(slow, 1), number(eager, 1)]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return lines
 
 
-def packed_ratios(chosen: Callable[[dict[str, Any]], bool]) -> str:
-    """Return FlashAttention 2's times over ours of some batches of packed sequences."""
-    return span(row["us"]["flash varlen"] / row["us"]["qflash"] for row in rows_of("varlen") if chosen(row))
+RATIOS = Table(
+    by_model,
+    (
+        names("", lambda group: next(title for title, shape in OTHERS.items() if shape == one(col.MODEL)(group))),
+        names("heads x tokens x channels", lambda group: one(col.MODEL)(group).replace("x", " x ")),
+        *ratios("int8: batch ", col.QFLASH_INT8), *ratios("fp16: batch ", col.QFLASH),
+    ),
+)  # fmt: skip
 
 
-def linear_layers() -> list[str]:
-    """Linear layers of integer networks with their epilogues, beside cuBLAS without."""
-    peers = ("cuBLAS float16", "cuBLAS float8", "cuBLAS int8 to int32")
-    lines = [
-        f"| layer | rows x inputs x outputs | epilogue | {' | '.join(peers)} | **QFlash** | float8 ÷ ours | of int8 peak "
-        "| of bandwidth |",
-        "|" + "---|" * (len(peers) + 7),
-    ]
-    for row in rows_of("linear_layers"):
-        time = row["us"]
-        cells = [f"{row['rows']} x {row['inputs']} x {row['outputs']}", row["epilogue"]]
-        cells += [number(time.get(name)) for name in (*peers, "qflash")]
-        cells += [number(time["cuBLAS float8"] / time["qflash"]) if "cuBLAS float8" in time else "-"]
-        cells += [f"{row[name]:.0%}" for name in ("of_int8_peak", "of_bandwidth")]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return lines
+def tiles(which: str) -> Callable[[Row], str]:
+    """Return what makes text of a row's tiles."""
+    return lambda row: ", ".join("x".join(map(str, of)) for of in row[which])
 
 
-def eager_rows() -> dict[str, dict[str, Any]]:
-    """Return the rows of eager calls on A2, batch 8, by method."""
-    rows = (row for row in rows_of("bench_eager") if row["mode"] == "eager" and row["median_us"] is not None)
-    return {row["method"]: row for row in rows if (row["workload"], row["batch"]) == ("A2", 8)}
+_TUNED_TITLES = {method.removesuffix(" kernel"): title for method, title in FROM_INT8.items()}
+TUNED = Table(
+    lambda: rows_of("baselines_tuned"),
+    (
+        names("method", lambda row: _TUNED_TITLES[row[col.METHOD]]), names("shape", col.LABEL),
+        Column("rule, µs", col.RULE_US), Column("tuned, µs", col.BEST_US),
+        Column("rule ÷ tuned", lambda row: row[col.RULE_US] / row[col.BEST_US]), names("tiles, rule", tiles(col.RULE)),
+        names("tiles, tuned", lambda row: "the rule's" if row[col.BEST] == row[col.RULE] else tiles(col.BEST)(row)),
+    ),
+)  # fmt: skip
 
 
-def eager() -> list[str]:
-    """Eager calls on A2, batch 8."""
-    lines = ["| method | takes | until the device is done, µs | issuing, µs |", "|---|---|---|---|"]
-    for name, row in eager_rows().items():
-        takes = "int8" if name.endswith("kernel") or name == "qflash int8" else "fp16"
-        lines.append(f"| {name} | {takes} | {number(row['median_us'], 1)} | {number(row['issue_us'], 1)} |")
-    return lines
+def bias_columns(title: str, ours: str) -> list[Column]:
+    """Return the columns of Swin with its bias and shift mask: PyTorch's kernels and one of ours."""
+    return [
+        SHAPE, time("cuDNN", col.SDPA_CUDNN), time("efficient", col.SDPA_EFFICIENT), time(f"**{title}**", ours),
+        Column("fastest ÷ ours", against(col.FP16, ours)), Column("cost of the bias", Of(ours, col.BIAS_COST)),
+    ]  # fmt: skip
+
+
+def packed() -> list[Group]:
+    """Return the batches of packed sequences; calls without a graph are methods of their own."""
+    return groups(rows_of("varlen"), col.WORKLOAD, by=lambda row: row[col.METHOD] + ", eager" * (row[col.MODE] == "eager"))
+
+
+def lengths(group: Group) -> list[int]:
+    """Return the tokens of a batch's sequences."""
+    return [int(part) for part in declared.any_row(group)[col.LENGTHS].split()]
+
+
+PACKED = Table(
+    packed,
+    (
+        names("batch", one(col.WORKLOAD)), names("tokens", lambda group: sum(lengths(group))),
+        names("heads x channels", lambda group: f"{one(col.HEADS)(group)} x {one(col.HEAD_DIM)(group)}"),
+        time("FA2 varlen", col.FLASH_VARLEN, 1), time("**QFlash**", col.QFLASH, 1),
+        Column("FA2 ÷ ours", against((col.FLASH_VARLEN,), col.QFLASH)),
+        time("eager, FA2", f"{col.FLASH_VARLEN}, eager", 1), time("eager, QFlash", f"{col.QFLASH}, eager", 1),
+    ),
+)  # fmt: skip
+LINEAR = Table(
+    lambda: groups(rows_of("linear_layers"), col.LAYER),
+    (
+        names("layer", one(col.LAYER)),
+        names("rows x inputs x outputs", lambda of: " x ".join(str(one(c)(of)) for c in (col.ROWS, col.INPUTS, col.OUTPUTS))),
+        names("epilogue", one(col.EPILOGUE)),
+        *(time(peer, peer) for peer in (col.CUBLAS_FLOAT16, col.CUBLAS_FLOAT8, col.CUBLAS_INT8)),
+        time("**QFlash**", col.QFLASH), Column("float8 ÷ ours", against((col.CUBLAS_FLOAT8,), col.QFLASH)),
+        Column("of int8 peak", Of(col.QFLASH, col.OF_INT8_PEAK), ".0%"),
+        Column("of bandwidth", Of(col.QFLASH, col.OF_BANDWIDTH), ".0%"),
+    ),
+)  # fmt: skip
+
+
+def eager_group(column: str = col.MEDIAN_US) -> Group:
+    """Return the rows of eager calls on A2, batch 8."""
+    rows = (row for row in rows_of("bench_eager") if row[col.MODE] == "eager" and row[column] is not None)
+    (found,) = groups(row for row in rows if (row[col.WORKLOAD], row[col.BATCH]) == ("A2", 8))
+    return found
+
+
+EAGER = Table(
+    lambda: list(eager_group().values()),
+    (
+        names("method", col.METHOD),
+        names("takes", lambda row: "int8" if row[col.METHOD] in {col.QFLASH_INT8, *FROM_INT8} else "fp16"),
+        Column("until the device is done, µs", col.MEDIAN_US, digits(1)), Column("issuing, µs", col.ISSUE_US, digits(1)),
+    ),
+)  # fmt: skip
 
 
 def issued() -> dict[str, list[float]]:
     """Return the time of issuing a call, divided by that of the one of PyTorch's kernels which is issued soonest, by method."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows_of("eager_shapes"):
-        if row["mode"] == "eager" and row["issue_us"] is not None:
-            found.setdefault(row["shape"], {})[row["method"]] = row["issue_us"]
-    return {ours: [times[ours] / fastest_fp16(times) for times in found.values()] for ours in ("qflash", "qflash int8")}
+    found = groups((row for row in rows_of("eager_shapes") if row[col.MODE] == "eager"), col.SHAPE)
+    return {
+        ours: [1 / ratio for ratio in quotients(found, col.FP16, ours, col.ISSUE_US)] for ours in (col.QFLASH, col.QFLASH_INT8)
+    }
 
 
 def eager_line() -> str:
     """What eager calls take, in a sentence: on A2, batch 8, and the range of issuing over shapes."""
-    of = eager_rows()
-    times = ", ".join(f"{title} {number(of[name]['median_us'], 1)}" for name, title in FROM_FLOATS.items())
-    ours = f"QFlash {number(of['qflash']['median_us'], 1)} from fp16 and {number(of['qflash int8']['median_us'], 1)} from int8"
+    of = {method: number(row[col.MEDIAN_US], 1) for method, row in eager_group().items()}
+    times = ", ".join(f"{title} {of[method]}" for method, title in FROM_FLOATS.items())
     ratios = issued()
     return (
-        f"Eager calls, A2 batch 8, µs until the device is done: {times}, {ours}; issuing a call takes "
-        f"{span(ratios['qflash'])} (fp16) and {span(ratios['qflash int8'])} (int8) times as long as the one of PyTorch's "
-        f"kernels that is issued soonest, over {len(ratios['qflash'])} shapes (`eager_shapes_{CARD}`)."
+        f"Eager calls, A2 batch 8, µs until the device is done: {times}, QFlash {of[col.QFLASH]} from fp16 and "
+        f"{of[col.QFLASH_INT8]} from int8; issuing a call takes "
+        f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as the one of PyTorch's "
+        f"kernels that is issued soonest, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
     )
 
 
-def energy() -> list[str]:
-    """Microjoules a call."""
-    rows = rows_of("energy")
-    uj = {row["method"]: row["uj"] for row in rows if row["uj"] is not None}
-    lines = ["| method | takes | µJ a call | ÷ FA2 | ÷ the least of 16 bits | SQNR dB |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        if row["uj"] is not None:
-            takes = "int8" if row["mode"] == "kernel" else "fp16"
-            cells = f"{row['uj']:.0f} | {row['uj'] / uj['sdpa flash']:.2f} | {row['uj'] / fastest(uj, FP16):.2f}"
-            lines.append(f"| {row['method']} | {takes} | {cells} | {number(row['sqnr_db'], 1)} |")
-    return lines
+def energy_group() -> Group:
+    """Return the rows of energy on A2, batch 8."""
+    (found,) = groups(row for row in rows_of("energy") if row[col.UJ] is not None)
+    return found
 
 
-def profile() -> list[str]:
-    """What Nsight Compute says."""
-    lines = [
-        "| shape | method | launches | µs | IMMA % | HMMA % | tensor pipe % | issue slots % | occupancy % "
-        "| registers | warp instructions |",
-        "|" + "---|" * 11,
-    ]
-    percents = ("duration_us", "imma_percent", "hmma_percent", "tensor_percent", "issue_percent")
-    for row in rows_of("profile"):
-        if row["method"] not in {*FROM_FLOATS, *FROM_INT8, "qflash int8", "qflash"}:
-            continue
-        cells = [number(row[field], 1) for field in percents]
-        cells += [number(row["occupancy_percent"], 1), f"{row['registers']:.0f}", f"{row['instructions']:.0f}"]
-        lines.append(f"| {row['workload']} b{row['batch']} | {row['method']} | {row['kernels']} | {' | '.join(cells)} |")
-    return lines
+def of_energy(*methods: str) -> Callable[[Row], float]:
+    """Return what divides a row's energy by the least of some methods'."""
+    return lambda row: row[col.UJ] / Extreme(methods, col.UJ)(energy_group())
 
 
-def instructions() -> list[str]:
-    """Instructions a score of every case that ``qflash-lab verify`` compiles, with Triton 3.6."""
-    lines = ["| case | sm_80 | sm_90 | registers (sm_90) | spills (sm_90) |", "|---|---|---|---|---|"]
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for report in results("verify_triton36"):
-        found.setdefault(report["case"], {})[report["target"]] = report
-    for case, targets in found.items():
-        cells = [number(targets.get(target, {}).get("per_score"), 1) for target in ("sm_80", "sm_90")]
-        lines.append(f"| {case} | {' | '.join(cells)} | {targets['sm_90']['registers']} | {targets['sm_90']['spills']} |")
-    return lines
+ENERGY = Table(
+    lambda: list(energy_group().values()),
+    (
+        names("method", col.METHOD), names("takes", lambda row: "int8" if row[col.MODE] == "kernel" else "fp16"),
+        Column("µJ a call", col.UJ, ".0f"), Column("÷ FA2", of_energy(col.SDPA_FLASH), ".2f"),
+        Column("÷ the least of 16 bits", of_energy(*col.FP16), ".2f"), Column("SQNR dB", col.SQNR_DB, digits(1)),
+    ),
+)  # fmt: skip
+PROFILE = Table(
+    lambda: [row for row in rows_of("profile") if row[col.METHOD] in {*FROM_FLOATS, *FROM_INT8, *col.OURS}],
+    (
+        names("shape", col.full_label), names("method", col.METHOD), Column("launches", col.KERNELS, "d"),
+        Column("µs", col.DURATION_US, digits(1)), Column("IMMA %", col.IMMA_PERCENT, digits(1)),
+        Column("HMMA %", col.HMMA_PERCENT, digits(1)), Column("tensor pipe %", col.TENSOR_PERCENT, digits(1)),
+        Column("issue slots %", col.ISSUE_PERCENT, digits(1)), Column("occupancy %", col.OCCUPANCY_PERCENT, digits(1)),
+        Column("registers", col.REGISTERS, ".0f"), Column("warp instructions", col.INSTRUCTIONS, ".0f"),
+    ),
+)  # fmt: skip
 
 
-def newer() -> list[str]:
-    """Triton 3.9's machine code against Triton 3.6's."""
-    columns = "int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9"
-    lines = [f"| shape | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
-    found: dict[str, dict[str, float]] = {}
-    for row in rows_of("trials/triton39"):
+def compiled_cases() -> list[Group]:
+    """Return the reports of every case that ``qflash-lab verify`` compiles, by target."""
+    reports = (report | {declared.FILE: "verify_triton36.json"} for report in declared.record("verify_triton36"))
+    return groups(reports, "case", by=lambda report: report["target"])
+
+
+CODE = Table(
+    compiled_cases,
+    (
+        names("case", one("case")), *(Column(of, Of(of, "per_score"), digits(1)) for of in ("sm_80", "sm_90")),
+        Column("registers (sm_90)", Of("sm_90", "registers"), "d"), Column("spills (sm_90)", Of("sm_90", "spills"), "d"),
+    ),
+)  # fmt: skip
+
+
+def newer() -> list[Row]:
+    """Return the times of Triton 3.9's machine code over those of Triton 3.6's, by shape."""
+    found: dict[str, Row] = {}
+    for row in rows_of("../archive/triton39"):
         if used_by := row.get("used_by"):
             column = row["kind"] if used_by == "3.6" else f"{row['kind']}, form for 3.9"
-            found.setdefault(row["shape"], {}).setdefault(column, row["triton39_us"] / row["triton36_us"])
-    for shape, of in found.items():
-        lines.append(f"| {shape} | {' | '.join(number(of.get(column)) for column in columns)} |")
-    return lines
+            line = found.setdefault(row[col.SHAPE], {declared.FILE: row[declared.FILE], col.SHAPE: row[col.SHAPE]})
+            line.setdefault(column, row["triton39_us"] / row["triton36_us"])
+    return list(found.values())
+
+
+NEWER = Table(
+    newer, (names("shape", col.SHAPE), *(Column(of, of) for of in ("int8", "fp16", "int8, form for 3.9", "fp16, form for 3.9")))
+)
 
 
 MODEL_NAMES = {
@@ -390,229 +335,236 @@ MODEL_NAMES = {
 """What tables call timm's models."""
 
 
-def whole_models() -> dict[tuple[str, int], dict[str, float]]:
-    """Return images a second and SQNR of whole models, patched and not, by model and batch.
+def images(*methods: str) -> Extreme:
+    """Return the most images a second of some ways to run a model."""
+    return Extreme(methods, col.IMAGES_PER_S, max)
 
-    ``eager`` and ``compiled`` are the fastest of PyTorch's ways to run a model's own attention, ``patched`` the faster of ours
-    with a bias kept or not; a model that has no bias, or calls SDPA anyway, has one way less. ``ratio`` and ``compiled ratio``
-    are patched over unpatched.
-    """
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for row in rows_of("models"):
-        found.setdefault((row["model"], row["batch"]), {})[row["method"]] = row
-    result = {}
-    for key, methods in found.items():
-        speed = {name: row["images_s"] for name, row in methods.items() if row["images_s"] is not None}
-        of = {
-            "timm": speed["timm"],
-            "eager": max(speed[name] for name in ("timm", *FP16) if name in speed),
-            "patched": max(speed[name] for name in ("qflash", "qflash kept bias") if name in speed),
-            "compiled": max(speed[name] for name in ("compile", "compile sdpa") if name in speed),
-            "compiled patched": max(speed[name] for name in ("compile qflash", "compile qflash kept bias") if name in speed),
-            "sqnr": methods["qflash"]["sqnr_db"],
-        }
-        ratios = {"ratio": of["patched"] / of["eager"], "compiled ratio": of["compiled patched"] / of["compiled"]}
-        result[key] = of | ratios
+
+UNPATCHED, PATCHED = images(col.TIMM, *col.FP16), images(col.QFLASH, col.KEPT_BIAS)
+COMPILED, COMPILED_PATCHED = images(col.COMPILE, col.COMPILE_SDPA), images(col.COMPILE_QFLASH, col.COMPILE_KEPT_BIAS)
+"""The fastest of PyTorch's ways to run a model's own attention, and the faster of ours with a bias kept or not; a model that
+has no bias, or calls SDPA anyway, has one way less."""
+RATIO, COMPILED_RATIO = Quotient(PATCHED, UNPATCHED), Quotient(COMPILED_PATCHED, COMPILED)
+
+
+def whole_models() -> list[Group]:
+    """Return whole models, patched and not, by model and batch."""
+    return groups(rows_of("models"), col.MODEL, col.BATCH)
+
+
+def model_of(group: Group) -> str:
+    """Return what tables call a group's model and batch."""
+    model = one(col.MODEL)(group)
+    return f"{MODEL_NAMES.get(model, model)} b{one(col.BATCH)(group)}"
+
+
+MODELS = Table(
+    whole_models,
+    (
+        names("model", model_of), Column("timm", Of(col.TIMM, col.IMAGES_PER_S), digits(0)),
+        Column("fastest SDPA", UNPATCHED, digits(0)), Column("**qflash**", PATCHED, digits(0)),
+        Column("ratio", RATIO, digits(3)), Column("compiled", COMPILED, digits(0)),
+        Column("**compiled qflash**", COMPILED_PATCHED, digits(0)), Column("ratio", COMPILED_RATIO, digits(3)),
+        Column("SQNR dB of logits", Of(col.QFLASH, col.SQNR_DB), digits(1)),
+    ),
+)  # fmt: skip
+
+
+def family(group: Group) -> str:
+    """Return the family of a whole model whose ratios the summary gives together."""
+    model = one(col.MODEL)(group).lower()
+    return "Swin V2" if model.startswith("swinv2") else "Swin" if model.startswith("swin") else "other transformers"
+
+
+class Aim(NamedTuple):
+    """What this library set out to reach, and what was measured."""
+
+    what: str
+    aim: float
+    values: list[float]
+    file: str
+    at_most: bool = False
+
+    def reached(self) -> str:
+        """Count the values that reach the aim, as far as the figures that are shown go."""
+        shown = [round(value, 2) for value in self.values]
+        count = sum(value <= self.aim if self.at_most else value >= self.aim for value in shown)
+        return f"{count} of {len(shown)}"
+
+    def measured(self) -> str:
+        """Return the least and the greatest."""
+        ends = min(self.values), max(self.values)
+        return " to ".join(f"{value:.2f}" for value in dict.fromkeys(ends))
+
+
+def aims() -> list[Aim]:
+    """What this library set out to reach on this GPU, and what was measured."""
+    found = latencies()
+    runs = biased()
+    issue, joules = eager_group(), energy_group()
+    bench, long = "bench", "bench_1024, bench_long"
+    result = []
+    for head, keep in (("A1 to A3", "123"), ("A4 to A7", "4567")):
+        mine = workloads(found, keep)
+        what = f"{head}, fp16 in and out, against the fastest 16-bit kernel"
+        result.append(Aim(what, 1.2, quotients(mine, col.FP16, col.QFLASH), bench))
+        best = quotients(mine, (*col.FP16, *col.FLOAT_SOFTMAX), col.QFLASH_INT8)
+        result.append(Aim(f"{head}, int8, against the fastest of all methods here", 1.5, best, bench))
+
+    def wide(head_dim: int, *keys: int) -> list[Group]:
+        return [group for group in long_rows(*keys) if sizes(group)[3] == head_dim]
+
+    for head_dim, aim, fa2 in ((64, 1.15, 1.7), (128, 1.4, 2.4)):
+        rows = wide(head_dim, 1024, 4096, 16384)
+        for text, least, peer in (
+            (f"rows of 1024 keys and more, d = {head_dim}, int8, against cuDNN", aim, col.SDPA_CUDNN),
+            (f"the same against FA2, d = {head_dim}", fa2, col.SDPA_FLASH),
+        ):
+            result.append(Aim(text, least, quotients(rows, (peer,), col.QFLASH_INT8), long))
+    for head_dim, aim in ((64, 1.05), (128, 1.25)):
+        values = quotients(wide(head_dim, 4096, 16384), (col.SDPA_CUDNN,), col.QFLASH)
+        result.append(Aim(f"rows of 4096 keys and more, d = {head_dim}, fp16, against cuDNN", aim, values, "bench_long"))
+    for method, kind in ((col.QFLASH_INT8, "int8"), (col.QFLASH, "fp16")):
+        costs = [Of(method, col.BIAS_COST)(group) for group in runs]
+        result.append(Aim(f"A4 to A7, {kind}: time with a bias ÷ without", 1.25, costs, "bench_bias", at_most=True))
+        values = quotients(runs, (col.SDPA_CUDNN, col.SDPA_EFFICIENT), method)
+        result.append(Aim(f"the same against the fastest SDPA with the bias, {kind}", 2, values, "bench_bias"))
+    uj = joules[col.QFLASH_INT8][col.UJ] / joules[col.SDPA_FLASH][col.UJ]
+    result.append(Aim("energy, A2 batch 8, int8 ÷ FA2", 0.6, [uj], "energy", at_most=True))
+    for method, kind in ((col.QFLASH, "fp16"), (col.QFLASH_INT8, "int8")):
+        values = [issue[method][col.ISSUE_US] / issue[col.SDPA_FLASH][col.ISSUE_US]]
+        result.append(Aim(f"issuing an eager call, A2 batch 8, {kind} ÷ FA2", 2, values, "bench_eager", at_most=True))
+    record = declared.record("authors_kernel_h200")
+    place = record["methods"].index(AUTHORS)
+    theirs = {f"{of} b{batch}": times[place] for of, by in record["latency_us"].items() for batch, times in by.items()}
+    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
+        values = [theirs[shape_of(group)] / group[col.QFLASH_INT8][col.MEDIAN_US] for group in workloads(found, keep)]
+        result.append(Aim(f"{head}, int8, against the paper authors' kernel, in a run of its own", aim, values, bench))
     return result
 
 
-def models() -> list[str]:
-    """Whole models: images a second, patched and not, in graphs of eager calls and compiled."""
-    columns = ["model", "timm", "fastest SDPA", "**qflash**", "ratio", "compiled", "**compiled qflash**", "ratio"]
-    columns.append("SQNR dB of logits")
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for (model, batch), of in whole_models().items():
-        digits = {"ratio": 3, "compiled ratio": 3, "sqnr": 1}
-        names = ("timm", "eager", "patched", "ratio", "compiled", "compiled patched", "compiled ratio", "sqnr")
-        cells = [number(of[name], digits.get(name, 0)) for name in names]
-        lines.append(f"| {MODEL_NAMES.get(model, model)} b{batch} | {' | '.join(cells)} |")
-    return lines
+AUTHORS = "authors' QFlash"
+AIMS = Table(
+    aims,
+    (
+        names("", lambda aim: aim.what), names("aim", lambda aim: f"{'≤' if aim.at_most else '≥'} {aim.aim}"),
+        names("measured, least to most", Aim.measured), names("reached", Aim.reached),
+    ),
+    lambda aim: ", ".join(f"{file_of(run)}.json" for run in aim.file.split(", ")),
+)  # fmt: skip
 
 
-def begins(name: str, model: str) -> bool:
-    """Tell whether a model's name begins like this."""
-    return model.startswith(name)
+class Speeds(NamedTuple):
+    """A line of README's table: ratios to the fastest 16-bit kernel, the two ways of calling apart."""
+
+    what: str
+    fp16: str
+    int8: str
+    file: str
 
 
-def is_swin(model: str) -> bool:
-    """Tell whether it is a Swin or a Swin V2."""
-    return model.lower().startswith("swin")
+def readme() -> list[Speeds]:
+    """Return the lines of README's table."""
+    found, result = latencies(), []
+
+    def add(what: str, of: Iterable[Group], file: str, column: str = col.MEDIAN_US) -> None:
+        of = list(of)
+        fp16, int8 = (span(quotients(of, col.FP16, ours, column)) for ours in (col.QFLASH, col.QFLASH_INT8))
+        result.append(Speeds(what, fp16, int8, file))
+
+    add("A1 to A3, batch 1, 8, 64", workloads(found, "123"), "bench")
+    add("A4 to A7, batch 1, 8, 64", workloads(found, "4567"), "bench")
+    add("A4 to A7 with Swin's bias and mask", biased(), "bench_bias")
+    add("12 other ViT shapes, batch 1, 8, 64", other_shapes(), "shapes")
+    for keys in (1024, 4096, 16384):
+        add(f"{keys} keys, 64 and 128 channels", long_rows(keys), "bench_1024" if keys == 1024 else "bench_long")
+    add("eager call without a graph, A2 batch 8, until the device is done", [eager_group()], "bench_eager")
+    add("energy, A2 batch 8", [energy_group()], "energy", col.UJ)
+    for begin, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
+        mine = [group for group in whole_models() if one(col.MODEL)(group).startswith(begin)]
+        eager, compiled = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
+        result.append(Speeds(f"{which} as a whole, batch 1, 8, 64", f"{eager}; compiled {compiled}", "", "models"))
+    return result
 
 
-def is_swin_v2(model: str) -> bool:
-    """Tell whether it is a Swin V2."""
-    return model.lower().startswith("swinv2")
-
-
-FAMILIES: dict[str, Callable[[str], bool]] = {
-    "Swin": lambda model: is_swin(model) and not is_swin_v2(model),
-    "Swin V2": is_swin_v2,
-    "other transformers": lambda model: not is_swin(model),
-}
-"""Models whose ratios the summary gives together."""
-
-
-def patched_ratios(chosen: Callable[[str], bool], *, compiled: bool) -> str:
-    """Return least and most of patched models' images a second over the fastest unpatched ones'."""
-    ratio = "compiled ratio" if compiled else "ratio"
-    return span(of[ratio] for (model, _), of in whole_models().items() if chosen(model))
-
-
-def aims() -> list[str]:
-    """What this library set out to reach on this GPU, and what was measured."""
-    found = {name: medians(methods) for name, methods in latencies().items()}
-    vit = {name: time for name, time in found.items() if name.startswith("A")}
-    energy_of = {row["method"]: row["uj"] for row in rows_of("energy")}
-    issue_of = {row["method"]: row["issue_us"] for row in rows_of("bench_eager") if row["mode"] == "eager"}
-
-    def long_rows(head_dim: int, least: int) -> list[dict[str, float]]:
-        shapes = {name: [int(part) for part in name.split("x")] for name in found if name not in vit}
-        return [found[name] for name, shape in shapes.items() if shape[3] == head_dim and shape[2] >= least]
-
-    lines = ["| | aim | measured, least to most | reached |", "|---|---|---|---|"]
-
-    def add(what: str, aim: float, values: Iterable[float], *, at_most: bool = False) -> None:
-        values = sorted(values)
-        # as far as the figures that are shown go
-        reached = sum(round(value, 2) <= aim if at_most else round(value, 2) >= aim for value in values)
-        spread = " to ".join(f"{value:.2f}" for value in dict.fromkeys((values[0], values[-1])))
-        lines.append(f"| {what} | {'≤' if at_most else '≥'} {aim} | {spread} | {reached} of {len(values)} |")
-
-    def ratio(times: Iterable[dict[str, float]], ours: str, *others: str) -> list[float]:
-        return [min(time[other] for other in others) / time[ours] for time in times]
-
-    for head, keep in (("A1 to A3", "123"), ("A4 to A7", "4567")):
-        times = {name: time for name, time in vit.items() if name[1] in keep}
-        add(f"{head}, fp16 in and out, against the fastest 16-bit kernel", 1.2, ratio(times.values(), "qflash", *FP16))
-        best = ratio(times.values(), "qflash int8", *FP16, *FLOAT_SOFTMAX)
-        add(f"{head}, int8, against the fastest of all methods here", 1.5, best)
-    for head_dim, aim, fa2 in ((64, 1.15, 1.7), (128, 1.4, 2.4)):
-        rows = long_rows(head_dim, 1024)
-        add(f"rows of 1024 keys and more, d = {head_dim}, int8, against cuDNN", aim, ratio(rows, "qflash int8", "sdpa cudnn"))
-        add(f"the same against FA2, d = {head_dim}", fa2, ratio(rows, "qflash int8", "sdpa flash"))
-    for head_dim, aim in ((64, 1.05), (128, 1.25)):
-        rows = long_rows(head_dim, 4096)
-        add(f"rows of 4096 keys and more, d = {head_dim}, fp16, against cuDNN", aim, ratio(rows, "qflash", "sdpa cudnn"))
-    runs = biased().values()
-    rows = [medians(methods) for methods in runs]
-    for method, name in (("qflash int8", "int8"), ("qflash", "fp16")):
-        costs = [methods[method]["bias_cost"] for methods in runs]
-        add(f"A4 to A7, {name}: time with a bias ÷ without", 1.25, costs, at_most=True)
-        add(f"the same against the fastest SDPA with the bias, {name}", 2, ratio(rows, method, "sdpa cudnn", "sdpa efficient"))
-    add("energy, A2 batch 8, int8 ÷ FA2", 0.6, [energy_of["qflash int8"] / energy_of["sdpa flash"]], at_most=True)
-    for method, name in (("qflash", "fp16"), ("qflash int8", "int8")):
-        add(f"issuing an eager call, A2 batch 8, {name} ÷ FA2", 2, [issue_of[method] / issue_of["sdpa flash"]], at_most=True)
-    record = results("authors_kernel_h200")
-    column = record["methods"].index("authors' QFlash")
-    theirs = {f"{name} b{batch}": times[column] for name, of in record["latency_us"].items() for batch, times in of.items()}
-    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
-        quotients = [theirs[name] / time["qflash int8"] for name, time in vit.items() if name[1] in keep]
-        add(f"{head}, int8, against the paper authors' kernel, in a run of its own", aim, quotients)
-    return lines
-
-
-def readme() -> list[str]:
-    """README's table: ratios to the fastest 16-bit kernel, the two ways of calling apart."""
-    found = {name: medians(methods) for name, methods in latencies().items()}
-    lines = [
-        f"| {CARD.upper()}, CUDA-graph replay | fp16 in and out, quantisation included "
-        "| int8 in and out, quantised before the clock starts |",
-        "|---|---|---|",
-    ]
-
-    def add(what: str, times: Iterable[dict[str, float]], peers: Iterable[str] = FP16) -> None:
-        times = list(times)
-        cells = [span(fastest(time, peers) / time[ours] for time in times) for ours in ("qflash", "qflash int8")]
-        lines.append(f"| {what} | {' | '.join(cells)} |")
-
-    add("A1 to A3, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")))
-    add("A4 to A7, batch 1, 8, 64", (time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")))
-    add("A4 to A7 with Swin's bias and mask", (medians(methods) for methods in biased().values()))
-    others = [medians(methods) for methods in other_shapes().values()]
-    add("12 other ViT shapes, batch 1, 8, 64", others)
-    for keys in ("1024", "4096", "16384"):
-        add(f"{keys} keys, 64 and 128 channels", (time for name, time in found.items() if name.split("x")[2:3] == [keys]))
-    eager_of = {name: row["median_us"] for name, row in eager_rows().items()}
-    add("eager call without a graph, A2 batch 8, until the device is done", [eager_of])
-    uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
-    add("energy, A2 batch 8", [uj])
-    for name, which in (("Swin-T", "Swin-T, `keep_bias=True`,"), ("DeiT", "DeiT-T, -S, -B")):
-        is_one = functools.partial(begins, name)
-        eager, compiled = (patched_ratios(is_one, compiled=of) for of in (False, True))
-        lines.append(f"| {which} as a whole, batch 1, 8, 64 | {eager}; compiled {compiled} | |")
-    return lines
+SPEEDS = Table(
+    readme,
+    (
+        names(f"{CARD.upper()}, CUDA-graph replay", lambda line: line.what),
+        names("fp16 in and out, quantisation included", lambda line: line.fp16),
+        names("int8 in and out, quantised before the clock starts", lambda line: line.int8),
+    ),
+    lambda line: f"{file_of(line.file)}.json",
+)  # fmt: skip
 
 
 def summary() -> list[str]:
     """What the tables say, in a few sentences with their figures."""
-    found = {name: medians(methods) for name, methods in latencies().items()}
-    vit = [time for name, time in found.items() if name[:2] in ("A1", "A2", "A3")]
-    swin = [time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")]
-    others = [medians(methods) for methods in other_shapes().values()]
+    found, others, runs, uj = latencies(), other_shapes(), biased(), energy_group()
+    vit, swin = workloads(found, "123"), workloads(found, "4567")
+    long, very_long, thousand = long_rows(1024, 4096, 16384), long_rows(4096, 16384), long_rows(1024)
+    fp16, int8 = col.QFLASH, col.QFLASH_INT8
 
-    def against(times: Iterable[dict[str, float]], ours: str, peers: Iterable[str] = FP16) -> str:
-        return span(fastest(time, peers) / time[ours] for time in times)
+    def times(of: Iterable[Group], ours: str, peers: Sequence[str] = col.FP16) -> str:
+        return span(quotients(of, peers, ours))
 
-    def ahead(times: list[dict[str, float]], ours: str) -> str:
-        return f"{sum(fastest_fp16(time) > time[ours] for time in times)} of the {len(times)}"
+    ahead = sum(ratio > 1 for ratio in quotients(others, col.FP16, fp16))
 
-    def keys(*counts: str) -> list[dict[str, float]]:
-        return [time for name, time in found.items() if name.split("x")[2:3] and name.split("x")[2] in counts]
+    def packed_times(chosen: Callable[[Group], bool]) -> str:
+        return span(quotients(filter(chosen, packed()), (col.FLASH_VARLEN,), fp16))
 
-    runs = biased().values()
-    rows = [medians(methods) for methods in runs]
-    uj = {row["method"]: row["uj"] for row in rows_of("energy") if row["uj"] is not None}
+    def joules(method: str, *peers: str) -> str:
+        return f"{of_energy(*peers)(uj[method]):.2f}"
+
     slower = [
-        f"{MODEL_NAMES.get(model, model)} b{batch} ({of['ratio']:.3f}, {of['compiled ratio']:.3f})"
-        for (model, batch), of in whole_models().items()
-        if min(of["ratio"], of["compiled ratio"]) < 1
+        f"{model_of(group)} ({RATIO(group):.3f}, {COMPILED_RATIO(group):.3f})"
+        for group in whole_models()
+        if min(RATIO(group), COMPILED_RATIO(group)) < 1
     ]
-    families = [
-        f"{title} {' and '.join(patched_ratios(chosen, compiled=compiled) for compiled in (False, True))}"
-        for title, chosen in FAMILIES.items()
-    ]
+    families = []
+    for title in ("Swin", "Swin V2", "other transformers"):
+        mine = [group for group in whole_models() if family(group) == title]
+        both = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
+        families.append(f"{title} {' and '.join(both)}")
     lines = [
-        f"* **From fp16, quantisation included**: A1 to A3 {against(vit, 'qflash')} times as fast as the fastest of FA2, cuDNN "
-        f"and the memory-efficient kernel, A4 to A7 {against(swin, 'qflash')}; with Swin's bias and mask "
-        f"{against(rows, 'qflash')}. {ahead(others, 'qflash').capitalize()} other ViT shapes and "
-        f"batches are ahead ({against(others, 'qflash')}).",
-        f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {against(vit, 'qflash int8')}, A4 to A7 "
-        f"{against(swin, 'qflash int8')}, with the bias {against(rows, 'qflash int8')}, other ViT shapes"
-        f" {against(others, 'qflash int8')} times as fast as those kernels from fp16.",
+        f"* **From fp16, quantisation included**: A1 to A3 {times(vit, fp16)} times as fast as the fastest of FA2, cuDNN "
+        f"and the memory-efficient kernel, A4 to A7 {times(swin, fp16)}; with Swin's bias and mask "
+        f"{times(runs, fp16)}. {ahead} of the {len(others)} other ViT shapes and "
+        f"batches are ahead ({times(others, fp16)}).",
+        f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {times(vit, int8)}, A4 to A7 "
+        f"{times(swin, int8)}, with the bias {times(runs, int8)}, other ViT shapes"
+        f" {times(others, int8)} times as fast as those kernels from fp16.",
         f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
-        f"{against(vit, 'qflash int8', FLOAT_SOFTMAX)}, A4 to A7 {against(swin, 'qflash int8', FLOAT_SOFTMAX)}, 1024 keys and "
-        f"more {against(keys('1024', '4096', '16384'), 'qflash int8', FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
+        f"{times(vit, int8, col.FLOAT_SOFTMAX)}, A4 to A7 {times(swin, int8, col.FLOAT_SOFTMAX)}, 1024 keys and "
+        f"more {times(long, int8, col.FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
         f"twice the rate of integer ones and has an exponential unit. I-ViT, the other integer-only method, takes "
-        f"{against([*vit, *swin], 'qflash int8', ('i-vit kernel',))} times as long as ours.",
-        f"* **Long rows**: 4096 and 16384 keys {against(keys('4096', '16384'), 'qflash')} from fp16 and "
-        f"{against(keys('4096', '16384'), 'qflash int8')} on int8; at 1024 keys {against(keys('1024'), 'qflash')} and "
-        f"{against(keys('1024'), 'qflash int8')}; from fp16 a call takes "
-        f"{span(time['qflash'] / time['qflash int8'] for time in keys('1024'))} times as long as on int8 there.",
+        f"{times([*vit, *swin], int8, (col.I_VIT,))} times as long as ours.",
+        f"* **Long rows**: 4096 and 16384 keys {times(very_long, fp16)} from fp16 and "
+        f"{times(very_long, int8)} on int8; at 1024 keys {times(thousand, fp16)} and "
+        f"{times(thousand, int8)}; from fp16 a call takes "
+        f"{times(thousand, int8, (fp16,))} times as long as on int8 there.",
         f"* **Packed sequences** of several lengths from fp16, against FA2's `varlen_attn`: heads of 64 channels "
-        f"{packed_ratios(lambda row: row['head_dim'] == 64)}, windows of 64 patches "
-        f"{packed_ratios(lambda row: max(row['lengths']) <= 64)}, longer sequences with 72 or 80 channels "
-        f"{packed_ratios(lambda row: row['head_dim'] != 64 and max(row['lengths']) > 64)}.",
-        f"* **Swin's bias and shift mask** cost {span(of['qflash']['bias_cost'] for of in runs)} times from fp16 and "
-        f"{span(of['qflash int8']['bias_cost'] for of in runs)} on int8.",
+        f"{packed_times(lambda of: one(col.HEAD_DIM)(of) == 64)}, windows of 64 patches "
+        f"{packed_times(lambda of: max(lengths(of)) <= 64)}, longer sequences with 72 or 80 channels "
+        f"{packed_times(lambda of: one(col.HEAD_DIM)(of) != 64 and max(lengths(of)) > 64)}.",
+        f"* **Swin's bias and shift mask** cost {span(Of(fp16, col.BIAS_COST)(of) for of in runs)} times from fp16 and "
+        f"{span(Of(int8, col.BIAS_COST)(of) for of in runs)} on int8.",
         f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends, and both compiled: "
         f"{'; '.join(families)}. Slower (patched, compiled): {', '.join(slower) or 'none'}.",
         f"* **{eager_line().split(',')[0]}**,{eager_line().split(',', 1)[1]}",
-        f"* **Energy**, A2 batch 8: an int8 call takes {uj['qflash int8'] / uj['sdpa flash']:.2f} of FA2's and "
-        f"{uj['qflash int8'] / fastest(uj, FP16):.2f} of cuDNN's, the least of 16 bits; from fp16 "
-        f"{uj['qflash'] / uj['sdpa flash']:.2f} and {uj['qflash'] / fastest(uj, FP16):.2f}.",
+        f"* **Energy**, A2 batch 8: an int8 call takes {joules(int8, col.SDPA_FLASH)} of FA2's and "
+        f"{joules(int8, *col.FP16)} of cuDNN's, the least of 16 bits; from fp16 "
+        f"{joules(fp16, col.SDPA_FLASH)} and {joules(fp16, *col.FP16)}.",
     ]
     cpus = []
-    for name, title in (
+    for file, title in (
         ("cpu_zen4", "Zen 4 with VNNI"),
         ("cpu_vnni", "in an earlier state Zen 5 with VNNI"),
         ("cpu", "AVX2 only"),
     ):
-        of = results(name)["results"].values()
-        both = [
-            span(row["sdpa float32"]["lowest_ms"] / row[method]["lowest_ms"] for row in of)
-            for method in ("cpu float32", "cpu int8")
-        ]
-        cpus.append(f"{title} {both[0]} from float32 and {both[1]} on int8")
+        of = processor(file)
+        floats, int8s = (span(quotients(of, (col.SDPA,), ours, col.MIN_US)) for ours in (CPU_FLOAT, CPU_INT8))
+        cpus.append(f"{title} {floats} from float32 and {int8s} on int8")
     lines.append(f"* **CPU**, two threads, against SDPA in float32: {'; '.join(cpus)}.")
     return [line for paragraph in lines for line in pages.wrap(paragraph, indent="  ")]
 
@@ -622,16 +574,19 @@ def draw() -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = {name: medians(methods) for name, methods in latencies().items()}
-    shapes = sorted(found, key=lambda name: name[:2] if name.startswith("A") else "B")
+    found = {shape_of(group): group for group in latencies()}
+    shapes = sorted(found, key=lambda shape: shape[:2] if shape.startswith("A") else "B")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9}):
         figure = Figure(figsize=(9.5, 5.2), layout="constrained")
         for axes, (method, title) in zip(
             figure.subplots(2, 1, sharex=True),
-            (("qflash", "fp16 in and out, quantisation included"), ("qflash int8", "int8 in and out, quantised beforehand")),
+            (
+                (col.QFLASH, "fp16 in and out, quantisation included"),
+                (col.QFLASH_INT8, "int8 in and out, quantised beforehand"),
+            ),
             strict=True,
         ):
-            heights = [fastest_fp16(found[name]) / found[name][method] for name in shapes]
+            heights = quotients((found[shape] for shape in shapes), col.FP16, method)
             colours = ["#2a6f97" if height >= 1 else "#c1666b" for height in heights]
             axes.bar(range(len(shapes)), heights, color=colours)
             axes.axhline(1, color="black", linewidth=0.8)
@@ -648,31 +603,51 @@ def draw() -> None:
         figure.savefig(FIGURE, metadata={"Date": None})
 
 
-def processor(name: str) -> list[str]:
-    """One CPU's run: SDPA in float32, the CPU back end and the reference, lowest of the rounds."""
-    lines = [
-        "| shape | SDPA ms | int8 ms | ratio | SQNR dB | float32 ms | ratio | SQNR dB | reference ms |",
-        "|" + "---|" * 9,
-    ]
-
-    def time(milliseconds: float) -> str:
-        return f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
-
-    for shape, row in results(name)["results"].items():
-        sdpa, int8, floats, slow = (
-            row[method]["lowest_ms"] for method in ("sdpa float32", "cpu int8", "cpu float32", "reference float32")
-        )
-        cells = [time(sdpa), time(int8), number(sdpa / int8), number(row["sqnr_db"]["cpu int8"])]
-        cells += [time(floats), number(sdpa / floats), number(row["sqnr_db"]["cpu float32"]), time(slow)]
-        lines.append(f"| {shape} | {' | '.join(cells)} |")
-    return lines
+CPU_INT8, CPU_FLOAT, CPU_REFERENCE = f"{col.QFLASH_INT8} cpu", f"{col.QFLASH} cpu", f"{col.QFLASH} reference"
 
 
-def when(name: str) -> str:
-    """Return the day of a run."""
-    record = results(name)
-    about = record.get("environment") or record.get("conditions") or record
-    return about["date"][:10]
+def processor(file: str) -> list[Group]:
+    """Return one CPU's run by shape."""
+    return groups(declared.rows(file), col.WORKLOAD, col.BATCH)
+
+
+def milliseconds(heading: str, method: str) -> Column:
+    """Return the column of a method's lowest time."""
+
+    def form(us: float) -> str:
+        return f"{us / 1000:.3g}" if us < 1e6 else f"{us / 1000:.0f}"
+
+    return Column(heading, Of(method, col.MIN_US), form)
+
+
+PROCESSOR = (
+    names("shape", lambda group: col.full_label(declared.any_row(group))), milliseconds("SDPA ms", col.SDPA),
+    milliseconds("int8 ms", CPU_INT8), Column("ratio", against((col.SDPA,), CPU_INT8, col.MIN_US)),
+    Column("SQNR dB", Of(CPU_INT8, col.SQNR_DB)), milliseconds("float32 ms", CPU_FLOAT),
+    Column("ratio", against((col.SDPA,), CPU_FLOAT, col.MIN_US)), Column("SQNR dB", Of(CPU_FLOAT, col.SQNR_DB)),
+    milliseconds("reference ms", CPU_REFERENCE),
+)  # fmt: skip
+"""Columns of a CPU's run: SDPA in float32, the CPU back end and the reference, lowest of the rounds."""
+
+
+def linked(file: str) -> str:
+    """Return a link to a result file, and the day of its run where it says so."""
+    record = declared.record(file)
+    day = f" ({(record.get('environment') or record)['date'][:10]})" if isinstance(record, dict) else ""
+    return f"[{Path(file).name}](../../{posixpath.normpath(f'benchmarks/results/{file}.json')}){day}"
+
+
+def tuned_baselines_section() -> tuple[Section, ...]:
+    """Return the section of :data:`TUNED`; none where that was not measured."""
+    file = file_of("baselines_tuned")
+    if not (declared.RESULTS / f"{file}.json").is_file():
+        return ()
+    about = """Quantisation is outside the clock. `python benchmarks/tune_baselines.py` measures every kernel of the compared
+methods with its rule's tiles and with others ([baselines](../baselines.md#tiles)); these are medians of replays of the two in
+alternation. A candidate has to be 2 % faster to displace the rule. Tiles are queries x keys x warps x stages of the fused
+kernels; of I-ViT rows x columns x sum x warps x stages of the first product, rows x warps of Shiftmax, and the second
+product's."""
+    return (Section("Baselines before and after tuning", REPLAY, about, TUNED, (file,)),)
 
 
 class Section(NamedTuple):
@@ -686,7 +661,7 @@ class Section(NamedTuple):
     title: str
     timing: str
     about: str
-    table: Callable[[], list[str]]
+    table: Table
     files: tuple[str, ...]
 
 
@@ -703,7 +678,7 @@ the default recipe. FA2, cuDNN and efficient are PyTorch's `scaled_dot_product_a
 the least of the three divided by ours: above 1 we are faster. Shapes are batch x heads x tokens x channels; A1 to A7
 are the paper's workloads ([what they are](../performance.md#workloads)). The rows of 16384 keys reach the power limit:
 their quartiles lie up to 5 % apart, on int8 up to 15 %.""",
-        latency,
+        Table(latencies, end_to_end),
         LATENCY_FILES,
     ),
     Section(
@@ -713,7 +688,7 @@ their quartiles lie up to 5 % apart, on int8 up to 15 %.""",
 fitted output scale. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on tensors quantised beforehand
 ([baselines](../baselines.md)); INT-Flash returns fp16, QAttn and I-ViT int8 at a fitted scale. **fastest ÷ ours** is
 against these; the last ratio is against PyTorch's fp16 kernels of the table above, which take and return fp16.""",
-        int8_latency,
+        Table(latencies, int8_in),
         LATENCY_FILES,
     ),
     *tuned_baselines_section(),
@@ -722,35 +697,35 @@ against these; the last ratio is against PyTorch's fp16 kernels of the table abo
         REPLAY,
         """An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned (`qflash.align_bias`)
 for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the time without it.""",
-        bias,
+        Table(biased, bias_columns("QFlash fp16", col.QFLASH)),
         (file_of("bench_bias"),),
     ),
     Section(
         "Swin with its bias and shift mask, from int8 tensors",
         REPLAY,
         "The same run; quantisation is outside the clock, PyTorch's kernels take fp16.",
-        int8_bias,
+        Table(biased, bias_columns("QFlash int8", col.QFLASH_INT8)),
         (file_of("bench_bias"),),
     ),
     Section(
         "Other vision transformers, ratios",
         "CUDA-graph replay, the fastest of FA2, cuDNN and the memory-efficient kernel in fp16 divided by ours",
         "Medians of nine rounds; the int8 columns leave quantisation out.",
-        ratios,
+        RATIOS,
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from fp16",
         REPLAY,
         "The run of the table above, quantisation inside the clock.",
-        shapes,
+        Table(other_shapes, end_to_end),
         (file_of("shapes"),),
     ),
     Section(
         "Other vision transformers, from int8 tensors",
         REPLAY,
         "The same run, quantisation outside the clock.",
-        int8_shapes,
+        Table(other_shapes, int8_in),
         (file_of("shapes"),),
     ),
     Section(
@@ -761,11 +736,11 @@ clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-se
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
 of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
 quantised before. One launch takes the longest sequences first ([with and without, and other
-batches](../../benchmarks/results/trials/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
+batches](../../benchmarks/archive/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
 not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
-([data](../../benchmarks/results/trials/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
+([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
 an H100). Eager calls are repeated ones, whose plan is kept.""",
-        packed_sequences,
+        PACKED,
         (file_of("varlen"),),
     ),
     Section(
@@ -775,7 +750,7 @@ an H100). Eager calls are repeated ones, whose plan is kept.""",
 residual added in int16. cuBLAS without any of that: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with
 int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds by turns). The last two columns are
 ours: operations against the card's dense int8 peak, and bytes that have to move against its bandwidth, by its data sheet.""",
-        linear_layers,
+        LINEAR,
         (file_of("linear_layers"),),
     ),
     Section(
@@ -787,7 +762,7 @@ made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is
 `keep_bias=True`, which is faster there than without, compiled too. **Compiled** is `torch.compile` in its default mode, of
 Swin the faster with and without SDPA; each ratio is the patched model's images over those in the column before it. Weights
 are random: they change no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
-        models,
+        MODELS,
         (file_of("models"),),
     ),
     Section(
@@ -795,7 +770,7 @@ are random: they change no kernel's speed. The SQNR is of the logits, or feature
         "Eager calls, no CUDA graph, A2 batch 8",
         """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
 quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
-        eager,
+        EAGER,
         (file_of("bench_eager"),),
     ),
     Section(
@@ -803,7 +778,7 @@ quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in lau
         "CUDA-graph replay, microjoules a call, A2 batch 8",
         """NVML's energy counter over two seconds of replay, two rounds, idle power included. Methods that take int8 leave
 quantisation out.""",
-        energy,
+        ENERGY,
         (file_of("energy"),),
     ),
     Section(
@@ -812,7 +787,7 @@ quantisation out.""",
         """Durations are Nsight Compute's, most of them longer than under replay. Methods are as in the tables of latency:
 `kernel` and `qflash int8` take int8
 tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-lab-profile).""",
-        profile,
+        PROFILE,
         (file_of("profile"),),
     ),
     Section(
@@ -833,7 +808,7 @@ all scores of its queries at once, else of one iteration of its loops over the k
 * Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d =
   64. At d = 128 the maxima that clamp scores are included, one per score, which seldom run. `long-64` has per-channel
   scales and exact row sums, for which registers are short; where its 120 spills are was not counted.""",
-        instructions,
+        CODE,
         ("verify_triton36",),
     ),
     Section(
@@ -844,22 +819,22 @@ and timed in the same session. All launches returned the reference's bits (from 
 with the output of Triton 3.6's code, which tests compare with the reference). `form for 3.9` is the form that is used
 with Triton 3.9, where it is another one
 ([why](limits.md#register-pressure-and-ptxas)).""",
-        newer,
-        ("trials/triton39_h200",),
+        NEWER,
+        ("../archive/triton39_h200",),
     ),
     *(
         Section(
             f"CPU: {title}",
             "Eager calls on two threads, milliseconds",
             """Inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of nine rounds
-(three for the reference); the file has medians, too. `python benchmarks/cpu.py OUT.json` measures again. `float32` is
-`qflash.attention`, default recipe, quantisation inside the clock; `int8` is int8 in and out, quantisation outside.
+(three for the reference); the file has medians, too. `python benchmarks/measure.py FOLDER --run cpu` measures again.
+`float32` is `qflash.attention`, default recipe, quantisation inside the clock; `int8` is int8 in and out, quantisation outside.
 A ratio is SDPA's time in float32 divided by ours."""
             + note,
-            functools.partial(processor, name),
-            (name,),
+            Table(functools.partial(processor, file), PROCESSOR),
+            (file,),
         )
-        for title, name, note in (
+        for title, file, note in (
             ("Zen 4 EPYC with VNNI", "cpu_zen4", " PyTorch 2.14.1."),
             ("Zen 5 EPYC with VNNI", "cpu_vnni", f" {BEFORE_EXACT_SUMS}"),
             (
@@ -875,13 +850,13 @@ HEADER = """# Measured tables
 
 Written by `python benchmarks/performance_tables.py` from the result files named under each heading, which also have
 quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
-what they are: [limits](limits.md). What was tried: [experiments](experiments.md).
+what they are: [limits](limits.md). What was tried: [experiments](../../benchmarks/archive/experiments.md).
 
 Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
 2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond
 of calls behind an untimed replay. Other shapes of vision transformers and eager calls were measured the day after on
 two H200 of another host, with the same kernels, and so were the baselines' tiles for 64 images of 16 heads with 72 or
-80 channels. Other runs, among them an H100's of most tables, in earlier states, are in `benchmarks/results/trials/`.
+80 channels. Other runs, among them an H100's of most tables, in earlier states, are in `benchmarks/archive/`.
 """
 
 
@@ -889,35 +864,39 @@ def tables_page() -> str:
     """Return docs/performance/tables.md."""
     parts = [HEADER]
     for section in SECTIONS:
-        links = ", ".join(f"[{name}](../../benchmarks/results/{name}.json)" + day(name) for name in section.files)
+        links = ", ".join(map(linked, section.files))
         parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
         if section.title == "Latency from fp16":
             parts.append("\n" + "\n".join(pages.wrap(eager_line())) + "\n")
-        parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table()) + "\n")
+        parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table.markdown()) + "\n")
     return "".join(parts)
 
 
-def day(name: str) -> str:
-    """Return the day of a run in brackets, or nothing where the file has none."""
-    record = results(name)
-    return f" ({when(name)})" if isinstance(record, dict) else ""
+SCHEMA = Table(
+    lambda: list(col.COLUMNS.items()),
+    (names("column", lambda line: f"`{line[0]}`"), names("what it holds", lambda line: line[1])),
+    lambda _: "qflash_lab.bench.schema",
+)
+TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "bench:columns": SCHEMA}
+"""Declared tables between markers of pages."""
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of pages, by the markers' names."""
-    return {"speed:readme": readme(), "speed:aims": aims(), "speed:summary": summary(), "speed:eager": pages.wrap(eager_line())}
+    texts = {"speed:summary": summary(), "speed:eager": pages.wrap(eager_line())}
+    return {marker: table.markdown() for marker, table in TABLES.items()} | texts
 
 
 def files() -> list[str]:
-    """Return the result files that were read."""
-    return [f"{name}.json" for name in READ]
+    """Return the result files behind them."""
+    read = [file for section in SECTIONS for file in section.files]
+    return [f"{file}.json" for file in dict.fromkeys((*read, file_of("eager_shapes"), "authors_kernel_h200"))]
 
 
 def main() -> None:
     """Write the pages' tables and the figure."""
-    for page in (PAGE, README):
-        page.write_text(pages.fill(page.read_text(), blocks()))
-    TABLES.write_text(tables_page())
+    pages.write(blocks())
+    TABLES_PAGE.write_text(tables_page())
     draw()
 
 

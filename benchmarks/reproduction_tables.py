@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
+import declared
+import pages
+from declared import Group, Of, Table, groups, one
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.paper import paper_results
 from qflash_lab.paper.claims import RULES, SECTIONS, claims, counts
 from qflash_lab.paper.results import Found, accuracy_record, device_of, gpu_rows, on_gpu, read_results, row_of_method
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-PAGE = HERE.parent / "docs" / "reproduction.md"
 
 
 @functools.cache
 def found() -> Found:
     """Return the committed results, as ``qflash-lab report`` reads them; of GPUs those of the pages' card."""
-    everything = read_results([HERE / "results"])
+    everything = read_results([declared.RESULTS])
     return {kind: [record for record in records if _is_shown(device_of(record))] for kind, records in everything.items()}
 
 
@@ -67,7 +65,11 @@ def authors_latency() -> list[str]:
     record = found()["authors"][0]
     latency = record["latency_us"]
     lines = [f"| µs | {' | '.join(latency)} |", "|---" * (len(latency) + 1) + "|"]
-    titles = {"sdpa flash": "FlashAttention-2, FP16", "sdpa cudnn": "cuDNN, FP16", "authors' QFlash": "authors' kernel, int8"}
+    titles = {
+        col.SDPA_FLASH: "FlashAttention-2, FP16",
+        col.SDPA_CUDNN: "cuDNN, FP16",
+        "authors' QFlash": "authors' kernel, int8",
+    }
     order = sorted(range(len(record["methods"])), key=lambda index: record["methods"][index] != "authors' QFlash")
     for batch in ("1", "8"):
         for index in order:
@@ -86,7 +88,7 @@ def tensor() -> list[str]:
     for method, figures in paper_results.UTILISATION.items():
         row = row_of_method(rows, method, workload="A2", batch=8)
         paper = ["-" if x is None else f"{x:.2f}" for x in figures["A2"]]
-        ours = [f"{row[name]:.2f}" for name in ("imma_percent", "hmma_percent")] if row else ["-", "-"]
+        ours = [f"{row[name]:.2f}" for name in (col.IMMA_PERCENT, col.HMMA_PERCENT)] if row else ["-", "-"]
         label = f"{method} (this library)" if method == "QFlash" else method
         lines.append(f"| {label} | {' | '.join((*paper, *ours))} |")
     return lines
@@ -105,14 +107,14 @@ def energy() -> list[str]:
         row = row_of_method(rows, method, workload="A2", batch=8, bias=False)
         assert row is not None
         label = "QFlash (this library, from int8)" if method == "QFlash" else method
-        lines.append(f"| {label} | {uj:.1f} | {uj / flash:.2f} | {row['uj']:.0f} | {row['uj'] / here['uj']:.2f} |")
-    for name, label in (("qflash", "QFlash (this library, from fp16)"), ("sdpa cudnn", "cuDNN, FP16")):
+        lines.append(f"| {label} | {uj:.1f} | {uj / flash:.2f} | {row[col.UJ]:.0f} | {row[col.UJ] / here[col.UJ]:.2f} |")
+    for name, label in (("qflash", "QFlash (this library, from fp16)"), (col.SDPA_CUDNN, "cuDNN, FP16")):
         row = next(row for row in rows if row["method"] == name)
-        lines.append(f"| {label} | | | {row['uj']:.0f} | {row['uj'] / here['uj']:.2f} |")
+        lines.append(f"| {label} | | | {row[col.UJ]:.0f} | {row[col.UJ] / here[col.UJ]:.2f} |")
     authors = found()["authors"][0]["energy_uj"]
-    lines.append(f"| another H200, FlashAttention-2 | | | {authors['sdpa flash']} | 1.00 |")
+    lines.append(f"| another H200, FlashAttention-2 | | | {authors[col.SDPA_FLASH]} | 1.00 |")
     theirs = authors["authors' QFlash"]
-    lines.append(f"| another H200, the authors' kernel | | | {theirs} | {theirs / authors['sdpa flash']:.2f} |")
+    lines.append(f"| another H200, the authors' kernel | | | {theirs} | {theirs / authors[col.SDPA_FLASH]:.2f} |")
     return lines
 
 
@@ -126,80 +128,109 @@ def sqnr() -> list[str]:
         cells = []
         for workload in ("A2", "A7"):
             row = rows[workload, method]
-            ours = f"{row['sqnr_db']:.2f} [{row['sqnr_min_db']:.1f}, {row['sqnr_max_db']:.1f}]"
+            ours = f"{row[col.SQNR_DB]:.2f} [{row[col.SQNR_MIN_DB]:.1f}, {row[col.SQNR_MAX_DB]:.1f}]"
             cells += [f"{paper_results.TABLE4[workload, method][0]:.2f}", ours]
         lines.append(f"| {rows['A2', method]['title']} | {' | '.join(cells)} |")
     return lines
 
 
-def steps() -> list[str]:
+def ablated(part: str, *, gpu: bool = False) -> list[col.Row]:
+    """Return the rows of the newest ablation with a part, on a GPU if that is wanted."""
+    record = next(r for r in found()["ablate"] if (on_gpu(r) or not gpu) and any(row[col.PART] == part for row in r["rows"]))
+    return [row | {declared.FILE: record["file"]} for row in record["rows"] if row[col.PART] == part]
+
+
+def steps() -> list[Group]:
     """Figure 4: a GPU's times and the SQNR of the steps' formulas."""
-    record = next(
-        record for record in found()["ablate"] if on_gpu(record) and any(r["part"] == "kernel" for r in record["rows"])
-    )
-    kernels = {row["label"]: row for row in record["rows"] if row["group"] == "kernel"}
-    formulas = {row["label"]: row for row in record["rows"] if row["group"] == "formula"}
-    lines = ["| Step | Speedup over V0, paper | here | µs here | SQNR, dB |", "|---|---|---|---|---|"]
-    for step, formula in formulas.items():
-        row = kernels["V4 paper" if step == "V4" else step]
-        percent = paper_results.STEP_SPEEDUP_PERCENT.get(step)
-        paper = "-" if percent is None else f"{percent} %"
-        change = f"{100 * (row['speedup'] - 1):+.1f} %"
-        lines.append(f"| {step} | {paper} | {change} | {row['median_us']:.0f} | {formula['sqnr_db']['mean']:.2f} |")
-    for label in ("V4 default", "sdpa flash"):
-        row = kernels[label]
-        title = {"V4 default": "this library's `DEFAULT`", "sdpa flash": "PyTorch's FA2"}[label]
-        lines.append(
-            f"| {title} | | {100 * (row['speedup'] - 1):+.1f} % | {row['median_us']:.0f} | {row['sqnr_db']['mean']:.2f} |"
-        )
-    return lines
+    rows = ablated("kernel", gpu=True)
+    kernels = {row[col.LABEL]: row for row in rows if row[col.GROUP] == "kernel"}
+    lines = [
+        Group(kernel=kernels["V4 paper" if row[col.LABEL] == "V4" else row[col.LABEL]], formula=row)
+        for row in rows
+        if row[col.GROUP] == "formula"
+    ]
+    return lines + [Group(kernel=kernels[label], formula=kernels[label]) for label in STEP_TITLES]
 
 
-def scales() -> list[str]:
+STEP_TITLES = {"V4 default": "this library's `DEFAULT`", col.SDPA_FLASH: "PyTorch's FA2"}
+
+
+def step_of(line: Group) -> str:
+    """Return what the table calls a step."""
+    label = line["formula"][col.LABEL]
+    return str(STEP_TITLES.get(label, label))
+
+
+def paper_speedup(line: Group) -> str:
+    """Return the paper's speed-up of a step."""
+    label = line["formula"][col.LABEL]
+    percent = paper_results.STEP_SPEEDUP_PERCENT.get(label)
+    return "" if label in STEP_TITLES else "-" if percent is None else f"{percent} %"
+
+
+def grid(part: str, by: str, *keys: str, group: str | None = None) -> list[Group]:
+    """Return a part's rows in groups."""
+    rows = [row for row in ablated(part) if group is None or row[col.GROUP] == group]
+    return groups(rows, *keys, by=lambda row: str(row[by]))
+
+
+def grid_columns(heading: str, key: str) -> Callable[[Sequence[Group]], list[Column]]:
+    """Return what makes a column of SQNR for each member of the groups."""
+
+    def columns(lines: Sequence[Group]) -> list[Column]:
+        first = names(heading, one(key))
+        return [first, *(Column(name, Of(name, col.SQNR_DB), ".2f") for name in lines[0])]
+
+    return columns
+
+
+GRANULARITIES = (
+    "Q tensor, K tensor, V tensor", "Q head, K head, V tensor", "Q token, K token, V tensor", "Q token, K token, V channel",
+)  # fmt: skip
+"""Rows of appendix B.3: DEFAULT's arithmetic without preparation of the key, by what shares a scale."""
+
+
+def granularities() -> list[Group]:
+    """Return the lines of :data:`GRANULARITIES`."""
+    by = {one(col.LABEL)(group): group for group in grid("granularity", col.INPUT, col.LABEL, group="default")}
+    return [by[label] for label in GRANULARITIES]
+
+
+def scales() -> list[Group]:
     """Figure 5: ways to accumulate, by tiles."""
-    record = next(record for record in found()["ablate"] if any(row["part"] == "scales" for row in record["rows"]))
-    rows = [row for row in record["rows"] if row["part"] == "scales"]
-    tiles = sorted({row["tiles"] for row in rows})
-    lines = [f"| Tiles | {' | '.join(map(str, tiles))} |", "|---" * (len(tiles) + 1) + "|"]
-    for group in dict.fromkeys(row["group"] for row in rows):
-        by = {row["tiles"]: row["sqnr_db"]["mean"] for row in rows if row["group"] == group}
-        lines.append(f"| {group} | {' | '.join(f'{by[count]:.2f}' for count in tiles)} |")
-    return lines
+    return [Group(sorted(group.items(), key=lambda of: int(of[0]))) for group in grid("scales", col.TILES, col.GROUP)]
 
 
-def division() -> list[str]:
-    """Figure 6."""
-    record = next(r for r in found()["ablate"] if on_gpu(r) and any(row["part"] == "throughput" for row in r["rows"]))
+def division_columns(lines: Sequence[col.Row]) -> list[Column]:
+    """Figure 6, with the card in its heading."""
+    record = next(r for r in found()["ablate"] if r["file"] == lines[0][declared.FILE])
     card = pages.card(record["environment"]["device"])
-    lines = [f"| int32, {card} | 10⁹ a second |", "|---|---|"]
-    lines += [f"| {row['label']} | {row['gops']:.0f} |" for row in record["rows"] if row["part"] == "throughput"]
-    return lines
+    return [names(f"int32, {card}", col.LABEL), Column("10⁹ a second", col.GOPS, ".0f")]
 
 
-def granularity() -> list[str]:
-    """Appendix B.3: DEFAULT's arithmetic without preparation of the key, by what shares a scale."""
-    record = next(record for record in found()["ablate"] if any(row["part"] == "granularity" for row in record["rows"]))
-    rows = [row for row in record["rows"] if row["part"] == "granularity" and row["group"] == "default"]
-    inputs = list(dict.fromkeys(row["input"] for row in rows))
-    lines = [f"| SQNR, dB | {' | '.join(inputs)} |", "|---" * (len(inputs) + 1) + "|"]
-    by = {(row["label"], row["input"]): row["sqnr_db"]["mean"] for row in rows}
-    for label in (
-        "Q tensor, K tensor, V tensor",
-        "Q head, K head, V tensor",
-        "Q token, K token, V tensor",
-        "Q token, K token, V channel",
-    ):
-        lines.append(f"| {label} | {' | '.join(f'{by[label, name]:.2f}' for name in inputs)} |")
-    return lines
+TABLES = {
+    "paper:steps": Table(
+        steps,
+        (
+            names("Step", step_of), names("Speedup over V0, paper", paper_speedup),
+            Column("here", Of("kernel", col.SPEEDUP), lambda speedup: f"{100 * (speedup - 1):+.1f} %"),
+            Column("µs here", Of("kernel"), ".0f"), Column("SQNR, dB", Of("formula", col.SQNR_DB), ".2f"),
+        ),
+    ),
+    "paper:scales": Table(scales, grid_columns("Tiles", col.GROUP)),
+    "paper:division": Table(lambda: ablated("throughput", gpu=True), division_columns),
+    "paper:granularity": Table(granularities, grid_columns("SQNR, dB", col.LABEL)),
+}  # fmt: skip
+"""Declared tables between markers of the page."""
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    return {
+    texts = {
         "paper:claims": claim_table(), "paper:rules": rules(), "paper:notes": notes(), "paper:latency": authors_latency(),
-        "paper:tensor": tensor(), "paper:energy": energy(), "paper:sqnr": sqnr(), "paper:steps": steps(),
-        "paper:scales": scales(), "paper:division": division(), "paper:granularity": granularity(),
+        "paper:tensor": tensor(), "paper:energy": energy(), "paper:sqnr": sqnr(),
     }  # fmt: skip
+    return texts | {marker: table.markdown() for marker, table in TABLES.items()}
 
 
 def files() -> list[str]:
@@ -207,10 +238,5 @@ def files() -> list[str]:
     return [record["file"] for records in found().values() for record in records]
 
 
-def main() -> None:
-    """Write the page's tables."""
-    PAGE.write_text(pages.fill(PAGE.read_text(), blocks()))
-
-
 if __name__ == "__main__":
-    main()
+    pages.write(blocks())

@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import math
 import pathlib
 import platform
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+import declared
+import pages
 import qflash
+from declared import Group, Of, Table, groups, one
+from qflash_lab.bench import runner
+from qflash_lab.bench import schema as col
 from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import real_data
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import pages  # noqa: E402
-
-RESULTS = HERE / "results" / "static_attention.json"
-PAGE = HERE.parent / "docs" / "models.md"
+RESULTS = declared.RESULTS / "static_attention.json"
 SIDE = 224
 RECIPES = {
     "`PAPER`": qflash.PAPER,
@@ -67,8 +66,8 @@ def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
                 qflash.calibrate(model, calibration.split(5), progress=False, **options)
             got = model(judged)
             row: dict[str, Any] = {"recipe": name, "scales": method, "images": len(judged), "calibration": len(calibration)}
-            row |= {"sqnr_db": sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
-            if not all(math.isfinite(row[key]) for key in ("sqnr_db", "cosine_mean")):
+            row |= {col.SQNR_DB: sqnr(want, got), "cosine_mean": float(nn.functional.cosine_similarity(want, got).mean())}
+            if not all(math.isfinite(row[key]) for key in (col.SQNR_DB, "cosine_mean")):
                 raise ValueError(f"{name}, {method}: a result is not finite")
             rows.append(row)
             print(row, flush=True)
@@ -78,7 +77,8 @@ def measure(wheels_folder: pathlib.Path | None) -> list[dict[str, Any]]:
 SHAPE = (8, 197, 6, 64)
 """Images, tokens, heads and channels of a call that is timed: DeiT-S."""
 TIMED = ("`DEFAULT`", "`ACCURATE`")
-_REPEATS = 20
+_ROUNDS = 20
+FIELDS = col.pick(col.RECIPE, col.SCALES, col.SHAPE, *col.TIMES, col.CPU_US, col.METHOD, col.ERROR)
 
 
 class Heads(nn.Module):
@@ -89,63 +89,47 @@ class Heads(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
-def processor_ms(call: Callable[[], object]) -> float:
-    """Return the least processor time of several calls: what else runs on the machine does not count."""
-    call()
-    least = math.inf
-    for _ in range(_REPEATS):
-        start = time.process_time()
-        call()
-        least = min(least, time.process_time() - start)
-    return 1000 * least
-
-
 @torch.inference_mode()
-def measure_time() -> list[dict[str, Any]]:
-    """Return a row a recipe: a call with dynamic and with static scales, on one thread."""
+def measure_time() -> list[col.Row]:
+    """Return a row a recipe and kind of scales: a call on one thread; processor time leaves out what else runs."""
     torch.set_num_threads(1)
     images, tokens, heads, channels = SHAPE
     x = torch.randn(images, tokens, 3, heads, channels, generator=torch.Generator().manual_seed(0))
-    rows = []
-    for name in TIMED:
-        row: dict[str, Any] = {"recipe": name, "shape": SHAPE}
+    runs = []
+    for recipe in TIMED:
         for scales in ("dynamic", "static"):
-            module = qflash.patch(Heads().eval(), RECIPES[name])
+            module = qflash.patch(Heads().eval(), RECIPES[recipe])
             if scales == "static":
                 qflash.calibrate(module, [x], progress=False)
-
-            def call(module: nn.Module = module) -> object:
-                return module(x)
-
-            row[f"{scales}_ms"] = processor_ms(call)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+            row = col.empty(FIELDS, recipe=recipe, scales=scales, shape="x".join(map(str, SHAPE)), method=col.QFLASH)
+            runs.append(runner.Run(row, lambda module=module: (functools.partial(module, x), {})))  # type: ignore[misc]
+    return runner.measure(runs, torch.device("cpu"), _ROUNDS, tick=print)
 
 
-def time_table(result: dict[str, Any]) -> list[str]:
-    """Lay the times out in Markdown."""
-    lines = ["| Processor time, ms | dynamic | static |", "|---|---|---|"]
-    return lines + [f"| {row['recipe']} | {row['dynamic_ms']:.1f} | {row['static_ms']:.1f} |" for row in result["times"]]
+def by_scales(of: str) -> list[Group]:
+    """Return the results by recipe, a group for its kinds of scales."""
+    return groups(declared.rows(RESULTS.stem, of=of), col.RECIPE, by=lambda row: row[col.SCALES])
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Lay the results out in Markdown."""
-    found = {(row["recipe"], row["scales"]): row["sqnr_db"] for row in result["rows"]}
-    methods = ["dynamic", *METHODS]
-    lines = [f"| SQNR, dB | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
-    return lines + [f"| {name} | {' | '.join(f'{found[name, each]:.1f}' for each in methods)} |" for name in RECIPES]
+TABLES = {
+    "static:dinov2": Table(
+        lambda: by_scales("rows"),
+        (names("SQNR, dB", one(col.RECIPE)), *(Column(each, Of(each, col.SQNR_DB), ".1f") for each in ("dynamic", *METHODS))),
+    ),
+    "static:time": Table(
+        lambda: by_scales("times"),
+        (
+            names("Processor time, ms", one(col.RECIPE)),
+            *(Column(each, Of(each, col.CPU_US), declared.scaled(1e-3, ".1f")) for each in ("dynamic", "static")),
+        ),
+    ),
+}
+"""Between markers of the page."""
 
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of the page, by the markers' names."""
-    result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return {"static:dinov2": table(result), "static:time": time_table(result)}
-
-
-def files() -> list[str]:
-    """Return the result files behind the table."""
-    return [RESULTS.name]
+    return {marker: table.markdown() for marker, table in TABLES.items()}
 
 
 def main() -> None:
@@ -165,7 +149,7 @@ def main() -> None:
         if given.only != "accuracy":
             result["times"] = measure_time()
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(pages.fill(PAGE.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
+    pages.write(blocks())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Say where every number in a table, and every bold figure, of README and docs comes from; fail if one comes from nowhere.
 
-``python benchmarks/trace_numbers.py``. A number may stand
+``python benchmarks/trace_numbers.py``. With a page and a part of a row, ``python benchmarks/trace_numbers.py README.md "A1 to
+A3"``, it says where the rows of tables with that text come from: the file, what tells the row apart there, and the keys shown.
+
+A number may stand
 
 * in a part between ``<!-- group:name -->`` and ``<!-- end -->``, which a script of this folder makes from committed results: it
   is made again and must be the same. docs/performance/tables.md is such a part as a whole;
@@ -10,13 +13,14 @@
   - ``published``: figures of others, which were not measured here;
   - a file of ``benchmarks/results``: every number behind the first column is a value in it, rounded (``; also 64``: or 64);
 
-* in docs/performance/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
+* in benchmarks/archive/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
 
 Bold figures outside such parts and tables are refused, and so are figures with a unit in README's text.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
 import re
@@ -25,25 +29,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accuracy
+import declared
+import evaluate_models
+import integer_networks
+import ladder
+import pages
+import performance_tables
+import reproduction_tables
+import static_attention
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
-import accuracy  # noqa: E402
-import evaluate_models  # noqa: E402
-import integer_networks  # noqa: E402
-import ladder  # noqa: E402
-import pages  # noqa: E402
-import performance_tables  # noqa: E402
-import reproduction_tables  # noqa: E402
-import static_attention  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "scripts"))
 import survey_models  # noqa: E402
 
 ROOT = HERE.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+NOTEBOOK = HERE / "archive" / "experiments.md"
+PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
     survey_models,
 )  # fmt: skip
-NOTEBOOK = ROOT / "docs" / "performance" / "experiments.md"
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")
 _FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+|\d+(?= ?(?:%|dB\b|µs\b|times\b|TOPS\b)))")
@@ -82,47 +88,68 @@ class Part(NamedTuple):
 
 def made() -> dict[str, Part]:
     """Return every generated part, by its marker's name."""
-    parts = {}
+    parts, tables = {}, declared_tables()
     for maker in MAKERS:
         for name, lines in maker.blocks().items():
-            parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(sorted(maker.files()))}")
+            files = (tables[name].files() if name in tables else []) or sorted(maker.files())
+            parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(files)}")
     return parts
 
 
-def values_of(record: Any) -> Iterator[float]:
-    """Yield every number of a result file."""
+def values_of(record: Any, keys: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of a result file with its keys."""
     if isinstance(record, bool):
         return
     if isinstance(record, int | float):
-        yield float(record)
-    elif isinstance(record, dict):
-        for value in record.values():
-            yield from values_of(value)
-    elif isinstance(record, list):
-        for value in record:
-            yield from values_of(value)
+        yield keys, float(record)
+    elif isinstance(record, dict | list):
+        for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+            yield from values_of(value, f"{keys}[{key!r}]")
+
+
+def _is_shown_as(value: float, text: str) -> bool:
+    """Tell whether a page may show a value so."""
+    digits = len(text.partition(".")[2])
+    return abs(value - float(text.replace("\u2212", "-"))) <= 0.5 * 10**-digits * (1 + 1e-9)
+
+
+def _numbers(line: str) -> list[str]:
+    """Return the numbers of a table's row behind its first column."""
+    return _NUMBER.findall(line.split("|", 2)[2])
 
 
 def unsupported(lines: list[str], kind: str) -> list[str]:
     """Return the numbers behind a table's first column that a result file lacks."""
     name, _, more = kind.partition("; also ")
-    values = list(values_of(json.loads((HERE / "results" / name).read_text())))
+    values = [value for _, value in values_of(json.loads((HERE / "results" / name).read_text()))]
     allowed = set(re.findall(r"[\d.]+", more))
-    missing = []
-    for line in lines:
-        for text in _NUMBER.findall(line.split("|", 2)[2]):
-            digits = len(text.partition(".")[2])
-            wanted = float(text.replace("\u2212", "-"))
-            if text not in allowed and not any(abs(value - wanted) <= 0.5 * 10**-digits * (1 + 1e-9) for value in values):
-                missing.append(text)
-    return missing
+    return [
+        text
+        for line in lines
+        for text in _numbers(line)
+        if text not in allowed and not any(_is_shown_as(value, text) for value in values)
+    ]
+
+
+def keys_of(line: str, kind: str) -> str:
+    """Say where the numbers of a row of a hand-written table are in its result file; the first place of several."""
+    name = kind.partition(";")[0]
+    if not name.endswith(".json"):
+        return kind
+    values = list(values_of(json.loads((HERE / "results" / name).read_text())))
+    found = []
+    for text in dict.fromkeys(_numbers(line)):
+        places = [keys for keys, value in values if _is_shown_as(value, text)]
+        if places:
+            found.append(f"{text} at {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else ""))
+    return f"{name}: {'; '.join(found)}"
 
 
 def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
     """Yield where a page's numbers come from."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
-    if path == performance_tables.TABLES:
+    if path == performance_tables.TABLES_PAGE:
         same = text == performance_tables.tables_page()
         count = sum(len(_NUMBER.findall(line)) for line in text.splitlines() if line.startswith("|"))
         yield Trace(
@@ -192,8 +219,77 @@ def traces() -> list[Trace]:
     return [found for path in PAGES for found in trace(path, parts)]
 
 
+def declared_tables() -> dict[str, declared.Table]:
+    """Return the tables between markers that are declared, by the markers' names."""
+    return {name: table for maker in MAKERS for name, table in getattr(maker, "TABLES", {}).items()}
+
+
+def _generated(path: Path) -> Iterator[tuple[int, list[str], declared.Table | None, str]]:
+    """Yield the generated parts of a page: the line they begin in, their lines, their declaration and their source."""
+    text = path.read_text(encoding="utf-8")
+    if path == performance_tables.TABLES_PAGE:
+        lines = text.splitlines()
+        for section in performance_tables.SECTIONS:
+            table = section.table.markdown()
+            begin = lines.index(table[0], lines.index(f"## {section.title}"))
+            yield (
+                begin + 1,
+                table,
+                section.table,
+                f"performance_tables.py: {', '.join(f'{file}.json' for file in section.files)}",
+            )
+        return
+    parts, tables = made(), declared_tables()
+    for block in pages.blocks_of(text):
+        source = parts[block.name].source if block.name in parts else ""
+        yield text[: block.start].count("\n") + 1, block.text.splitlines(), tables.get(block.name), source
+
+
+def rows_with(path: Path, wanted: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the rows of a page's tables that hold a text: the line, the row, and where it comes from."""
+    covered: dict[int, str] = {}
+    for begin, lines, table, source in _generated(path):
+        # behind the two lines of the heading
+        origins = dict(enumerate(table.origins(), 2)) if table else {}
+        for place in range(len(lines)):
+            covered[begin + place] = origins.get(place) or source
+    places = list(trace(path, made()))
+    kind = ""
+    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        found = next((item.source for item in places if item.place == f"line {place}"), None)
+        kind = found if found is not None else kind
+        if not line.startswith("|"):
+            kind = "" if not line.strip() else kind
+        elif wanted in line and not set(line) <= set("|- "):
+            by_hand = keys_of(line, kind) if kind else ""
+            yield place, line, covered.get(place) or by_hand or "whole page: a notebook" * (path == NOTEBOOK) or "nothing says"
+
+
+def tell(page: str, wanted: str) -> int:
+    """Print where the rows of a page with a text come from; return 1 if there are none, 2 if there is no such page."""
+    path = next((path for path in PAGES if path.resolve() in (Path(page).resolve(), (ROOT / page).resolve())), None)
+    if path is None:
+        names = ", ".join(path.relative_to(ROOT).as_posix() for path in PAGES)
+        print(f"page must be one of {names}, got {page!r}", file=sys.stderr)
+        return 2
+    found = list(rows_with(path, wanted))
+    for place, line, source in found:
+        print(f"{path.relative_to(ROOT).as_posix()}:{place}: {line}\n    {source}")
+    if not found:
+        print(f"no row of a table of {page} holds {wanted!r}", file=sys.stderr)
+    return 0 if found else 1
+
+
 def main() -> int:
     """Print how many numbers come from where; return 1 if some come from nowhere."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("page", nargs="?", metavar="PAGE", help="a page, for instance docs/performance/tables.md")
+    parser.add_argument("row", nargs="?", metavar="ROW", help="a text in the rows asked for")
+    given = parser.parse_args()
+    if given.page is not None:
+        if given.row is None:
+            parser.error("PAGE needs a ROW: a text in the rows asked for")
+        return tell(given.page, given.row)
     found = traces()
     counted: collections.Counter[str] = collections.Counter()
     for item in found:

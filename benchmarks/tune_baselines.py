@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,20 +21,19 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import measure  # noqa: E402
-from qflash import QuantizedTensor  # noqa: E402
-from qflash.kernels.launch_recorder import KernelLaunch  # noqa: E402
-from qflash_lab.baselines import i_vit, int_flash, qattn, tuning  # noqa: E402
-from qflash_lab.baselines.integer import fixed_point  # noqa: E402
-from qflash_lab.bench import problems as bench_problems  # noqa: E402
-from qflash_lab.bench import records  # noqa: E402
-from qflash_lab.bench.timers import GraphTimer, tidy  # noqa: E402
-from qflash_lab.verify.cases import signature  # noqa: E402
-from qflash_lab.verify.compile import compile_call  # noqa: E402
+import measure
+from qflash import QuantizedTensor
+from qflash.kernels.launch_recorder import KernelLaunch
+from qflash_lab.baselines import i_vit, int_flash, qattn, tuning
+from qflash_lab.baselines.integer import fixed_point
+from qflash_lab.bench import problems as bench_problems
+from qflash_lab.bench import records, runner
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.timers import tidy
+from qflash_lab.verify.cases import signature
+from qflash_lab.verify.compile import compile_call
 
-NAMES = tuple(name.removesuffix(" kernel") for name in measure.BASELINES)
+NAMES = tuple(name.removesuffix(" kernel") for name in col.BASELINES)
 PRODUCTS = {"int-flash-full": "int8", "int-flash-half": "float16", "qattn": "bfloat16"}
 """Of the methods whose kernel is :mod:`qflash_lab.baselines.float_softmax_kernels`."""
 TOLERANCES = {"int-flash-full": 0.05, "int-flash-half": 0.005, "qattn": 0.03, "i-vit": 0.0}
@@ -90,7 +88,7 @@ def shapes_of(runs: Iterable[measure.Run]) -> list[Shape]:
     """Return the shapes on which runs time a baseline, each once."""
     found: dict[tuple[Any, ...], Shape] = {}
     for run in runs:
-        if run.methods and not set(run.methods) & set(measure.BASELINES):
+        if run.methods and not set(run.methods) & set(col.BASELINES):
             continue
         for problem in bench_problems.make_problems(run.workloads, run.shapes, run.batches):
             label = f"{problem.workload} b{problem.batch}" if problem.batch else problem.workload
@@ -235,12 +233,6 @@ def run_all(calls: Sequence[KernelLaunch]) -> Callable[[], None]:
     return call
 
 
-def microseconds(calls: Sequence[KernelLaunch]) -> float:
-    """Return the median time of a few replays of launches."""
-    timer = GraphTimer(run_all(calls))
-    return statistics.median(timer.sample()["us"] for _ in range(3))
-
-
 def agrees(method: str, out: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether an output is the rule's, as far as the method's result does not depend on tiles."""
     return torch.equal(out, expected) if TOLERANCES[method] == 0.0 else difference(out, expected) <= TOLERANCES[method]
@@ -257,6 +249,11 @@ def tune(method: str, shape: Shape, operands: Operands, tell: Callable[[str], No
         operands: from :func:`draw` on a CUDA device.
         tell: told about candidates that are left out.
     """
+
+    def alone(launch: KernelLaunch) -> float:
+        return runner.medians({method: run_all([launch])}, device, 3)[method]
+
+    device = operands.query.device
     lists = candidates(method, shape)
     rule = tuple(of[0] for of in lists)
     calls, out = launches(method, operands, rule)
@@ -264,7 +261,7 @@ def tune(method: str, shape: Shape, operands: Operands, tell: Callable[[str], No
     expected = out.clone()
     best = list(rule)
     for place, found in enumerate(lists):
-        times = {rule[place]: microseconds(calls[place : place + 1])}
+        times = {rule[place]: alone(calls[place])}
         for tiles in found[1:]:
             try:
                 tried, out = launches(method, operands, (*rule[:place], tiles, *rule[place + 1 :]))
@@ -272,27 +269,23 @@ def tune(method: str, shape: Shape, operands: Operands, tell: Callable[[str], No
                 if not agrees(method, out, expected):
                     tell(f"{method} {shape.label} {tiles}: another result, {difference(out, expected):.2g} away")
                     continue
-                times[tiles] = microseconds(tried[place : place + 1])
+                times[tiles] = alone(tried[place])
             except Exception as error:  # tiles that do not fit this GPU
                 tell(f"{method} {shape.label} {tiles}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         best[place] = min(times, key=lambda tiles: times[tiles])
-    timer = GraphTimer(run_all(calls))
-    rule_us = best_us = statistics.median(timer.sample()["us"] for _ in range(ROUNDS))
-    if tuple(best) != rule:
-        other = GraphTimer(run_all(launches(method, operands, tuple(best))[0]))
-        pairs = [(timer.sample()["us"], other.sample()["us"]) for _ in range(ROUNDS)]
-        rule_us, best_us = (statistics.median(times) for times in zip(*pairs, strict=True))
-        if best_us > WORTH * rule_us:
-            best, best_us = list(rule), rule_us
+    both = {rule: run_all(calls), tuple(best): run_all(launches(method, operands, tuple(best))[0])}
+    medians = runner.medians(both, device, ROUNDS)
+    if medians[tuple(best)] > WORTH * medians[rule]:
+        best = list(rule)
     return {
-        "method": method,
-        "label": shape.label,
-        "shape": "x".join(map(str, shape.query)),
-        "keys": shape.keys,
-        "rule": [list(tiles) for tiles in rule],
-        "rule_us": round(rule_us, 3),
-        "best": [list(tiles) for tiles in best],
-        "best_us": round(best_us, 3),
+        col.METHOD: method,
+        col.LABEL: shape.label,
+        col.SHAPE: "x".join(map(str, shape.query)),
+        col.KEYS: shape.keys,
+        col.RULE: [list(tiles) for tiles in rule],
+        col.RULE_US: round(medians[rule], 3),
+        col.BEST: [list(tiles) for tiles in best],
+        col.BEST_US: round(medians[tuple(best)], 3),
     }
 
 
@@ -343,7 +336,8 @@ if __name__ == "__main__":
     parser = measure.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, help="add what won to this table")
     parser.add_argument("--method", action="append", choices=NAMES, help="only this; repeatable")
-    arguments, chosen = measure.parse(parser)
+    arguments, runs = measure.parse(parser)
+    chosen = [run for run in runs if run.device == "cuda"]
     main(
         arguments.output, shapes_of(chosen), arguments.method or NAMES, arguments.processes, arguments.table,
         torch.device("cuda", torch.cuda.current_device()),

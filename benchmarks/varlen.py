@@ -12,17 +12,17 @@ import argparse
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import qflash
-from qflash_lab.bench import errors, records, timers
+from qflash_lab.bench import report, runner, tables, timers
+from qflash_lab.bench import schema as col
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,75 +62,74 @@ def draw(batch: Batch, device: torch.device, dtype: torch.dtype) -> tuple[Any, .
     return *tensors, cumulative, cumulative, max(batch.lengths), max(batch.lengths)
 
 
-def ours(batch: Batch, device: torch.device, dtype: torch.dtype) -> timers.TimedCall:
+class Problem(NamedTuple):
+    """A batch, and where and in what dtype it is attended to."""
+
+    batch: Batch
+    device: torch.device
+    dtype: torch.dtype
+
+
+def ours(problem: Problem) -> timers.TimedCall:
     """Return our call, after a look at its bits."""
-    call = functools.partial(qflash.varlen_attention, *draw(batch, device, dtype))
+    call = functools.partial(qflash.varlen_attention, *draw(*problem))
     if not torch.equal(call(), call(backend="reference")):
-        raise AssertionError(f"{batch.name}: not the reference's bits")
+        raise AssertionError(f"{problem.batch.name}: not the reference's bits")
     return call
 
 
-def flash(batch: Batch, device: torch.device, dtype: torch.dtype) -> timers.TimedCall:
+def flash(problem: Problem) -> timers.TimedCall:
     """Return PyTorch's call of FlashAttention 2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return functools.partial(varlen_attn, *draw(batch, device, dtype))
+    return functools.partial(varlen_attn, *draw(*problem))
 
 
-def methods_for(device: torch.device) -> dict[str, Callable[[Batch, torch.device, torch.dtype], timers.TimedCall]]:
-    """Return what is timed on a device, by name."""
-    return {"qflash": ours} if device.type == "cpu" else {"qflash": ours, "flash varlen": flash}
+METHODS = (
+    runner.TimedMethod(col.QFLASH, "kernel", ours, is_ours=True),
+    runner.TimedMethod(col.FLASH_VARLEN, "kernel", flash, devices=("cuda",)),
+)
+FIELDS = col.pick(
+    col.WORKLOAD, col.LENGTHS, col.HEADS, col.HEAD_DIM, col.DTYPE, col.MODE, col.METHOD, *col.TIMES, col.ISSUE_US, col.CPU_US,
+    col.ERROR,
+)  # fmt: skip
 
 
-def measure(batch: Batch, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Return a batch's row: microseconds of every method in turns, of the device alone and of calls without a graph."""
-    row: dict[str, Any] = dataclasses.asdict(batch) | {"us": {}, "eager_us": {}, "errors": {}}
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+def measure(batch: Batch, device: torch.device, rounds: int) -> list[col.Row]:
+    """Return a batch's rows: every method in turns, the device alone and calls without a graph."""
+    problem = Problem(batch, device, torch.float32 if device.type == "cpu" else torch.float16)
+    known = {
+        col.WORKLOAD: batch.name, col.LENGTHS: " ".join(map(str, batch.lengths)), col.HEADS: batch.heads,
+        col.HEAD_DIM: batch.head_dim, col.DTYPE: str(problem.dtype).removeprefix("torch."),
+    }  # fmt: skip
     modes = ("kernel",) if device.type == "cpu" else ("kernel", "eager")
-    running: dict[tuple[str, str], timers.Timer] = {}
-    for name, prepare in methods_for(device).items():
-        try:
-            with errors.explained():
-                call = prepare(batch, device, dtype)
-                running |= {(mode, name): timers.make_timer(call, mode, device) for mode in modes}
-        except Exception as error:
-            row["errors"][name] = errors.describe(error)
-    for (mode, name), found in timers.sample_by_turns(running, rounds).items():
-        row["us" if mode == "kernel" else "eager_us"][name] = found["median_us"]
-    del running
-    timers.tidy(device)
-    return row
+    runs = []
+    for method in runner.choose(METHODS, device):
+        once = functools.cache(functools.partial(runner.unjudged, method, problem))
+        for mode in modes:
+            runs.append(runner.Run(col.empty(FIELDS) | known | {col.MODE: mode, col.METHOD: method.name}, once, mode))
+    return runner.measure(runs, device, rounds)
 
 
-def render(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the rows as a table."""
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    table = Table(title="packed sequences, µs", title_justify="left")
-    for heading in ("batch", "tokens", "heads x channels", *names, *(f"{name}, eager" for name in names)):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "batch" else "right")
-    for row in rows:
-        times = [f"{row[of][name]:.1f}" if name in row[of] else "" for of in ("us", "eager_us") for name in names]
-        table.add_row(row["name"], str(sum(row["lengths"])), f"{row['heads']} x {row['head_dim']}", *times)
-    return table
+TABLE = (
+    tables.names("batch", col.WORKLOAD), tables.names("heads", col.HEADS), tables.names("channels", col.HEAD_DIM),
+    tables.names("mode", col.MODE), tables.names("method", col.METHOD), tables.Column("µs", col.MEDIAN_US),
+    tables.Column("quartiles", tables.quartiles),
+)  # fmt: skip
 
 
 @torch.inference_mode()
-def run(folder: Path, batches: Sequence[Batch], device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Measure, print the table, and write ``varlen.json`` after every batch."""
-    folder.mkdir(parents=True, exist_ok=True)
+def run(folder: Path, batches: Sequence[Batch], device: torch.device, rounds: int) -> list[col.Row]:
+    """Measure, print the table, and write ``varlen.json`` and ``.csv`` after every batch."""
     timed = "CUDA-graph replay, and eager calls until the device is done" if device.type == "cuda" else "calls on the CPU"
-    record: dict[str, Any] = {
-        "what": "attention of packed sequences, float16 in and out, quantisation within the clock",
-        "environment": records.environment(device),
-        "timing": f"{timed}, warm, methods in turns, median of {rounds} samples",
-        "rows": [],
-    }
-    rows: list[dict[str, Any]] = record["rows"]
+    done = report.Report(
+        "varlen", "attention of packed sequences, float16 in and out, quantisation within the clock", device, FIELDS, folder,
+        timing=f"{timed}, warm, methods in turns, median of {rounds} samples",
+    )  # fmt: skip
     for batch in track(batches, "Batches", console=Console(stderr=True)):
-        rows.append(measure(batch, device, rounds))
-        records.write_json(folder / "varlen.json", record)
-    Console(width=160).print(render(rows))
-    return rows
+        done.add(measure(batch, device, rounds))
+    done.finish(tables.render(done.rows, TABLE, "packed sequences", groups=3))
+    return done.rows
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ fixed point, which serves any scale. :data:`qflash_lab.baselines.PRINTED` is the
 :data:`qflash_lab.baselines.AUTHORS` what its authors' code computes."""
 
 DEFAULT = Recipe()
-"""What real networks need at little cost in time; docs/performance/experiments.md has both sides of each choice."""
+"""What real networks need at little cost in time; benchmarks/archive/experiments.md has both sides of each choice."""
 
 ACCURATE = Recipe(key_granularity="token", probability_bits=15, smooth_value=True, balance=True)
 """The best accuracy the integer path has: two int8 products for P·V and the finest scales."""

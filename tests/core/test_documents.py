@@ -10,7 +10,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+FOLDERS = (ROOT / "docs", ROOT / "benchmarks")
+DOCUMENTS = (
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for folder in FOLDERS for path in sorted(folder.rglob("*.md"))),
+)  # fmt: skip
 README = DOCUMENTS[0]
 
 pytestmark = pytest.mark.skipif(not README.is_file(), reason="only the repository has the documents")

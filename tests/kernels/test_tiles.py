@@ -752,7 +752,7 @@ def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: i
 
 def test_tiles_of_linear_layers_are_near_the_fastest_measured() -> None:
     """What the rule's docstring says of the data it was made from."""
-    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "trials" / "linear_h100.json"
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "archive" / "linear_h100.json"
     times: dict[tuple[int, ...], dict[tiles.LinearTiles, float]] = {}
     for row in json.loads(path.read_text())["rows"]:
         shape = row["rows"], row["inputs"], row["outputs"]

@@ -10,7 +10,6 @@ import html
 import json
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,8 @@ from qflash.integrations.patching import patch, unpatch
 from qflash.optional_packages import require_packages
 
 from . import html as page
+from .bench import runner
+from .bench import schema as col
 from .bench.capture import capture_small
 from .bench.figures import colour_of
 from .bench.metrics import mse, sqnr
@@ -53,7 +54,7 @@ NOISES_DB = (5, 15, 25, 35, 45)
 _LAYER_IMAGES = 8
 _BATCH = 32
 _TIMING_BATCH = 8
-_CPU_ROUNDS = 5
+_ROUNDS = 9
 _GREYS = 24
 
 
@@ -150,45 +151,18 @@ def _measure_workload(workload: Workload, device: torch.device) -> dict[str, Any
         "name": workload.name,
         "source": workload.source,
         "shape": list(workload.shape(1)),
-        "paper_sqnr_db": PAPER_SQNR_DB.get(workload.name),
-        "ceiling": {"sqnr_db": sqnr(exact, ceiling), "mse": mse(exact, ceiling)},
+        col.PAPER_SQNR_DB: PAPER_SQNR_DB.get(workload.name),
+        "ceiling": {col.SQNR_DB: sqnr(exact, ceiling), "mse": mse(exact, ceiling)},
         "recipes": {},
         "timings_us": None,
     }
     for recipe in RECIPES:
         got = int8_attention(query, key, value, out_dtype=torch.float32, recipe=recipe)
         assert isinstance(got, torch.Tensor)
-        result["recipes"][recipe] = {"sqnr_db": sqnr(exact, got), "mse": mse(exact, got)}
-    if device.type == "cuda":
+        result["recipes"][recipe] = {col.SQNR_DB: sqnr(exact, got), "mse": mse(exact, got)}
+    if resolve_backend("auto", device) != "reference":
         result["timings_us"] = _time_workload(workload, device)
-    elif resolve_backend("auto", device) == "cpu":
-        result["timings_us"] = _time_on_cpu(workload)
     return result
-
-
-def _time_on_cpu(workload: Workload) -> dict[str, float]:
-    """Median microseconds of SDPA and QFlash on one image in float32, by the wall clock, in turns."""
-    query, key, value = (x.float() for x in paper_inputs(workload, 1))
-    query8, key8, value8 = (quantize(x, "tensor") for x in (query, key, value))
-    calls: dict[str, Callable[[], object]] = {
-        "sdpa_float32": lambda: nn.functional.scaled_dot_product_attention(query, key, value),
-        "qflash_float32_in": lambda: attention(query, key, value),
-        "qflash_int8_in": lambda: int8_attention(query8, key8, value8),
-    }
-    repeats = {}
-    for name, call in calls.items():
-        call()  # what is done once, compiling included
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, min(100, int(5e-3 / max(time.perf_counter() - start, 1e-6))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_CPU_ROUNDS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            samples[name].append((time.perf_counter() - start) * 1e6 / repeats[name])
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
@@ -228,40 +202,18 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
 
 
 def _time_workload(workload: Workload, device: torch.device) -> dict[str, float]:
-    """Median microseconds of SDPA and QFlash on float16 inputs of several images; CUDA events, warmed up."""
-    query, key, value = paper_inputs(workload, _TIMING_BATCH, device=device)
+    """Median microseconds of SDPA and QFlash, by turns: on a GPU in float16 on several images, else in float32 on one."""
+    on_gpu = device.type == "cuda"
+    inputs = paper_inputs(workload, _TIMING_BATCH if on_gpu else 1, device=device)
+    query, key, value = inputs if on_gpu else (x.float() for x in inputs)
     query8, key8, value8 = (quantize(x, "tensor") for x in (query, key, value))
+    kind = str(query.dtype).removeprefix("torch.")
     calls: dict[str, Callable[[], object]] = {
-        "sdpa_float16": lambda: nn.functional.scaled_dot_product_attention(query, key, value),
-        "qflash_float16_in": lambda: attention(query, key, value),
+        f"sdpa_{kind}": lambda: nn.functional.scaled_dot_product_attention(query, key, value),
+        f"qflash_{kind}_in": lambda: attention(query, key, value),
         "qflash_int8_in": lambda: int8_attention(query8, key8, value8),
     }
-    return {name: _median_us(call) for name, call in calls.items()}
-
-
-def _median_us(call: Callable[[], object], repeats: int = 50, calls: int = 10) -> float:
-    """Return the median over ``repeats`` of the device time of one call, averaged over ``calls`` in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Without the graph, calls this short would measure how fast Python launches them.
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000.0 / calls)
-    return statistics.median(times)
+    return runner.medians(calls, device, _ROUNDS)
 
 
 def _finite(x: Any) -> Any:
@@ -291,7 +243,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     for row in report["workloads"]:
         label = [row["name"], "x".join(str(n) for n in row["shape"])]
         ours = [row["recipes"][r] for r in RECIPES]
-        quality.append([*label, *(_number(r["sqnr_db"]) for r in (*ours, row["ceiling"])), _number(row["paper_sqnr_db"])])
+        quality.append([*label, *(_number(r[col.SQNR_DB]) for r in (*ours, row["ceiling"])), _number(row[col.PAPER_SQNR_DB])])
         errors.append([*label, *(f"{r['mse']:.2e}" for r in (*ours, row["ceiling"]))])
         if row["timings_us"]:
             sdpa, floats, int8 = row["timings_us"].values()
@@ -335,9 +287,9 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
         on_gpu = report["device"]["type"] == "cuda"
         kind = "float16" if on_gpu else "float32"
         how = (
-            f"Batch {_TIMING_BATCH} (shape is one image's), inside a CUDA graph, median of 50, inputs warm in cache."
+            f"Batch {_TIMING_BATCH} (shape is one image's), in a CUDA graph, median of {_ROUNDS} rounds in turns, inputs warm."
             if on_gpu
-            else f"One image, eager calls by the wall clock, median of {_CPU_ROUNDS} rounds in turns, threads: "
+            else f"One image, eager calls by the wall clock, median of {_ROUNDS} rounds in turns, threads: "
             f"{torch.get_num_threads()}. Other work on the machine shows."
         )
         sections.append(
@@ -359,12 +311,12 @@ def _plot(workloads: Sequence[dict[str, Any]]) -> Any:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(workloads))
-    ceiling = [row["ceiling"]["sqnr_db"] for row in workloads]
+    ceiling = [row["ceiling"][col.SQNR_DB] for row in workloads]
     axes.plot(places, ceiling, "_", color=page.INK, markersize=26, label="ceiling of int8 inputs")
     for shift, recipe in zip((-0.2, 0.0, 0.2), RECIPES, strict=True):
-        values = [row["recipes"][recipe]["sqnr_db"] for row in workloads]
+        values = [row["recipes"][recipe][col.SQNR_DB] for row in workloads]
         axes.plot([p + shift for p in places], values, "o", color=colour_of(f"qflash-{recipe}"), label=recipe)
-    reported = [(p, row["paper_sqnr_db"]) for p, row in enumerate(workloads) if row["paper_sqnr_db"] is not None]
+    reported = [(p, row[col.PAPER_SQNR_DB]) for p, row in enumerate(workloads) if row[col.PAPER_SQNR_DB] is not None]
     axes.plot(*zip(*reported, strict=True), "x", color=colour_of("qflash-paper"), markersize=9, label="reported in the paper")
     axes.set_xticks(list(places), [row["name"] for row in workloads])
     axes.set_ylabel("SQNR, dB")

@@ -1,7 +1,7 @@
 """Measured rules: which tiles a call gets, and how programs share its heads. They change speed, never a bit.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/results/trials``:
+shape by turns. The data lie in ``benchmarks/archive``:
 
 * heads that stay in shared memory, keys read once or twice: ``spans_trial_h200.json``, ``walk_first_h200.json`` and
   ``walk_trial_h200.json``;

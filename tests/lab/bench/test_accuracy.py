@@ -88,7 +88,7 @@ def test_rows_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     methods = ("qflash-default", "i-vit", "fp16-flash")
     result = runner.invoke(app, [*arguments, *(part for name in methods for part in ("--method", name))])
     assert result.exit_code == 0, result.output
-    assert "failed: A7, fp16-flash: RuntimeError: out of order" in result.output
+    assert "failed: A7 b1, fp16-flash: RuntimeError: out of order" in result.output
     assert "(25.22)" in result.output
     record = json.loads((tmp_path / "accuracy.json").read_text())
     assert record["environment"]["torch"] == torch.__version__

@@ -75,7 +75,7 @@ def test_summary_and_ratio() -> None:
     ]
     row = energy.summarise(readings, idle_watts=100.0)
     assert (row["uj"], row["uj_min"], row["uj_max"], row["uj_above_idle"]) == (620.0, 600.0, 660.0, 420.0)
-    assert (row["us"], row["watts"], row["calls"]) == (2.0, 310.0, 3_000_000)
+    assert (row["median_us"], row["watts"], row["calls"]) == (2.0, 310.0, 3_000_000)
     base = dict.fromkeys(energy.FIELDS) | {"workload": "A2", "batch": 8, "bias": False}
     rows = [base | {"method": "sdpa flash", "uj": 1000.0}, base | {"method": "ours", "uj": 600.0}, base | {"method": "failed"}]
     energy.add_ratios(rows)

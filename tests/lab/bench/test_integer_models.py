@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from qflash_lab.bench import integer_models, models
+from qflash_lab.bench.runner import TimedMethod
 from qflash_lab.cli import app
 
 timm = pytest.importorskip("timm")
@@ -46,7 +47,8 @@ def test_rows_say_what_was_timed(tiny: None, tmp_path: Path) -> None:
 
 
 def test_ratios_refer_to_the_compiled_model(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(integer_models.METHODS, integer_models.BASELINE, integer_models._eager)
+    eager = TimedMethod(integer_models.BASELINE, "end-to-end", integer_models._eager)
+    monkeypatch.setitem(integer_models.METHODS, integer_models.BASELINE, eager)
     record = integer_models.run_integer_models(
         ["tiny"], [2], integer_models.pick_methods(("compile", "integer")), dtype=torch.float32,
         device=torch.device("cpu"), rounds=2,
@@ -59,7 +61,7 @@ def test_a_method_that_fails_is_named_and_the_rest_is_measured(tiny: None, monke
     def fails(subject: integer_models.Subject) -> None:
         raise RuntimeError("no such thing here")
 
-    monkeypatch.setitem(integer_models.METHODS, "compile", fails)
+    monkeypatch.setitem(integer_models.METHODS, "compile", TimedMethod("compile", "end-to-end", fails))
     record = integer_models.run_integer_models(
         ["tiny"],
         [1],
@@ -77,35 +79,34 @@ def test_onnxruntime_has_rows_on_a_cpu(tiny: None, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("onnxruntime")
     export, exports = integer_models.onnx_models.export_float, []
     monkeypatch.setattr(integer_models.onnx_models, "export_float", lambda *args: exports.append(args) or export(*args))
-    chosen = integer_models.pick_methods((), "cpu")
-    names = ["onnxruntime float32", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
-    assert not any(name in integer_models.pick_methods((), "cuda") for name in names)
+    names = ["onnxruntime float32", "onnxruntime integer", "onnxruntime int8 static", "onnxruntime int8 dynamic"]
+    assert not set(names) & {method.name for method in integer_models.pick_methods((), "cuda")}
     record = integer_models.run_integer_models(
-        ["tiny"], [1, 2], {name: chosen[name] for name in names}, dtype=torch.float32, device=torch.device("cpu"), rounds=1
+        ["tiny"], [1, 2], integer_models.pick_methods(names, "cpu"), dtype=torch.float32, device=torch.device("cpu"), rounds=1
     )
     assert set(record["packages"]) == {"onnx", "onnxruntime"}
     assert {row["error"] for row in record["rows"]} == {None}
-    exact, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][3:])
-    assert exact > 100 and 60 > dynamic > 15 and static < 60
+    exact, integer, static, dynamic = (float(row["sqnr_db"]) for row in record["rows"][4:])
+    assert exact > 100 and 60 > dynamic > 15 and static < 60 and 60 > integer > 20
     assert len(exports) == 1
 
 
 def test_bad_choices_are_named() -> None:
     with pytest.raises(ValueError, match="'onnxruntime float32' runs on the CPU"):
         integer_models.pick_methods(("onnxruntime float32",))
-    with pytest.raises(ValueError, match="unknown method 'int8'"):
+    with pytest.raises(ValueError, match=r"method must be one of .*'int8'"):
         integer_models.pick_methods(("int8",))
     if importlib.util.find_spec("torchao") is None:
-        assert not any(name.startswith("torchao") for name in integer_models.pick_methods())
+        assert not any(method.name.startswith("torchao") for method in integer_models.pick_methods())
         with pytest.raises(ImportError, match="torchao"):
             integer_models.pick_methods(("torchao int8 dynamic",))
     for extra in (["--base", "HEAD"], ["--recipe", "paper"], ["--peer", "a=b:c"]):
         done = CliRunner().invoke(app, ["models", "--integer", *extra])
         assert done.exit_code == 2 and "--integer compares whole networks" in done.output
     with pytest.raises(ValueError, match="rounds must be at least 1"):
-        integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), rounds=0)
+        integer_models.run_integer_models([], [], [], dtype=torch.float32, device=torch.device("cpu"), rounds=0)
     with pytest.raises(ValueError, match="energy is read from an NVIDIA GPU's counter, the device is cpu"):
-        integer_models.run_integer_models([], [], {}, dtype=torch.float32, device=torch.device("cpu"), energy_seconds=1.0)
+        integer_models.run_integer_models([], [], [], dtype=torch.float32, device=torch.device("cpu"), energy_seconds=1.0)
 
 
 def test_torchao_s_options_hold_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from helpers import exact_attention
 from qflash_lab.bench import console, errors, latency, records, timers
 from qflash_lab.bench import methods as bench_methods
 from qflash_lab.bench import problems as bench_problems
+from qflash_lab.bench import runner as timed_runner
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.bench.workloads import get_workload, paper_inputs
 from qflash_lab.cli import app
@@ -242,9 +243,9 @@ def test_output_of_another_size_is_refused() -> None:
 
 
 def test_summary() -> None:
-    got = timers.summarise([{"us": float(x), "cpu_us": 2.0 * x} for x in (5, 1, 2, 3, 4)])
+    got = timed_runner.summarise([{"us": float(x), "cpu_us": 2.0 * x} for x in (5, 1, 2, 3, 4)])
     assert got == {"median_us": 3.0, "q1_us": 2.0, "q3_us": 4.0, "min_us": 1.0, "max_us": 5.0, "cpu_us": 6.0}
-    assert timers.summarise([{"us": 7.0}])["q1_us"] == 7.0
+    assert timed_runner.summarise([{"us": 7.0}])["q1_us"] == 7.0
 
 
 def test_measure_on_the_cpu(peers: str) -> None:

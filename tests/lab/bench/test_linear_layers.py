@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers import load_benchmark
+from qflash_lab.bench.runner import TimedMethod
 
 CPU = torch.device("cpu")
 linear_layers = load_benchmark("linear_layers")
@@ -34,8 +35,10 @@ def test_outputs_are_spread_over_their_range(layer: Any) -> None:
 def test_what_is_measured_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     linear_layers.run(tmp_path, linear_layers.block_layers("tiny", 9, 32)[:2], CPU, rounds=2)
     record = json.loads((tmp_path / "linear_layers.json").read_text())
-    assert [row["name"] for row in record["rows"]] == ["tiny qkv", "tiny proj"]
-    assert all(set(row["us"]) == {"qflash", "float32"} and min(row["us"].values()) > 0 for row in record["rows"])
+    assert [(row["layer"], row["method"]) for row in record["rows"]] == [
+        (layer, method) for layer in ("tiny qkv", "tiny proj") for method in ("qflash", "float32")
+    ]
+    assert all(row["median_us"] > 0 and row["error"] is None for row in record["rows"])
     assert "tiny proj" in capsys.readouterr().out
 
 
@@ -43,6 +46,7 @@ def test_a_method_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no such card")
 
-    monkeypatch.setattr(linear_layers, "methods_for", lambda _: {"qflash": linear_layers.ours, "other": fails})
-    row = linear_layers.measure(linear_layers.block_layers("tiny", 9, 32)[0], CPU, rounds=1)
-    assert row["errors"] == {"other": "RuntimeError: no such card"} and set(row["us"]) == {"qflash"}
+    methods = (linear_layers.METHODS[0], TimedMethod("other", "kernel", fails))
+    monkeypatch.setattr(linear_layers, "METHODS", methods)
+    ours, other = linear_layers.measure(linear_layers.block_layers("tiny", 9, 32)[0], CPU, rounds=1)
+    assert other["error"] == "RuntimeError: no such card" and other["median_us"] is None and ours["median_us"] > 0

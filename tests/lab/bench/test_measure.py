@@ -43,7 +43,7 @@ def check_rows(run: Any, record: dict[str, Any]) -> None:
         # the tables of other shapes say that PyTorch's memory-efficient kernel was not in the committed run
         missing = {"sdpa efficient"} if run.name == "shapes" else set()
         assert set(run.methods) - missing <= {row["method"] for row in record["rows"]} <= set(run.methods)
-    assert {row["method"] for row in record["rows"]} >= set(MEASURE.OURS)
+    assert {row["method"] for row in record["rows"]} >= set(MEASURE.col.OURS)
     assert {row["mode"] for row in record["rows"]} == set(run.modes)
 
 
@@ -71,8 +71,8 @@ def test_cards_are_called_by_their_model(device: str, card: str) -> None:
 
 @pytest.mark.slow
 def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    small = MEASURE.Run("small", shapes=("1,1,16,32",), methods=(), rounds=2)
-    wrong = MEASURE.Run("wrong", workloads=("A9",))
+    small = MEASURE.Run("small", shapes=("1,1,16,32",), methods=(), rounds=2, device="cpu")
+    wrong = MEASURE.Run("wrong", workloads=("A9",), device="cpu")
     failed = MEASURE.main(tmp_path, [small, wrong], 2)
     printed = capfd.readouterr().out
     assert failed == 1 and "A9" in printed
@@ -84,3 +84,11 @@ def test_results_are_written_and_failures_counted(tmp_path: Path, capfd: pytest.
 def test_arguments_are_checked() -> None:
     done = subprocess.run([sys.executable, MEASURE.__file__, "x", "--processes", "0"], capture_output=True, text=True)
     assert done.returncode == 2 and "--processes must be at least 1, got 0" in done.stderr
+
+
+def test_the_run_on_a_cpu_has_the_rows_of_the_results() -> None:
+    problems = bench_problems.make_problems(MEASURE.CPU_RUN.workloads, MEASURE.CPU_RUN.shapes, MEASURE.CPU_RUN.batches)
+    wanted = {("x".join(map(str, problem.shape)), method) for problem in problems for method in MEASURE.CPU_RUN.methods}
+    for name in ("cpu", "cpu_vnni", "cpu_zen4"):
+        rows = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())["rows"]
+        assert {(row["shape"], row["method"]) for row in rows} == wanted

@@ -1,4 +1,4 @@
-"""``benchmarks/overlap.py``: its kernels are CUDA C that compiles for Hopper, and do what their cases say."""
+"""``benchmarks/archive/overlap.py``: its kernels are CUDA C that compiles for Hopper, and do what their cases say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from helpers import load_benchmark
 
-overlap = load_benchmark("overlap")
+overlap = load_benchmark("archive/overlap")
 
 
 def test_cases_are_different_and_name_what_there_is() -> None:

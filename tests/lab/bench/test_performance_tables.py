@@ -17,15 +17,17 @@ def tables() -> Any:
 
 
 def test_page_has_the_figures_of_the_results(tables: Any) -> None:
-    page = tables.PAGE.read_text()
-    assert tables.pages.fill(page, tables.blocks()) == page
-    assert tables.tables_page() == tables.TABLES.read_text()
+    for path in tables.pages.PAGES:
+        page = path.read_text()
+        assert tables.pages.fill(page, tables.blocks()) == page
+    assert tables.tables_page() == tables.TABLES_PAGE.read_text()
 
 
 def test_aims_count_what_the_latency_table_shows(tables: Any) -> None:
-    rows = [row for row in tables.latency() if row.startswith(("| A1 ", "| A2 ", "| A3 "))]
+    latency = next(section.table for section in tables.SECTIONS if section.title == "Latency from fp16")
+    rows = [row for row in latency.markdown() if row.startswith(("| A1 ", "| A2 ", "| A3 "))]
     ratios = [float(row.split("|")[6]) for row in rows]
-    aim = next(row for row in tables.aims() if "A1 to A3, fp16" in row)
+    aim = next(row for row in tables.AIMS.markdown() if "A1 to A3, fp16" in row)
     assert aim.endswith(
         f"| {min(ratios):.2f} to {max(ratios):.2f} | {sum(ratio >= 1.2 for ratio in ratios)} of {len(ratios)} |"
     )
@@ -33,16 +35,20 @@ def test_aims_count_what_the_latency_table_shows(tables: Any) -> None:
 
 def test_ratios_are_against_the_fastest_16_bit_kernel(tables: Any) -> None:
     """Swin's fastest is the memory-efficient kernel, which a ratio to FA2 and cuDNN alone would leave out."""
-    found = {name: tables.medians(methods) for name, methods in tables.latencies().items()}
-    swin = [time for name, time in found.items() if name[:2] in ("A4", "A5", "A6", "A7")]
-    assert all(tables.fastest_fp16(time) == min(time[peer] for peer in tables.FP16) for time in found.values())
-    assert all(tables.fastest_fp16(time) == time["sdpa efficient"] for time in swin)
-    assert tables.fastest_fp16({"sdpa flash": 2.0, "qflash": 1.0}) == 2.0  # of those that were measured
+    found = tables.latencies()
+    fastest = tables.Extreme(tables.col.FP16)
+    for group in found:
+        times = {method: row["median_us"] for method, row in group.items()}
+        assert fastest(group) == min(times[peer] for peer in tables.col.FP16)
+        assert tables.against(tables.col.FP16, "qflash")(group) == fastest(group) / times["qflash"]
+    assert all(fastest(group) == group["sdpa efficient"]["median_us"] for group in tables.workloads(found, "4567"))
+    some = tables.Group({"sdpa flash": {"median_us": 2.0}, "qflash": {"median_us": 1.0}, "sdpa cudnn": {"median_us": None}})
+    assert fastest(some) == 2.0  # of those that were measured
 
 
 def test_int8_and_fp16_never_share_a_column(tables: Any) -> None:
     for section in tables.SECTIONS:
-        heading = section.table()[0]
+        heading = section.table.markdown()[0]
         assert not ("QFlash fp16" in heading and "QFlash int8" in heading)
         if "QFlash int8" in heading:
             assert "FA2" not in heading
@@ -59,14 +65,13 @@ def test_figure_is_drawn_from_every_shape(tables: Any, tmp_path: Path, monkeypat
     monkeypatch.setattr(tables, "FIGURE", tmp_path / "speed.svg")
     tables.draw()
     drawn = (tmp_path / "speed.svg").read_text()
-    assert all(f">{name}</text>" in drawn for name in tables.latencies())
+    assert all(f">{tables.shape_of(group)}</text>" in drawn for group in tables.latencies())
 
 
 def test_tuned_baselines_have_a_section_once_they_are_measured(
     tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    monkeypatch.setattr(tables, "READ", [])
+    monkeypatch.setattr(tables.declared, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "CARD", "card")
     assert tables.tuned_baselines_section() == ()
     fused = {
@@ -85,11 +90,20 @@ def test_tuned_baselines_have_a_section_once_they_are_measured(
         "best": [[1, 2], [3, 4]],
         "best_us": 9.0,
     }
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "baselines_tuned_card.json").write_text(json.dumps({"rows": [fused, three]}))
+    (tmp_path / "baselines_tuned_card.json").write_text(json.dumps({"rows": [fused, three]}))
     (section,) = tables.tuned_baselines_section()
     assert section.timing.startswith("CUDA-graph replay") and "outside the clock" in section.about
-    assert section.table()[2:] == [
+    assert section.table.markdown()[2:] == [
         "| QAttn | A1 b1 | 4.00 | 3.00 | 1.33 | 64x64x4x2 | 32x64x4x2 |",
         "| I-ViT | A1 b1 | 9.00 | 9.00 | 1.00 | 1x2, 3x4 | the rule's |",
     ]
+
+
+def test_every_line_of_a_declared_table_says_where_it_comes_from(tables: Any) -> None:
+    measured = (table for table in tables.TABLES.values() if table is not tables.SCHEMA)
+    found = [*measured, *(section.table for section in tables.SECTIONS)]
+    for table in found:
+        origins = table.origins()
+        assert len(origins) == len(table.markdown()) - 2
+        for text in origins:
+            assert (tables.declared.RESULTS / text.split(":")[0].split(",")[0]).is_file(), text

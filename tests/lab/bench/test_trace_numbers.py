@@ -59,3 +59,32 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
     table = ["| | cycles |", "|---|---|", "| one | 2.0 |", "| other | 123456.5 |"]
     assert tracer.unsupported(table, "overlap_h200.json") == ["123456.5"]
     assert tracer.unsupported(table, "overlap_h200.json; also 123456.5") == []
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "sources"),
+    [
+        (
+            "docs/performance/tables.md",
+            "| 4x32x1024x64 |",
+            ["bench_1024_h200.json", "workload = 4x32x1024x64", "median_us, sqnr_db of qflash"],
+        ),
+        ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
+        ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
+        ("docs/reliability.md", "reciprocal of a row sum", ["reliability/bounds.json", "at ["]),
+        ("docs/integer_network.md", "DeiT-S", ["dependent_launch_h100.json: ", "at ["]),
+        ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
+    ],
+)
+def test_a_row_is_traced(tracer: Any, page: str, row: str, sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert tracer.tell(page, row) == 0
+    printed = capsys.readouterr().out
+    assert f"{page}:" in printed and row in printed
+    assert all(source in printed for source in sources)
+
+
+def test_pages_and_rows_that_are_not_there_are_refused(tracer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tracer.tell("docs/none.md", "A2") == 2
+    assert "page must be one of README.md" in capsys.readouterr().err
+    assert tracer.tell("README.md", "no such row") == 1
+    assert "no row of a table of README.md holds 'no such row'" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-from qflash_lab.bench import ablation, ablation_recipes, ablation_tables, accuracy, energy, figures, latency
+from qflash_lab.bench import ablation, ablation_tables, accuracy, energy, figures, latency, metrics
 from qflash_lab.bench import profile as profiling
 from qflash_lab.cli import app
 from qflash_lab.paper import claims as paper_claims
@@ -75,7 +75,7 @@ def ablate_record() -> dict[str, Any]:
     rows = []
     for label, us in {"sdpa flash": 9.0, "V0": 10.0, "V1": 8.0, "V2": 8.5, "V3": 12.5, "V4 paper": 5.0}.items():
         row = blank | {"part": "kernel", "group": "kernel", "label": label, "input": "A2, batch 1024", "speedup": 10.0 / us}
-        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us, "sqnr_db": ablation_recipes.summary([30.0])})
+        rows.append(row | {"median_us": us, "q1_us": us, "q3_us": us} | metrics.summary([30.0]))
     for label, gops in {"multiply": 9.0, "multiply and shift": 6.0, "divide": 0.5}.items():
         rows.append(blank | {"part": "throughput", "group": "int32", "label": label, "gops": gops, "input": "by hand"})
     return {"what": "ablation of the integer attention", "environment": GPU, "timing": "by hand", "rows": rows}

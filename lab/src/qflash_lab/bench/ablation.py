@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from qflash.api import int8_attention, quantize
 from qflash.recipe import DEFAULT, PAPER
 
 from . import console as bench_console
-from . import figures, latency, problems, records
+from . import figures, latency, problems, report, runner, tables
 from . import methods as bench_methods
+from . import schema as col
 from . import timers as bench_timers
 from .ablation_formulas import ACCUMULATIONS, KEY_BLOCK, STEPS, TILES, accumulation, step_formula
 from .ablation_recipes import (
@@ -32,10 +32,10 @@ from .ablation_recipes import (
     ladder_rows,
     measure_rows,
     single_changes,
-    summary,
 )
-from .ablation_tables import PARTS, draw, sections, write
-from .metrics import exact_attention, sqnr
+from .ablation_tables import FIELDS, PARTS, draw, sections
+from .metrics import exact_attention, sqnr, summary
+from .schema import Row
 from .workloads import get_workload, paper_inputs
 
 GPU_BATCH, CPU_BATCH = 1024, 8
@@ -56,7 +56,7 @@ def _prepare_kernel(inputs: problems.Inputs, *, step: int) -> bench_timers.Timed
 
 def kernel_methods(device: torch.device) -> list[bench_methods.TimedMethod[problems.Inputs]]:
     """Return what appendix A compares on a GPU: SDPA's FlashAttention-2, the kernels V0 to V3, QFlash's own as V4."""
-    methods = [m for m in bench_methods.make_methods(device) if m.name == "sdpa flash"]
+    methods = [m for m in bench_methods.make_methods(device) if m.name == col.SDPA_FLASH]
     for step, (name, _) in enumerate(STEPS[:4]):
         methods.append(bench_methods.TimedMethod(name, "kernel", functools.partial(_prepare_kernel, step=step), is_ours=True))
     methods.append(bench_methods.TimedMethod("V4 paper", "kernel", _prepare_paper, is_ours=True))
@@ -74,7 +74,7 @@ def _prepare_default(inputs: problems.Inputs) -> bench_timers.TimedCall:
     return bench_methods._prepare_qflash_int8(inputs, recipe=DEFAULT, backend="auto")
 
 
-def kernel_part(device: torch.device, batch: int, rounds: int, tick: Tick) -> list[dict[str, Any]]:
+def kernel_part(device: torch.device, batch: int, rounds: int, tick: Tick) -> list[Row]:
     """Measure V0 to V4: SQNR of the formulas, and on a GPU latency and SQNR of the kernels.
 
     Args:
@@ -86,36 +86,30 @@ def kernel_part(device: torch.device, batch: int, rounds: int, tick: Tick) -> li
     Returns:
         rows; ``speedup`` of a kernel is V0's time (the same Triton kernel in float16) over its own.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     workload, few = get_workload("A2"), min(batch, _ACCURACY_BATCH)
     drawn = [paper_inputs(workload, few, seed, device=device) for seed in SEEDS]
     for step, (name, title) in enumerate(STEPS):
         found = [sqnr(exact_attention(*inputs), step_formula(step, *inputs)) for inputs in drawn]
         row = {"part": "kernel", "group": "formula", "label": name, "title": title, "input": f"A2, batch {few}"}
-        rows.append(row | {"sqnr_db": summary(found)})
+        rows.append(row | summary(found))
         tick(f"formula {name}")
     if device.type == "cuda":
         problem = problems.Problem("A2", batch, workload.shape(batch), workload.tokens)
         options: dict[str, Any] = {"kind": "uniform", "dtype": torch.float16, "device": device, "rounds": rounds}
         timed = latency.measure(problem, kernel_methods(device), ("kernel", "end-to-end"), **options, tick=tick)
-        base = next((row["median_us"] for row in timed if row["method"] == "V0"), None)
+        base = next((row[col.MEDIAN_US] for row in timed if row[col.METHOD] == "V0"), None)
         for row in timed:
-            value = row["sqnr_db"]
-            rows.append(
-                row
-                | {
-                    "part": "kernel", "group": "kernel", "label": row["method"], "input": f"A2, batch {batch}",
-                    "sqnr_db": None if value is None else summary([float(value)]),
-                    "speedup": round(base / row["median_us"], 3) if base and row["median_us"] else None,
-                }
-            )  # fmt: skip
+            speedup = round(base / row[col.MEDIAN_US], 3) if base and row[col.MEDIAN_US] else None
+            known = {"part": "kernel", "group": "kernel", "label": row[col.METHOD], "input": f"A2, batch {batch}"}
+            rows.append(row | known | {col.SPEEDUP: speedup})
     return rows
 
 
 # --- appendix B.1: scale accumulation against scale release ----------------------------------------------------------
 
 
-def scales_part(device: torch.device, tick: Tick) -> list[dict[str, Any]]:
+def scales_part(device: torch.device, tick: Tick) -> list[Row]:
     """Measure :data:`ACCUMULATIONS` over :data:`TILES` tiles of 64 keys; 64 queries, 4 heads, d = 64, uniform in [-4, 4)."""
     rows = []
     for tiles in TILES:
@@ -133,7 +127,7 @@ def scales_part(device: torch.device, tick: Tick) -> list[dict[str, Any]]:
                 values.append(sqnr(exact, accumulation(kind, *inputs)))
         for kind, values in found.items():
             row: dict[str, Any] = {"part": "scales", "group": kind, "label": f"{tiles} tiles", "tiles": tiles}
-            rows.append(row | {"input": "uniform", "sqnr_db": summary(values)})
+            rows.append(row | {col.INPUT: "uniform"} | summary(values))
         tick(f"{tiles} tiles")
     return rows
 
@@ -155,57 +149,33 @@ def _cpu_operations(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def throughput_part(device: torch.device, rounds: int, tick: Tick) -> list[dict[str, Any]]:
+def throughput_part(device: torch.device, rounds: int, tick: Tick) -> list[Row]:
     """Measure int32 operations a second: on a GPU in a Triton kernel, elsewhere by PyTorch's own (a pass an operation)."""
-    rows = []
-    timers: dict[str, Any] = {}
+    calls: dict[str, Callable[[], object]]
     if device.type == "cuda":
         from .ablation_kernels import OPERATIONS, operations, prepare_throughput
 
         programs, loops = 16 * torch.cuda.get_device_properties(device).multi_processor_count, 16
         count = operations(programs, loops)
         method = "int32 in registers, Triton: the operation and an exclusive or, 16 x 16 times an element"
-        for name in OPERATIONS:
-            timers[name] = bench_timers.GraphTimer(prepare_throughput(name, device, programs=programs, loops=loops))
+        calls = {name: prepare_throughput(name, device, programs=programs, loops=loops) for name in OPERATIONS}
     else:
         count = 1 << 15
         method = "plain timing of PyTorch's int32 operations on 2^15 elements in cache; multiply and shift are two passes"
-        x = torch.arange(1, count + 1, dtype=torch.int32, device="cpu")
-        timers = {name: _CpuSample(call) for name, call in _cpu_operations(x).items()}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            samples[name].append(timer.sample())
-    for name, found in samples.items():
-        row: dict[str, Any] = {"part": "throughput", "group": "int32", "label": name, "input": method} | bench_timers.summarise(
-            found
-        )
-        rows.append(row | {"gops": round(count / row["median_us"] / 1e3, 3)})
-        tick(name)
+        calls = _cpu_operations(torch.arange(1, count + 1, dtype=torch.int32, device="cpu"))
+    fields = col.pick(col.PART, col.GROUP, col.LABEL, col.INPUT, col.METHOD, *col.TIMES, col.GOPS, col.ERROR)
+    runs = []
+    for name, call in calls.items():
+        row = col.empty(fields, part="throughput", group="int32", label=name, input=method, method=name)
+        runs.append(runner.Run(row, lambda call=call: (call, {}), "kernel"))  # type: ignore[misc]
+    rows = runner.measure(runs, device, rounds, tick=tick)
+    for row in rows:
+        if row[col.MEDIAN_US] is not None:
+            row[col.GOPS] = round(count / row[col.MEDIAN_US] / 1e3, 3)
     return rows
 
 
-class _CpuSample:
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        call()
-
-    def sample(self) -> dict[str, float]:
-        begin = time.perf_counter()
-        for _ in range(20):
-            self._call()
-        return {"us": (time.perf_counter() - begin) * 1e6 / 20}
-
-
 # --- appendix B.3, this library's own steps, and the run -------------------------------------------------------------
-
-
-def _flat(part: str, measured: Iterator[tuple[str, str, dict[str, dict[str, float]]]]) -> list[dict[str, Any]]:
-    return [
-        {"part": part, "group": group, "label": label, "input": name, "sqnr_db": figure}
-        for group, label, figures in measured
-        for name, figure in figures.items()
-    ]
 
 
 @torch.inference_mode()
@@ -239,15 +209,12 @@ def run_ablate(
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
     started = time.monotonic()
-    record: dict[str, Any] = {
-        "what": "ablation of the integer attention",
-        "environment": records.environment(device),
-        "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation; mean, "
-        f"lowest and highest over seeds {SEEDS}",
-        "timing": latency.timing_method(device, rounds) if device.type == "cuda" else "no GPU: no kernel was timed",
-        "inputs": {name: text for name, (text, _) in INPUTS.items()},
-        "rows": [],
-    }
+    done = report.Report(
+        "ablate", "ablation of the integer attention", device, FIELDS, output,
+        sqnr=f"{report.SQNR}; mean, lowest and highest over seeds {SEEDS}",
+        timing=latency.timing_method(device, rounds) if device.type == "cuda" else "no GPU: no kernel was timed",
+        inputs={name: text for name, (text, _) in INPUTS.items()},
+    )  # fmt: skip
     steps = [*ladder_rows(), *attention_rows(single_changes())]
     grid = granularity_rows()
     jobs = {"kernel": len(STEPS) + 7 * (device.type == "cuda"), "scales": len(TILES), "throughput": 3}
@@ -263,31 +230,19 @@ def run_ablate(
             elif part == "throughput":
                 rows = throughput_part(device, rounds, tick)
             elif part == "granularity":
-                rows = _flat(part, measure_rows(grid, ("A2", "normal", "outliers"), device, tick))
+                rows = list(measure_rows(grid, ("A2", "normal", "outliers"), device, tick))
             else:
-                rows = _flat(part, measure_rows(steps, tuple(INPUTS), device, tick))
-            record["rows"] += rows
-            if output is not None:
-                write(output, record)
-    record["seconds"] = round(time.monotonic() - started, 1)
-    console = bench_console.table_console()
-    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
-    for _, title, header, body in sections(record):
-        table = Table(title=title, title_justify="left")
-        for index, column in enumerate(header):
-            table.add_column(column, justify="left" if index == 0 or not column or column == "how" else "right")
-        for cells in body:
-            table.add_row(*cells)
-        console.print(table)
+                rows = list(measure_rows(steps, tuple(INPUTS), device, tick))
+            done.add({col.PART: part} | row for row in rows)
+    done.record["seconds"] = round(time.monotonic() - started, 1)
+    done.begin()
+    record = done.finish(*(tables.console(frame, title, 2) for _, title, frame in sections(done.record)))
     if output is not None:
-        write(output, record)
         try:
-            for part in PARTS:
-                figure = draw(record, part)
+            drawn = {part: draw(record, part) for part in PARTS}
+            for part, figure in drawn.items():
                 if figure is not None:
                     figures.write_figure(output, f"ablate-{part}", figure)
-            plots = " and a plot a part"
         except ImportError as error:
-            plots = f"; no plots: {error}"
-        console.print(f"Written to {output}: ablate.json, ablate.csv{plots}")
+            done.console.print(f"No plots: {error}")
     return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ from qflash.quantization import QuantizedTensor, balance_channels, center_channe
 from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 
 from ..baselines import AUTHORS, PRINTED
+from . import schema as col
 from .methods import RECIPES
-from .metrics import exact_attention, sqnr
+from .metrics import exact_attention, sqnr, summary
 from .workloads import add_outliers, get_workload, paper_inputs
 
 SEEDS = (0, 1, 2)
@@ -45,11 +45,6 @@ INPUTS: dict[str, tuple[str, Callable[[int], Tensors]]] = {
     "normal": ("1 x 4 x 1024 x 64, N(0, 1), float16", gaussian),
     "outliers": ("1 x 6 x 197 x 64, N(0, 1) with outlier channels, float16", outliers),
 }
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, lowest and highest of a few decibel values."""
-    return {"mean": round(statistics.fmean(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -198,8 +193,8 @@ def ladder_rows(backend: str = "auto") -> list[Row]:
 
 def measure_rows(
     rows: Sequence[Row], names: Sequence[str], device: torch.device, tick: Tick, seeds: Sequence[int] = SEEDS
-) -> Iterator[tuple[str, str, dict[str, dict[str, float]]]]:
-    """Yield (group, label, SQNR by input) of every row, on the inputs :data:`INPUTS` called ``names``."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of results of every row and every input of :data:`INPUTS` called as in ``names``."""
     drawn: dict[str, list[Tensors]] = {}
     for name in names:
         drawn[name] = []
@@ -208,12 +203,10 @@ def measure_rows(
             drawn[name].append((query, key, value))
     exact = {name: [exact_attention(*inputs) for inputs in tensors] for name, tensors in drawn.items()}
     for group, label, function in rows:
-        figures = {}
         for name, tensors in drawn.items():
             found = [sqnr(wanted, function(inputs)) for inputs, wanted in zip(tensors, exact[name], strict=True)]
-            figures[name] = summary(found)
+            yield {col.GROUP: group, col.LABEL: label, col.INPUT: name} | summary(found)
         tick(label)
-        yield group, label, figures
 
 
 def granularity_rows() -> list[Row]:

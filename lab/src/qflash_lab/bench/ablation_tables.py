@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from . import records
+import pandas
+
+from . import schema as col
 from .ablation_formulas import STEPS, TILES
 from .ablation_recipes import ARITHMETIC
 from .figures import colour_of
+from .schema import Row
+from .tables import number
 
 PARTS = ("kernel", "scales", "throughput", "granularity", "steps")
 
-FIELDS = ("part", "group", "label", "input", "sqnr_db", "sqnr_min", "sqnr_max", "median_us", "q1_us", "q3_us", "gops", "error")
+FIELDS = col.pick(
+    col.PART, col.GROUP, col.LABEL, col.INPUT, *col.TIMES, col.GOPS, col.SPEEDUP, col.SQNR_DB, col.SQNR_MIN_DB, col.SQNR_MAX_DB,
+    col.ERROR,
+)  # fmt: skip
 """Columns of ``ablate.csv``."""
 
 TITLES = {
@@ -25,13 +31,12 @@ TITLES = {
 }
 
 
-def _mean(row: dict[str, Any]) -> str:
-    figure = row.get("sqnr_db")
-    return "-" if figure is None else f"{figure['mean']:.2f}" if isinstance(figure["mean"], float) else str(figure["mean"])
+def _mean(row: Row) -> str:
+    return number(row.get(col.SQNR_DB))
 
 
-def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Lay a record out as tables: (part, title, header, rows), shared by the terminal and the report."""
+def sections(record: dict[str, Any]) -> list[tuple[str, str, pandas.DataFrame]]:
+    """Lay a record out as tables: (part, title, cells), shared by the terminal and the report."""
     found = []
     for part in PARTS:
         rows = [row for row in record["rows"] if row["part"] == part]
@@ -41,14 +46,16 @@ def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             titles = dict(STEPS)
             header, body = ["step", "", "input", "SQNR dB", "median µs", "quartiles", "against V0"], []
             for row in rows:
-                timed = row.get("median_us") is not None
-                times = [f"{row['median_us']:.1f}", f"{row['q1_us']:.1f} - {row['q3_us']:.1f}"] if timed else ["-", "-"]
-                speed = f"{row['speedup']:.2f}" if row.get("speedup") else "-"
-                what = row["error"] or f"kernel, {titles.get(row['label'][:2], 'PyTorch')}" if row["group"] == "kernel" else ""
+                timed = row.get(col.MEDIAN_US) is not None
+                times = [f"{row[col.MEDIAN_US]:.1f}", f"{row[col.Q1_US]:.1f} - {row[col.Q3_US]:.1f}"] if timed else ["-", "-"]
+                speed = f"{row[col.SPEEDUP]:.2f}" if row.get(col.SPEEDUP) else "-"
+                what = ""
+                if row["group"] == "kernel":
+                    what = row.get(col.ERROR) or f"kernel, {titles.get(row['label'][:2], 'PyTorch')}"
                 body.append([row["label"], what or f"formula, {row['title']}", row["input"], _mean(row), *times, speed])
         elif part == "throughput":
             header = ["operation", "Gop/s", "how"]
-            body = [[row["label"], f"{row['gops']:.2f}", row["input"]] for row in rows]
+            body = [[row["label"], f"{row[col.GOPS]:.2f}", row["input"]] for row in rows]
         else:
             columns = "label" if part == "scales" else "input"
             lines = ("group",) if part == "scales" else ("group", "label")
@@ -60,7 +67,7 @@ def sections(record: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             if len(lines) == 2:  # a group is named once, on its first line
                 for line, key, before in zip(body, keys, [("",), *keys], strict=False):
                     line[0] = "" if key[0] == before[0] else line[0]
-        found.append((part, TITLES[part], header, body))
+        found.append((part, TITLES[part], pandas.DataFrame(body, columns=header)))
     return found
 
 
@@ -78,7 +85,7 @@ def draw(
 
     rows = [row for row in record["rows"] if row["part"] == part]
     if part == "kernel":
-        rows = [row for row in rows if row.get("median_us") is not None] or [row for row in rows if row["group"] == "formula"]
+        rows = [row for row in rows if row.get(col.MEDIAN_US) is not None] or [row for row in rows if row["group"] == "formula"]
     if not rows or part == "steps":
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -88,7 +95,7 @@ def draw(
             mine = [row for row in rows if row["group"] == kind]
             dashes = "-" if "scale" in kind else "--"
             axes.plot(
-                [row["tiles"] for row in mine], [float(row["sqnr_db"]["mean"]) for row in mine], dashes, marker="o",
+                [row["tiles"] for row in mine], [float(row[col.SQNR_DB]) for row in mine], dashes, marker="o",
                 markersize=4,
                 color=colours[index % len(colours)], label=kind,
             )  # fmt: skip
@@ -100,9 +107,7 @@ def draw(
     elif part == "granularity":
         names = list(dict.fromkeys(row["label"] for row in rows))
         for group in ARITHMETIC:
-            means = {
-                row["label"]: row["sqnr_db"]["mean"] for row in rows if row["group"] == group and row["input"] == "outliers"
-            }
+            means = {row["label"]: row[col.SQNR_DB] for row in rows if row["group"] == group and row["input"] == "outliers"}
             spots = [names.index(name) for name in means]
             axes.plot([float(x) for x in means.values()], spots, "o", color=colour_of(f"qflash {group}"), label=group)
         axes.set_yticks(range(len(names)), names, fontsize="small")
@@ -111,13 +116,13 @@ def draw(
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     else:
         labels = [row["label"] for row in rows]
-        timed = part == "throughput" or rows[0].get("median_us") is not None
+        timed = part == "throughput" or rows[0].get(col.MEDIAN_US) is not None
         if part == "throughput":
-            heights, title = [row["gops"] for row in rows], "10⁹ operations a second"
+            heights, title = [row[col.GOPS] for row in rows], "10⁹ operations a second"
         elif timed:
-            heights, title = [row["median_us"] for row in rows], "µs a call"
+            heights, title = [row[col.MEDIAN_US] for row in rows], "µs a call"
         else:
-            heights, title = [float(row["sqnr_db"]["mean"]) for row in rows], "SQNR, dB"
+            heights, title = [float(row[col.SQNR_DB]) for row in rows], "SQNR, dB"
         bars = axes.bar(labels, heights, color=colours[1], width=0.6)
         axes.bar_label(bars, fmt="%.0f" if part == "throughput" else "%.4g", fontsize="small")
         axes.set_ylabel(title)
@@ -125,13 +130,3 @@ def draw(
     axes.grid(axis="both" if part == "scales" else "y", alpha=0.3)
     axes.set_axisbelow(True)
     return figure
-
-
-def write(folder: pathlib.Path, record: dict[str, Any]) -> None:
-    """Write ``ablate.json`` and ``ablate.csv``."""
-    records.write_json(folder / "ablate.json", record)
-    rows = []
-    for row in record["rows"]:
-        figure = row.get("sqnr_db") or {}
-        rows.append(row | {"sqnr_db": figure.get("mean"), "sqnr_min": figure.get("min"), "sqnr_max": figure.get("max")})
-    records.write_csv(folder / "ablate.csv", rows, FIELDS)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from pandas import DataFrame
 from rich.table import Table
 
 from qflash.optional_packages import require_packages
@@ -24,11 +25,13 @@ from ..baselines import METHODS, Method, get_method
 from ..baselines.method import FLOAT
 from ..paper.paper_results import TABLE4
 from . import console as bench_console
-from . import figures, records
+from . import figures, report, tables
 from . import problems as bench_problems
+from . import schema as col
 from .capture import capture_small, capture_vision
 from .layer_calls import SUFFIX, LayerCall, read_calls
-from .metrics import exact_attention, mse, sqnr
+from .metrics import exact_attention, mse, sqnr, summary
+from .schema import Row
 from .workloads import WORKLOADS, add_outliers
 
 INPUTS = ("paper", "normal", "outlier", "long", "captured", "real")
@@ -45,9 +48,9 @@ REAL_SIDE = 224
 LONG_SHAPES = ((1, 4, 1024, 64), (1, 1, 4096, 64))
 """(batch, heads, tokens, head_dim) of ``long``: what a method that holds all scores can compute on a CPU."""
 
-FIELDS = (
-    "input", "workload", "batch", "shape", "dtype", "method", "title", "integer_only", "sqnr_db", "sqnr_min_db", "sqnr_max_db",
-    "mse", "seeds", "paper_sqnr_db", "paper_mse", "error",
+FIELDS = col.pick(
+    col.INPUT, col.WORKLOAD, col.BATCH, col.SHAPE, col.DTYPE, col.METHOD, col.TITLE, col.INTEGER_ONLY, col.SQNR_DB,
+    col.SQNR_MIN_DB, col.SQNR_MAX_DB, col.MSE, col.SEEDS, col.PAPER_SQNR_DB, col.PAPER_MSE, col.ERROR,
 )  # fmt: skip
 """Columns of ``accuracy.csv``; ``accuracy.json``'s rows also hold ``sqnr_each_db`` and ``mse_each``, one value a seed."""
 
@@ -240,32 +243,21 @@ def measure(
             got = [] if method.name in errors else values[method.name]
             paper = TABLE4.get((case.label, method.name)) if case.kind == "paper" else None
             ratios = [ratio for ratio, _ in got]
-            rows.append(
-                {
-                    "input": case.kind,
-                    "workload": case.label,
-                    "batch": case.batch,
-                    "shape": "x".join(map(str, sample.query.shape)),
-                    "dtype": str(sample.query.dtype).removeprefix("torch."),
-                    "method": method.name,
-                    "title": method.title,
-                    "integer_only": method.integer_only,
-                    "sqnr_db": round(statistics.fmean(ratios), 3) if got else None,
-                    "sqnr_min_db": round(min(ratios), 3) if got else None,
-                    "sqnr_max_db": round(max(ratios), 3) if got else None,
-                    "mse": float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
-                    "seeds": case.draws(seeds),
-                    "paper_sqnr_db": None if paper is None else paper[0],
-                    "paper_mse": None if paper is None else paper[1],
-                    "error": errors.get(method.name),
-                    "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
-                    "mse_each": [float(f"{error:.4g}") for _, error in got],
-                }
-            )
+            row = {
+                col.INPUT: case.kind, col.WORKLOAD: case.label, col.BATCH: case.batch,
+                col.SHAPE: "x".join(map(str, sample.query.shape)), col.DTYPE: str(sample.query.dtype).removeprefix("torch."),
+                col.METHOD: method.name, col.TITLE: method.title, col.INTEGER_ONLY: method.integer_only,
+                **(summary(ratios) if got else dict.fromkeys((col.SQNR_DB, col.SQNR_MIN_DB, col.SQNR_MAX_DB))),
+                col.MSE: float(f"{statistics.fmean(error for _, error in got):.4g}") if got else None,
+                col.SEEDS: case.draws(seeds), col.PAPER_SQNR_DB: paper and paper[0], col.PAPER_MSE: paper and paper[1],
+                col.ERROR: errors.get(method.name), "sqnr_each_db": [round(ratio, 3) for ratio in ratios],
+                "mse_each": [float(f"{error:.4g}") for _, error in got],
+            }  # fmt: skip
+            rows.append(row)
     return rows
 
 
-def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def render(rows: Sequence[Row]) -> Iterator[Table]:
     """Yield tables of SQNR and of MSE for every kind of input: a row a method, a column a workload, few enough for a page."""
     parts = []
     for kind in dict.fromkeys(row["input"] for row in rows):
@@ -273,28 +265,28 @@ def render(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
         parts += [(kind, every[start : start + _MOST_COLUMNS]) for start in range(0, len(every), _MOST_COLUMNS)]
     for kind, labels in parts:
         here = [row for row in rows if row["input"] == kind and (row["workload"], row["batch"]) in labels]
-        for field, heading in (("sqnr_db", "SQNR, dB"), ("mse", "MSE")):
+        for field, heading in ((col.SQNR_DB, "SQNR, dB"), ("mse", "MSE")):
             paper = f"paper_{field}"
             title = f"{heading}; {kind} inputs"
             if here[0]["seeds"] > 1:
                 title += f", mean of {here[0]['seeds']} seeds"
             if any(row[paper] is not None for row in here):
                 title += "; in brackets the paper's figure (batch 8)"
-            table = Table(title=title, title_justify="left")
-            table.add_column("method", no_wrap=True)
-            for label, batch in labels:
-                table.add_column(label if batch is None else f"{label} b{batch}", justify="right")
-            for name in dict.fromkeys(row["method"] for row in here):
-                cells = []
-                for row in (row for row in here if row["method"] == name):
-                    cell = "failed" if row[field] is None else _number(row[field], field)
-                    cells.append(cell if row[paper] is None else f"{cell} ({_number(row[paper], field)})")
-                table.add_row(name, *cells)
-            yield table
+            names = list(dict.fromkeys(row[col.METHOD] for row in here))
+            by = {(row[col.METHOD], (row[col.WORKLOAD], row[col.BATCH])): _cell(row, field) for row in here}
+            frame = DataFrame([[name, *(by[name, label] for label in labels)] for name in names])
+            frame.columns = ["method", *(label if batch is None else f"{label} b{batch}" for label, batch in labels)]
+            yield tables.console(frame, title, fold=True)
+
+
+def _cell(row: Row, field: str) -> str:
+    paper = row[f"paper_{field}"]
+    own = "failed" if row[field] is None else _number(row[field], field)
+    return own if paper is None else f"{own} ({_number(paper, field)})"
 
 
 def _number(x: float, field: str) -> str:
-    return f"{x:.2f}" if field == "sqnr_db" else f"{x:.2e}"
+    return f"{x:.2f}" if field == col.SQNR_DB else f"{x:.2e}"
 
 
 def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -309,7 +301,7 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a finite SQNR.
     """
-    shown = [row for row in rows if row["sqnr_db"] is not None and math.isfinite(row["sqnr_db"])]
+    shown = [row for row in rows if row[col.SQNR_DB] is not None and math.isfinite(row[col.SQNR_DB])]
     shown = [row for row in shown if METHODS[row["method"]].query_granularity != FLOAT] or shown
     if not shown:
         raise ValueError("no method has a finite SQNR, there is nothing to draw")
@@ -318,13 +310,14 @@ def draw_figure(rows: Sequence[dict[str, Any]]) -> Any:
     )  # fmt: skip
     for axes, kind, series in found:
         for name, mine, spots, _, colour in series:
-            middle = [row["sqnr_db"] for row in mine]
+            middle = [row[col.SQNR_DB] for row in mine]
             spread = [
-                [row["sqnr_db"] - row["sqnr_min_db"] for row in mine], [row["sqnr_max_db"] - row["sqnr_db"] for row in mine],
+                [row[col.SQNR_DB] - row[col.SQNR_MIN_DB] for row in mine],
+                [row[col.SQNR_MAX_DB] - row[col.SQNR_DB] for row in mine],
             ]  # fmt: skip
             marker = "o" if METHODS[name].integer_only else "s"
             axes.errorbar(spots, middle, spread, fmt=marker, color=colour, label=METHODS[name].title, markersize=5)
-            papers = [(spot, row["paper_sqnr_db"]) for spot, row in zip(spots, mine, strict=True) if row["paper_sqnr_db"]]
+            papers = [(spot, row[col.PAPER_SQNR_DB]) for spot, row in zip(spots, mine, strict=True) if row[col.PAPER_SQNR_DB]]
             if papers:
                 axes.plot(*zip(*papers, strict=True), "x", color="black", markersize=6)
         axes.set_xlim(-0.5, len(axes.get_xticks()) - 0.5)
@@ -345,7 +338,7 @@ def run_accuracy(
     device: torch.device | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measure, print the tables and write ``accuracy.json``, ``accuracy.csv`` and ``accuracy.png`` into ``output``.
+    """Measure, print the tables and write ``accuracy.json``, ``.csv``, ``.png`` and ``.svg`` into ``output``.
 
     Args:
         cases: see :func:`make_cases`.
@@ -364,26 +357,10 @@ def run_accuracy(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     chosen = [get_method(name) for name in dict.fromkeys(methods or METHODS)]
     where = device or torch.device("cpu")
-    console = bench_console.table_console()
+    done = report.Report(
+        "accuracy", "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",
+        where, FIELDS, output, sqnr="20 log10(|ref| / |out - ref|), mean over seeds",
+    )  # fmt: skip
     with bench_console.progress_bar(len(chosen) * sum(case.draws(seeds) for case in cases)) as tick:
-        rows = measure(cases, chosen, seeds, where, tick)
-    record = {
-        "what": "SQNR and MSE of attention methods against float64 softmax attention on the inputs before quantisation",
-        "sqnr": "20 log10(|ref| / |out - ref|), mean over seeds",
-        "environment": records.environment(where),
-        "rows": rows,
-    }
-    for table in render(rows):
-        console.print(table)
-    for row in rows:
-        if row["error"]:
-            console.print(f"failed: {row['workload']}, {row['method']}: {row['error']}", markup=False, soft_wrap=True)
-    if output is not None:
-        records.write_json(output / "accuracy.json", record)
-        records.write_csv(output / "accuracy.csv", rows, FIELDS)
-        try:
-            draw_figure(rows).savefig(output / "accuracy.png", dpi=150)
-            console.print(f"Written to {output}: accuracy.json, accuracy.csv, accuracy.png")
-        except (ImportError, ValueError) as error:
-            console.print(f"Written to {output}: accuracy.json, accuracy.csv; no plot: {error}")
-    return record
+        done.add(measure(cases, chosen, seeds, where, tick))
+    return done.finish(*render(done.rows), draw=lambda: draw_figure(done.rows))

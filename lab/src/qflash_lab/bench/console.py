@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,13 +14,6 @@ from qflash.validation import resolve_device
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 GPU_BATCHES, CPU_BATCHES = (1, 8, 64), (1, 8)
-
-
-def format_number(x: float | None) -> str:
-    """Return a number as tables show it."""
-    if x is None:
-        return "-"
-    return f"{x:.0f}" if math.isfinite(x) and abs(x) >= 1000 else f"{x:.2f}"
 
 
 @contextmanager

@@ -11,24 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from . import console as bench_console
-from . import errors, latency, nvml, records
+from . import latency, nvml, report, runner, tables
 from . import problems as bench_problems
+from . import schema as col
 from . import timers as bench_timers
-from .methods import TimedMethod
-from .metrics import sqnr
+from .runner import TimedMethod
+from .schema import Row
 
-REFERENCE = "sdpa flash"
+REFERENCE = col.SDPA_FLASH
 """FlashAttention-2 in the run's dtype, to which ratios refer."""
 
 _CHUNK_REPLAYS = 10
 _STUCK_SECONDS = 10.0
 
-FIELDS = (
-    "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "method", "uj", "uj_min", "uj_max",
-    "uj_above_idle", "us", "watts", "rounds", "calls", "ratio", "sqnr_db", "sqnr_of", "error",
+FIELDS = col.pick(
+    *col.PROBLEM, col.MODE, col.METHOD, col.MEDIAN_US, col.SAMPLES, col.CALLS, col.UJ, col.UJ_MIN, col.UJ_MAX,
+    col.UJ_ABOVE_IDLE, col.WATTS, col.RATIO, col.SQNR_DB, col.SQNR_OF, col.ERROR,
 )  # fmt: skip
 """Columns of ``energy.csv``."""
 
@@ -81,32 +81,32 @@ def integrate(
     return Reading(energy - first, end - begin, calls)
 
 
-def summarise(readings: Sequence[Reading], idle_watts: float) -> dict[str, Any]:
+def summarise(readings: Sequence[Reading], idle_watts: float) -> Row:
     """Return microjoules a call (median over the readings, extremes, and above idle), microseconds and mean power."""
     each = [1e6 * r.joules / r.calls for r in readings]
     above = [1e6 * (r.joules - idle_watts * r.seconds) / r.calls for r in readings]
     return {
-        "uj": round(statistics.median(each), 2),
-        "uj_min": round(min(each), 2),
-        "uj_max": round(max(each), 2),
-        "uj_above_idle": round(statistics.median(above), 2),
-        "us": round(statistics.median(1e6 * r.seconds / r.calls for r in readings), 3),
-        "watts": round(statistics.median(r.watts for r in readings), 1),
-        "rounds": len(readings),
-        "calls": sum(r.calls for r in readings),
+        col.UJ: round(statistics.median(each), 2),
+        col.UJ_MIN: round(min(each), 2),
+        col.UJ_MAX: round(max(each), 2),
+        col.UJ_ABOVE_IDLE: round(statistics.median(above), 2),
+        col.MEDIAN_US: round(statistics.median(1e6 * r.seconds / r.calls for r in readings), 3),
+        col.WATTS: round(statistics.median(r.watts for r in readings), 1),
+        col.CALLS: sum(r.calls for r in readings),
     }
 
 
-def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+def add_ratios(rows: Sequence[Row]) -> None:
     """Set ``ratio``: a row's energy over :data:`REFERENCE`'s on the same problem (below 1: less energy)."""
 
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["workload"], row["batch"], row["bias"]
+    def key(row: Row) -> tuple[Any, ...]:
+        return row[col.WORKLOAD], row[col.BATCH], row[col.BIAS]
 
-    reference = {key(row): row["uj"] for row in rows if row["method"] == REFERENCE and row["uj"] is not None}
-    for row in rows:
-        if row["uj"] is not None and key(row) in reference:
-            row["ratio"] = round(row["uj"] / reference[key(row)], 3)
+    measured = [row for row in rows if row[col.UJ] is not None]
+    reference = {key(row): row[col.UJ] for row in measured if row[col.METHOD] == REFERENCE}
+    for row in measured:
+        if key(row) in reference:
+            row[col.RATIO] = round(row[col.UJ] / reference[key(row)], 3)
 
 
 def _idle() -> int:
@@ -157,79 +157,14 @@ def replay_energy(timer: bench_timers.GraphTimer, gpu: nvml.Gpu, seconds: float)
     return reading
 
 
-def measure(
-    problem: bench_problems.Problem,
-    methods: Sequence[TimedMethod[bench_problems.Inputs]],
-    gpu: nvml.Gpu,
-    idle_watts: float,
-    *,
-    kind: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds: float,
-    rounds: int,
-    tick: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Measure every method on one problem, in turns; one row each, keys :data:`FIELDS`."""
-    inputs = bench_problems.make_inputs(problem, kind, dtype, device)
-    wanted, part, words = bench_problems.exact_part(inputs)
-    rows: list[dict[str, Any]] = []
-    timers: list[bench_timers.GraphTimer | None] = []
-    readings: list[list[Reading]] = [[] for _ in methods]
-    for method in methods:
-        row: dict[str, Any] = dict.fromkeys(FIELDS)
-        row |= {
-            "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
-            "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
-            "dtype": str(dtype).removeprefix("torch."), "mode": method.mode, "method": method.name,
-        }  # fmt: skip
-        rows.append(row)
-        timer = None
-        try:
-            with errors.explained(), method.context():
-                call = method.prepare(inputs)
-                got = bench_problems.as_tensor(call(), problem)[part]
-                row |= {"sqnr_db": round(sqnr(wanted, got), 2), "sqnr_of": words}
-                timer = bench_timers.GraphTimer(call)
-        except Exception as error:
-            row["error"] = errors.describe(error)
-            bench_timers.tidy(device)
-        timers.append(timer)
-    for index in range(rounds):
-        order = range(len(methods)) if index % 2 == 0 else range(len(methods) - 1, -1, -1)
-        for place in order:
-            timer = timers[place]
-            if timer is not None:
-                try:
-                    readings[place].append(replay_energy(timer, gpu, seconds))
-                except Exception as error:
-                    rows[place]["error"], timers[place] = errors.describe(error), None
-            tick(f"{problem.label} {methods[place].name}")
-    for row, timer, found in zip(rows, timers, readings, strict=True):
-        if timer is not None and found:
-            row |= summarise(found, idle_watts)
-    del timers, inputs
-    bench_timers.tidy(device)
-    return rows
-
-
-def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return the rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("workload", "batch", "method"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("µJ a call", "range", "above idle", "W", "µs", "÷ FA2", "SQNR dB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    number = bench_console.format_number
-    for row in rows:
-        names = (latency._label(row), str(row["batch"] or "-"), row["method"])
-        if row["uj"] is None:
-            cells = ["failed", *[""] * 5]
-        else:
-            cells = [number(row["uj"]), f"{number(row['uj_min'])} - {number(row['uj_max'])}"]
-            cells += [number(row[name]) for name in ("uj_above_idle", "watts", "us", "ratio")]
-        table.add_row(*names, *cells, number(row["sqnr_db"]))
-    return table
+TABLE = (
+    tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+    tables.names("method", col.METHOD), tables.Column("µJ a call", col.UJ),
+    tables.Column("range", tables.between(col.UJ_MIN, col.UJ_MAX)),
+    tables.Column("above idle", col.UJ_ABOVE_IDLE), tables.Column("W", col.WATTS), tables.Column("µs", col.MEDIAN_US),
+    tables.Column("÷ FA2", col.RATIO), tables.Column("SQNR dB", col.SQNR_DB),
+)  # fmt: skip
+"""Of the table on the console."""
 
 
 @torch.inference_mode()
@@ -262,33 +197,28 @@ def run_energy(
     torch.zeros(1, dtype=torch.float32, device=device)
     time.sleep(1.0)  # the context's own start is not idle
     idle = integrate(gpu.energy, _idle, seconds).watts
-    record: dict[str, Any] = {
-        "what": "energy of one attention call",
-        "environment": records.environment(device),
-        "timing": f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s "
+    done = report.Report(
+        "energy", "energy of one attention call", device, FIELDS, output,
+        timing=f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s "
         f"after its start; methods in turns (order reversed every round), median of {rounds} rounds; idle power "
         "counts",
-        "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",
-        "ratio": f"energy ÷ energy of {REFERENCE!r}",
-        "idle_watts": round(idle, 1),
-        "rows": [],
-    }
-    rows: list[dict[str, Any]] = record["rows"]
+        sqnr=report.SQNR, ratio=f"energy ÷ energy of {REFERENCE!r}", idle_watts=round(idle, 1),
+    )  # fmt: skip
+    done.begin()
     with bench_console.progress_bar(len(problems) * len(methods) * rounds) as tick:
+
+        def sample(timer: bench_timers.GraphTimer) -> Reading:
+            reading = replay_energy(timer, gpu, seconds)
+            tick("replaying")
+            return reading
+
         for problem in problems:
-            options: dict[str, Any] = {"kind": kind, "dtype": dtype, "device": device}
-            rows += measure(problem, methods, gpu, idle, **options, seconds=seconds, rounds=rounds, tick=tick)
+            runs = latency.attention_runs(
+                problem, methods, lambda method: (method.mode,), FIELDS, kind=kind, dtype=dtype, device=device
+            )
+            rows = runner.measure(runs, device, rounds, sample=sample, summarise=lambda readings: summarise(readings, idle))
             add_ratios(rows)
-            if output is not None:
-                records.write_json(output / "energy.json", record)
-                records.write_csv(output / "energy.csv", rows, FIELDS)
-    record["environment"]["nvml_after"] = nvml.snapshot(device)
-    record["idle_watts_after"] = round(integrate(gpu.energy, _idle, min(seconds, 2.0)).watts, 1)
-    console = bench_console.table_console()
-    console.print(f"{record['environment']['device']}, idle {idle:.1f} W. {record['timing']}.\n")
-    console.print(render(rows, f"{kind} inputs, {str(dtype).removeprefix('torch.')}"))
-    latency.print_errors(rows, console)
-    if output is not None:
-        records.write_json(output / "energy.json", record)
-        console.print(f"Written to {output}: energy.json, energy.csv")
-    return record
+            done.add(rows)
+    done.record["idle_watts_after"] = round(integrate(gpu.energy, _idle, min(seconds, 2.0)).watts, 1)
+    title = f"{kind} inputs, {str(dtype).removeprefix('torch.')}, idle {idle:.1f} W"
+    return done.finish(tables.render(done.rows, TABLE, title))

@@ -6,7 +6,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-Row = dict[str, Any]
+from . import schema as col
+from .schema import Row
 
 COLOURS = {
     "fp32": "#8d8d8d", "timm": "#5f6b76", "flash": "#6b7480", "cudnn": "#9b7a4b", "efficient": "#c2a05a", "math": "#b0a99f",
@@ -102,6 +103,43 @@ def panels(
             spots = [labels.index(label(row)) + (index - (len(methods) - 1) / 2) * share for row in mine]
             series.append(Series(method, mine, spots, share, colour_of(method)))
         found.append(Panel(axes, value, series))
+    return figure, found
+
+
+def bars(
+    rows: Sequence[Row], key: str, title: str, *, value: str, heading: Callable[[Any], str], axis: str, width: float,
+    height: float, spread: tuple[str, str] | None = None,
+) -> tuple[Any, list[Panel]]:  # fmt: skip
+    """Draw grouped bars, hatched where they are QFlash's, in the panels of :func:`panels`.
+
+    Args:
+        rows: of results; those without a value are left out.
+        key: the field that panels are made of.
+        title: above all.
+        value: the column of the bars.
+        spread: the columns of the ends of error bars, None for none.
+        heading: makes the title of a panel of its key.
+        axis: what the bars are.
+        width, height: of a panel, in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no row has a value.
+    """
+    timed = [row for row in rows if row[value] is not None]
+    if not timed:
+        raise ValueError("no method was timed, there is nothing to draw")
+    figure, found = panels(timed, key, col.problem_label, width=width, height=height)
+    for axes, part, series in found:
+        for name, mine, spots, share, colour in series:
+            ends = [[abs(row[value] - row[end]) for row in mine] for end in spread] if spread else None
+            hatch = "//" if name.startswith(col.QFLASH) else None
+            options = {"yerr": ends, "error_kw": {"lw": 0.6}, "hatch": hatch, "color": colour, "label": name}
+            axes.bar(spots, [row[value] for row in mine], share, **options)
+        axes.set_ylabel(axis)
+        axes.set_title(heading(part), loc="left", fontsize="medium")
+    add_legend(figure)
+    figure.suptitle(title, fontsize="medium")
     return figure, found
 
 

@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import qflash
 from qflash import attention
 from qflash.paths import with_package
 
-from . import records
-from .console import format_number, progress_bar, table_console
+from . import latency, report, tables
+from . import schema as col
+from .console import progress_bar
 from .problems import Problem
 
-FIELDS = ("workload", "batch", "shape", "keys", "dtype", "empty_s", "warm_s", "error")
+FIELDS = col.pick(col.WORKLOAD, col.BATCH, col.SHAPE, col.KEYS, col.DTYPE, col.EMPTY_S, col.WARM_S, col.ERROR)
 """Columns of ``first_call.csv``; seconds of the first call, with empty and with filled caches."""
 
 _PACKAGES = pathlib.Path(qflash.__file__).resolve().parents[1], pathlib.Path(__file__).resolve().parents[2]
@@ -104,39 +104,24 @@ def run_first_call(
         "dtype": name,
         "problems": [(problem.shape, problem.keys, problem.causal) for problem in problems],
     }
-    found = []
     with tempfile.TemporaryDirectory() as folder, progress_bar(2 * len(problems)) as tick:
         found = [_run(order, folder, tick) for _ in range(2)]
     rows = []
     for problem, empty, warm in zip(problems, *found, strict=True):
-        row: dict[str, Any] = dict.fromkeys(FIELDS)
-        row |= {"workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape))}
-        row |= {"keys": problem.keys, "dtype": name, "empty_s": empty.get("s"), "warm_s": warm.get("s")}
-        row["error"] = empty.get("error") or warm.get("error")
+        row = latency.problem_row(problem, FIELDS, "zeros", dtype)
+        row |= {col.EMPTY_S: empty.get("s"), col.WARM_S: warm.get("s"), col.ERROR: empty.get("error") or warm.get("error")}
         rows.append(row)
-    total = {which: sum(row[which] or 0.0 for row in rows) for which in ("empty_s", "warm_s")}
-    record: dict[str, Any] = {
-        "what": "first calls of a process",
-        "environment": records.environment(device),
-        "timing": "one call each until the device is done, in one process; kernels' modules are imported in the first one, "
+    total = {which: sum(row[which] or 0.0 for row in rows) for which in (col.EMPTY_S, col.WARM_S)}
+    done = report.Report(
+        "first_call", "first calls of a process", device, FIELDS, output,
+        timing="one call each until the device is done, in one process; kernels' modules are imported in the first one, "
         "PyTorch's and the GPU's start is outside the clock",
-        "total": total,
-        "rows": rows,
-    }
-    console = table_console()
-    table = Table(title=f"{record['environment']['device']}, first calls, {name}", title_justify="left")
-    for heading in ("shape", "empty caches, s", "warm caches, s"):
-        table.add_column(heading, justify="left" if heading == "shape" else "right", no_wrap=True)
-    for row in rows:
-        label = f"{row['workload']} b{row['batch']}" if row["batch"] else str(row["workload"])
-        table.add_row(label, *("failed" if row[x] is None else format_number(row[x]) for x in ("empty_s", "warm_s")))
-    table.add_row(f"all {len(rows)}", *map(format_number, total.values()))
-    console.print(table)
-    for row in rows:
-        if row["error"]:
-            console.print(f"failed: {row['shape']}: {row['error']}", markup=False, soft_wrap=True)
-    if output is not None:
-        records.write_json(output / "first_call.json", record)
-        records.write_csv(output / "first_call.csv", rows, FIELDS)
-        console.print(f"Written to {output}: first_call.json, first_call.csv")
-    return record
+        total=total,
+    )  # fmt: skip
+    done.add(rows)
+    columns = (
+        tables.names("shape", lambda row: row.get("all") or col.full_label(row)),
+        tables.Column("empty caches, s", col.EMPTY_S), tables.Column("warm caches, s", col.WARM_S),
+    )  # fmt: skip
+    title = f"{done.record['environment']['device']}, first calls, {name}"
+    return done.finish(tables.render([*rows, total | {"all": f"all {len(rows)}"}], columns, title))

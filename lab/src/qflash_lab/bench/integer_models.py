@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.util
 import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,28 +16,30 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
+from qflash import export_onnx
 from qflash.network.models import IntegerNetwork
 from qflash.network.quantize import quantize_model
-from qflash.optional_packages import require_packages
 
 from . import console as bench_console
-from . import energy, errors, nvml, onnx_models, records, timers
+from . import energy, nvml, onnx_models, report, runner, tables, timers
+from . import schema as col
 from .metrics import sqnr
-from .models import label, load
+from .models import add_images_per_s, label, load
+from .runner import TimedMethod
+from .schema import Row
 
 MODELS = ("DeiT-S", "DeiT-B", "Swin-T")
 CALIBRATION_IMAGES = 16
-BASELINE = "compile"
+BASELINE = col.COMPILE
 """What ratios refer to: the float model compiled as torch.compile does by default, with the fastest SDPA it finds."""
 
-FIELDS = (
-    "model", "batch", "dtype", "method", "images_per_s", "median_us", "q1_us", "q3_us", "samples", "ratio", "mj_per_image",
-    "watts", "sqnr_db", "error",
+FIELDS = col.pick(
+    col.MODEL, col.BATCH, col.DTYPE, col.METHOD, col.IMAGES_PER_S, col.MEDIAN_US, col.Q1_US, col.Q3_US, col.SAMPLES,
+    col.MJ_PER_IMAGE, col.WATTS, col.RATIO, col.SQNR_DB, col.ERROR,
 )  # fmt: skip
-"""Columns of ``models_integer.csv``; ``ratio`` is the baseline's time over the row's, ``mj_per_image`` millijoules."""
+"""Columns of ``models_integer.csv``; ``ratio`` is the baseline's time over the row's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Subject:
         quantise: returns the model in integers, on any device.
         pixels: uint8 images to run, on the device.
         images: the same, normalised, in the float methods' dtype.
-        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"`` or ``"dynamic"``.
+        onnx: returns the model's file for onnxruntime, by its kind: ``"float32"``, ``"static"``, ``"dynamic"``,
+            ``"integer"``.
     """
 
     model: nn.Module
@@ -101,18 +103,32 @@ def _onnxruntime(subject: Subject, kind: str) -> timers.TimedCall:
     return functools.partial(onnx_models.load(subject.onnx(kind), torch.get_num_threads()), subject.images.float())
 
 
-def _onnx_files(model: nn.Module, calibration: torch.Tensor, folder: str) -> Callable[[str], pathlib.Path]:
+def _onnxruntime_integer(subject: Subject) -> timers.TimedCall:
+    """The exported integer network, once its logits are the network's own."""
+    network, run = subject.quantise(), onnx_models.load(subject.onnx("integer"), torch.get_num_threads())
+    if not torch.equal(run(subject.pixels), network(subject.pixels)):
+        raise AssertionError("onnxruntime's logits are not the network's")
+    return lambda: network.dequantize(run(subject.pixels))
+
+
+def _onnx_files(
+    model: nn.Module, calibration: torch.Tensor, quantise: Callable[[], IntegerNetwork], folder: str
+) -> Callable[[str], pathlib.Path]:
     """Return what makes a model's files for onnxruntime, each once.
 
     Args:
         model: float32, on the CPU, in evaluation mode.
         calibration: uint8 images (batch, channels, height, width), on the CPU.
+        quantise: returns the model in integers.
         folder: where the files go.
     """
 
     @functools.cache
     def make(kind: str) -> pathlib.Path:
         images, path = _normalised(calibration, model, torch.float32), pathlib.Path(folder) / f"{kind}.onnx"
+        if kind == "integer":
+            export_onnx(quantise(), path)
+            return path
         if kind == "static":
             return onnx_models.quantise_static(make("float32"), images, path, unsigned=True)
         if kind == "dynamic":
@@ -122,45 +138,38 @@ def _onnx_files(model: nn.Module, calibration: torch.Tensor, folder: str) -> Cal
     return make
 
 
-METHODS: dict[str, Callable[[Subject], timers.TimedCall]] = {
-    "timm": _eager,
-    BASELINE: _compiled,
-    "compile max-autotune": functools.partial(_compiled, mode="max-autotune-no-cudagraphs"),
-    "torchao int8 dynamic": functools.partial(_torchao, config="Int8DynamicActivationInt8WeightConfig"),
-    "torchao float8 dynamic": functools.partial(_torchao, config="Float8DynamicActivationFloat8WeightConfig"),
-    "onnxruntime float32": functools.partial(_onnxruntime, kind="float32"),
-    "onnxruntime int8 static": functools.partial(_onnxruntime, kind="static"),
-    "onnxruntime int8 dynamic": functools.partial(_onnxruntime, kind="dynamic"),
-    "integer": _integer,
+_TORCHAO, _ONNXRUNTIME = ("torchao",), ("onnx", "onnxruntime")
+
+
+def _method(name: str, prepare: Callable[..., timers.TimedCall], **options: Any) -> TimedMethod[Subject]:
+    word = name.split()[0]
+    if word == "torchao":
+        return TimedMethod(name, "end-to-end", functools.partial(prepare, **options), needs=_TORCHAO)
+    if word == "onnxruntime":
+        return TimedMethod(name, "end-to-end", functools.partial(prepare, **options), devices=("cpu",), needs=_ONNXRUNTIME)
+    return TimedMethod(name, "end-to-end", functools.partial(prepare, **options))
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        _method(col.TIMM, _eager),
+        _method(BASELINE, _compiled),
+        _method("compile max-autotune", _compiled, mode="max-autotune-no-cudagraphs"),
+        _method("torchao int8 dynamic", _torchao, config="Int8DynamicActivationInt8WeightConfig"),
+        _method("torchao float8 dynamic", _torchao, config="Float8DynamicActivationFloat8WeightConfig"),
+        _method("onnxruntime float32", _onnxruntime, kind="float32"),
+        _method(f"onnxruntime {col.INTEGER}", _onnxruntime_integer),
+        _method("onnxruntime int8 static", _onnxruntime, kind="static"),
+        _method("onnxruntime int8 dynamic", _onnxruntime, kind="dynamic"),
+        _method(col.INTEGER, _integer),
+    )
 }
-_NEEDS = {"torchao": ("torchao",), "onnxruntime": ("onnx", "onnxruntime")}
-"""Packages that methods need, by the first word of their names; onnxruntime runs on the CPU."""
 
 
-def pick_methods(only: Sequence[str] = (), device: str = "cuda") -> dict[str, Callable[[Subject], timers.TimedCall]]:
-    """Return the methods to run, by name: those asked for, or all that run on a device and whose packages are installed.
-
-    Args:
-        only: names; all if empty.
-        device: ``"cuda"`` or ``"cpu"``.
-
-    Raises:
-        ValueError: a name is none of :data:`METHODS`, or a method does not run on the device.
-        ImportError: a method asked for needs a package that is not installed.
-    """
-    found = {}
-    for name in only:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; choose from {', '.join(METHODS)}")
-        require_packages(f"method {name!r}", *_NEEDS.get(name.split()[0], ()))
-        if device != "cpu" and name.startswith("onnxruntime"):
-            raise ValueError(f"method {name!r} runs on the CPU, and the device is {device!r}")
-    for name, method in METHODS.items():
-        first = name.split()[0]
-        there = all(importlib.util.find_spec(package) is not None for package in _NEEDS.get(first, ()))
-        if name in only if only else there and (device == "cpu" or first != "onnxruntime"):
-            found[name] = method
-    return found
+def pick_methods(only: Sequence[str] = (), device: str = "cuda") -> list[TimedMethod[Subject]]:
+    """Return the methods to run: those asked for, or all that run on a device; see :func:`qflash_lab.bench.runner.choose`."""
+    return runner.choose(list(METHODS.values()), torch.device(device), only)
 
 
 def _normalised(pixels: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
@@ -180,26 +189,19 @@ def draw_pixels(batch: int, size: tuple[int, int, int], seed: int) -> torch.Tens
     return (fine.clamp(0, 1) * 255).to(torch.uint8)
 
 
-@dataclasses.dataclass
-class _Runner:
-    row: dict[str, Any]
-    timer: timers.Timer | None = None
-    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
-
-
 def measure(
     name: str,
     model: nn.Module,
     quantise: Callable[[], IntegerNetwork],
     pixels: torch.Tensor,
     onnx: Callable[[str], pathlib.Path],
-    methods: dict[str, Callable[[Subject], timers.TimedCall]],
+    methods: Sequence[TimedMethod[Subject]],
     *,
     dtype: torch.dtype,
     rounds: int,
     energy_seconds: float = 0.0,
     tick: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
 
     Args:
@@ -216,71 +218,44 @@ def measure(
     device = pixels.device
     subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype), onnx)
     wanted = copy.deepcopy(model).to(device)(_normalised(pixels, model, torch.float32))
-    runners = []
-    for method, prepare in methods.items():
-        row: dict[str, Any] = dict.fromkeys(FIELDS)
-        takes = torch.float32 if method.startswith("onnxruntime") else dtype
-        kind = "int8" if method == "integer" else str(takes).removeprefix("torch.")
-        row |= {"model": name, "batch": len(pixels), "dtype": kind, "method": method}
-        runner = _Runner(row)
-        runners.append(runner)
-        try:
-            with errors.explained():
-                call = prepare(subject)
-                row["sqnr_db"] = round(sqnr(wanted, call()), 2)
-                runner.timer = timers.make_timer(call, "end-to-end", device)
-        except Exception as error:
-            row["error"] = errors.describe(error)
-            timers.tidy(device)
-        tick(f"{name} b{len(pixels)} {method}")
-    for index in range(rounds):
-        for runner in runners if index % 2 == 0 else reversed(runners):
-            if runner.timer is not None:
-                runner.samples.append(runner.timer.sample())
-    for runner in runners:
-        if runner.samples:
-            found = timers.summarise(runner.samples)
-            runner.row |= {key: value for key, value in found.items() if key in FIELDS}
-            runner.row |= {"samples": len(runner.samples), "images_per_s": round(len(pixels) * 1e6 / found["median_us"], 2)}
-            if energy_seconds and isinstance(runner.timer, timers.GraphTimer):
-                try:
-                    reading = energy.replay_energy(runner.timer, nvml.Gpu(device), energy_seconds)
-                    runner.row["mj_per_image"] = round(1e3 * reading.joules / (reading.calls * len(pixels)), 3)
-                    runner.row["watts"] = round(reading.watts, 1)
-                except nvml.NvmlError as error:
-                    runner.row["error"] = errors.describe(error)
-    rows = [runner.row for runner in runners]
-    base = next((row["median_us"] for row in rows if row["method"] == BASELINE), None)
-    for row in rows:
-        if base is not None and row["median_us"] is not None:
-            row["ratio"] = round(base / row["median_us"], 3)
-    del runners
-    timers.tidy(device)
+
+    def prepare(method: TimedMethod[Subject]) -> tuple[timers.TimedCall, Row]:
+        call = method.prepare(subject)
+        return call, {col.SQNR_DB: round(sqnr(wanted, call()), 2)}
+
+    def joules(run: runner.Run) -> Row:
+        if not energy_seconds or not isinstance(run.timer, timers.GraphTimer):
+            return {}
+        reading = energy.replay_energy(run.timer, nvml.Gpu(device), energy_seconds)
+        each = round(1e3 * reading.joules / (reading.calls * len(pixels)), 3)
+        return {col.MJ_PER_IMAGE: each, col.WATTS: round(reading.watts, 1)}
+
+    runs = []
+    for method in methods:
+        takes = torch.float32 if method.needs == _ONNXRUNTIME else dtype
+        kind = "int8" if col.INTEGER in method.name.split() else str(takes).removeprefix("torch.")
+        row = col.empty(FIELDS, model=name, batch=len(pixels), dtype=kind, method=method.name)
+        runs.append(runner.Run(row, functools.partial(prepare, method)))
+    rows = runner.measure(runs, device, rounds, after=joules, tick=lambda method: tick(f"{name} b{len(pixels)} {method}"))
+    add_images_per_s(rows)
+    runner.compare(rows, lambda row: row[col.METHOD] == BASELINE)
     return rows
 
 
-def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return the rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("model", "batch", "method"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("images/s", "median µs", "ratio", "mJ an image", "SQNR dB of logits"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    number = bench_console.format_number
-    for row in rows:
-        speed = "failed" if row["images_per_s"] is None else f"{row['images_per_s']:.0f}"
-        table.add_row(
-            row["model"], str(row["batch"]), row["method"], speed, number(row["median_us"]), number(row["ratio"]),
-            number(row["mj_per_image"]), number(row["sqnr_db"]),
-        )  # fmt: skip
-    return table
+TABLE = (
+    tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("method", col.METHOD),
+    tables.Column("images/s", col.IMAGES_PER_S, ".0f"), tables.Column("median µs", col.MEDIAN_US),
+    tables.Column("ratio", col.RATIO), tables.Column("mJ an image", col.MJ_PER_IMAGE),
+    tables.Column("SQNR dB of logits", col.SQNR_DB),
+)  # fmt: skip
+"""Of the table on the console."""
 
 
 @torch.inference_mode()
 def run_integer_models(
     names: Sequence[str],
     batches: Sequence[int],
-    methods: dict[str, Callable[[Subject], timers.TimedCall]],
+    methods: Sequence[TimedMethod[Subject]],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -302,52 +277,36 @@ def run_integer_models(
         ValueError: an unknown model, one with layers without an integer form, fewer than one round, or energy without a GPU.
         ImportError: timm is not installed.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    runner.check_rounds(rounds)
     if energy_seconds and device.type != "cuda":
         raise ValueError(f"energy is read from an NVIDIA GPU's counter, the device is {device}")
     loaded = {label(name, image_size): load(name, pretrained, image_size) for name in names}
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "forward passes on the CPU"
-    record: dict[str, Any] = {
-        "what": "whole models in integers and in floating point",
-        "environment": records.environment(device),
-        "packages": {name: metadata.version(name) for first, *_ in map(str.split, methods) for name in _NEEDS.get(first, ())},
-        "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
+    done = report.Report(
+        "models_integer", "whole models in integers and in floating point", device, FIELDS, output,
+        packages={package: metadata.version(package) for method in methods for package in method.needs},
+        timing=f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
-        "energy": f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
-        "sqnr": "20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",
-        "weights": "pretrained" if pretrained else "as timm initialises them",
-        "rows": [],
-    }
-    rows: list[dict[str, Any]] = record["rows"]
-    console = bench_console.table_console()
-    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
+        energy=f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
+        sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",
+        weights="pretrained" if pretrained else "as timm initialises them",
+    )  # fmt: skip
+    done.begin()
     with bench_console.progress_bar(len(loaded) * len(batches) * len(methods)) as tick:
         for name, (model, size) in loaded.items():
             calibration = draw_pixels(CALIBRATION_IMAGES, size, seed=1)
             placed = copy.deepcopy(model).to(device)
             quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], progress=False))
             with tempfile.TemporaryDirectory() as folder:
-                onnx = _onnx_files(model, calibration, folder)
+                onnx = _onnx_files(model, calibration, quantise, folder)
                 for batch in batches:
                     pixels = draw_pixels(batch, size, seed=0).to(device)
-                    rows += measure(
+                    rows = measure(
                         name, model, quantise, pixels, onnx, methods, dtype=dtype, rounds=rounds,
                         energy_seconds=energy_seconds, tick=tick,
                     )  # fmt: skip
                     # what was compiled for one batch is not to be made general for the next
                     torch.compiler.reset()
-                    if output is not None:
-                        records.write_json(output / "models_integer.json", record)
-                        records.write_csv(output / "models_integer.csv", rows, FIELDS)
-    if device.type == "cuda":
-        record["environment"]["nvml_after"] = nvml.snapshot(device)
-    console.print(render(rows, f"whole models, integers beside {str(dtype).removeprefix('torch.')}"))
-    for row in rows:
-        if row["error"]:
-            text = f"failed: {row['model']} b{row['batch']}, {row['method']}: {row['error']}"
-            console.print(text, markup=False, soft_wrap=True)
-    if output is not None:
-        records.write_json(output / "models_integer.json", record)
-        console.print(f"Written to {output}: models_integer.json, models_integer.csv")
-    return record
+                    done.add(rows)
+    title = f"whole models, integers beside {str(dtype).removeprefix('torch.')}"
+    return done.finish(tables.render(done.rows, TABLE, title, groups=2))

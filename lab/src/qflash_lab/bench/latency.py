@@ -7,46 +7,70 @@ row carries its SQNR against float64 softmax attention. What fails becomes a row
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import pathlib
 import platform
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from . import figures, nvml
-from .console import format_number, progress_bar, table_console
-from .errors import describe, explained
-from .methods import TimedMethod
+from . import figures, report, runner, tables
+from . import schema as col
+from .console import progress_bar
+from .errors import describe
 from .metrics import sqnr
 from .problems import Inputs, Problem, as_tensor, check_input, exact_part, make_inputs
-from .records import environment, write_csv, write_json
-from .timers import CPU_SECONDS, EAGER_CALLS, MOST_CALLS, TimedCall, Timer, make_timer, summarise, tidy
+from .runner import TimedMethod
+from .schema import Row
+from .timers import CPU_SECONDS, EAGER_CALLS, MOST_CALLS, TimedCall
 
 MODES = ("kernel", "end-to-end", "eager")
 
-
-@dataclasses.dataclass
-class _Runner:
-    method: TimedMethod[Inputs]
-    mode: str
-    row: dict[str, Any]
-    timer: Timer | None = None
-    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-
-FIELDS = (
-    "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "method", "median_us", "q1_us", "q3_us",
-    "min_us", "max_us", "samples", "calls", "issue_us", "cpu_us", "tops", "best_sdpa", "ratio", "bias_cost", "sqnr_db",
-    "sqnr_of", "error",
+FIELDS = col.pick(
+    *col.PROBLEM, col.MODE, col.METHOD, *col.TIMES, col.ISSUE_US, col.CPU_US, col.TOPS, col.BEST_SDPA, col.RATIO,
+    col.BIAS_COST, col.SQNR_DB, col.SQNR_OF, col.ERROR,
 )  # fmt: skip
-"""Columns of ``bench.csv`` and keys of a row; what does not apply is None."""
+"""Columns of ``bench.csv``."""
+
+
+def problem_row(problem: Problem, fields: Sequence[str], kind: str, dtype: torch.dtype | str) -> Row:
+    """Return a row of these columns for a problem, its inputs and their dtype."""
+    known = {
+        col.WORKLOAD: problem.workload, col.BATCH: problem.batch, col.SHAPE: "x".join(map(str, problem.shape)),
+        col.KEYS: problem.keys, col.CAUSAL: problem.causal, col.BIAS: problem.bias, col.INPUT: kind,
+        col.DTYPE: str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+    return col.empty(fields) | {name: value for name, value in known.items() if name in fields}
+
+
+def attention_runs(
+    problem: Problem,
+    methods: Sequence[TimedMethod[Inputs]],
+    modes: Callable[[TimedMethod[Inputs]], Sequence[str]],
+    fields: Sequence[str],
+    *,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[runner.Run]:
+    """Return the methods on one problem in each of their modes, judged against float64 softmax attention."""
+    inputs = make_inputs(problem, kind, dtype, device)
+    wanted, part, words = exact_part(inputs)
+
+    def prepare(method: TimedMethod[Inputs]) -> tuple[TimedCall, Row]:
+        call = method.prepare(inputs)
+        return call, {col.SQNR_DB: round(sqnr(wanted, as_tensor(call(), problem)[part]), 2), col.SQNR_OF: words}
+
+    runs = []
+    for method in methods:
+        once = functools.cache(functools.partial(prepare, method))
+        for mode in modes(method):
+            row = problem_row(problem, fields, kind, dtype) | {col.MODE: mode, col.METHOD: method.name}
+            runs.append(runner.Run(row, once, mode, method.context))
+    return runs
 
 
 def measure(
@@ -59,106 +83,49 @@ def measure(
     device: torch.device,
     rounds: int,
     tick: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Time every method on one problem, in turns, and return one row a method and mode, keys :data:`FIELDS`.
 
     ``ratio`` is the time of the fastest of PyTorch's back ends in the run's dtype (``best_sdpa``), in the same
     way of measuring, divided by the row's. SDPA and peers are measured whatever the modes are.
     """
-    inputs = make_inputs(problem, kind, dtype, device)
-    wanted, part, words = exact_part(inputs)
-    runners: list[_Runner] = []
-    for method in methods:
-        graph_modes = [method.mode] if method.mode in modes or not (method.is_ours or method.is_baseline) else []
+
+    def chosen(method: TimedMethod[Inputs]) -> list[str]:
+        graph = [method.mode] if method.mode in modes or not (method.is_ours or method.is_baseline) else []
         if device.type != "cuda":
-            chosen = graph_modes or ([method.mode] if "eager" in modes else [])
-        else:
-            only_eager = tuple(modes) == ("eager",)
-            eager = ["eager"] if "eager" in modes and (method.mode != "kernel" or "kernel" in modes) else []
-            chosen = (graph_modes if not only_eager else []) + eager
-        if not chosen:
-            continue
-        base: dict[str, Any] = dict.fromkeys(FIELDS)
-        base |= {
-            "workload": problem.workload,
-            "batch": problem.batch,
-            "shape": "x".join(map(str, problem.shape)),
-            "keys": problem.keys,
-            "causal": problem.causal,
-            "bias": problem.bias,
-            "input": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-            "method": method.name,
-        }
-        call: TimedCall | None = None
-        for mode in chosen:
-            runner = _Runner(method, mode, base | {"mode": mode})
-            runners.append(runner)
-            try:
-                if call is None:
-                    with explained(), method.context():
-                        made = method.prepare(inputs)
-                        got = as_tensor(made(), problem)[part]
-                    call = made
-                    base["sqnr_db"], base["sqnr_of"] = round(sqnr(wanted, got), 2), words
-                    runner.row |= {"sqnr_db": base["sqnr_db"], "sqnr_of": words}
-                    del got
-                runner.timer = make_timer(call, mode, device, method.context)
-            except Exception as error:
-                runner.row["error"] = describe(error)
-                tidy(device)
-        tick(method.name)
-    ready = [runner for runner in runners if runner.timer is not None]
-    for index in range(rounds):
-        for runner in ready if index % 2 == 0 else reversed(ready):
-            enough = device.type != "cuda" and runner.seconds > CPU_SECONDS and len(runner.samples) >= 3
-            if runner.timer is None or enough:
-                continue
-            begin = time.monotonic()
-            try:
-                runner.samples.append(runner.timer.sample())
-            except Exception as error:
-                runner.row["error"], runner.timer = describe(error), None
-            runner.seconds += time.monotonic() - begin
-    for runner in runners:
-        if runner.timer is not None and runner.samples:
-            runner.row |= summarise(runner.samples)
-            runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
-            runner.row["tops"] = round(problem.operations / runner.row["median_us"] / 1e6, 2)
+            return graph or ([method.mode] if "eager" in modes else [])
+        eager = ["eager"] if "eager" in modes and (method.mode != "kernel" or "kernel" in modes) else []
+        return ([] if tuple(modes) == ("eager",) else graph) + eager
+
+    runs = attention_runs(problem, methods, chosen, FIELDS, kind=kind, dtype=dtype, device=device)
+    rows = runner.measure(runs, device, rounds, tick=tick)
+    sdpa = {method.name for method in methods if method.is_sdpa}
+    for row in rows:
+        if row[col.MEDIAN_US] is not None:
+            row[col.TOPS] = round(problem.operations / row[col.MEDIAN_US] / 1e6, 2)
     for is_eager in (False, True):
-        add_ratios([(r.method.is_sdpa, r.row) for r in runners if (r.mode == "eager") is is_eager])
-    rows = [runner.row for runner in runners]
-    del runners, ready, inputs, call
-    tidy(device)
+        alike = [row for row in rows if (row[col.MODE] == "eager") is is_eager]
+        runner.compare(alike, lambda row: row[col.METHOD] in sdpa, name=col.BEST_SDPA)
     return rows
 
 
-def add_ratios(timed: Sequence[tuple[bool, dict[str, Any]]]) -> None:
-    """Set ``best_sdpa`` and ``ratio`` of rows timed in the same way, each with whether it is one of PyTorch's back ends."""
-    done = [(is_sdpa, row) for is_sdpa, row in timed if row["median_us"] is not None]
-    best = min((row for is_sdpa, row in done if is_sdpa), key=lambda row: float(row["median_us"]), default=None)
-    if best is not None:
-        for _, row in done:
-            row["best_sdpa"] = best["method"]
-            row["ratio"] = round(best["median_us"] / row["median_us"], 3)
-
-
-def add_bias_costs(rows: Sequence[dict[str, Any]]) -> None:
+def add_bias_costs(rows: Sequence[Row]) -> None:
     """Set ``bias_cost`` of rows with a bias: their time over the same method's without it."""
 
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("workload", "batch", "shape", "keys", "mode", "method"))
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in (col.WORKLOAD, col.BATCH, col.SHAPE, col.KEYS, col.MODE, col.METHOD))
 
-    plain = {key(row): row["median_us"] for row in rows if not row["bias"] and row["median_us"] is not None}
-    for row in rows:
-        if row["bias"] and row["median_us"] is not None and key(row) in plain:
-            row["bias_cost"] = round(row["median_us"] / plain[key(row)], 3)
+    timed = [row for row in rows if row[col.MEDIAN_US] is not None]
+    plain = {key(row): row[col.MEDIAN_US] for row in timed if not row[col.BIAS]}
+    for row in timed:
+        if row[col.BIAS] and key(row) in plain:
+            row[col.BIAS_COST] = round(row[col.MEDIAN_US] / plain[key(row)], 3)
 
 
 _TAKES = {"kernel": "int8 in, quantised beforehand", "end-to-end": "float in, quantisation included", "eager": "eager calls"}
 
 
-def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
+def draw(rows: Sequence[Row], title: str) -> Any:
     """Draw Figure 3: latency in grouped bars, a panel a batch (or plain shapes) and mode; graph (or CPU) rows only.
 
     Returns:
@@ -168,70 +135,37 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    timed = [row for row in rows if row["median_us"] is not None and row["mode"] != "eager"]
-    timed = timed or [row for row in rows if row["median_us"] is not None]
-    if not timed:
-        raise ValueError("no method was timed, there is nothing to draw")
-    timed = [row | {"panel": (row["batch"], row["mode"])} for row in timed]
-    figure, found = figures.panels(timed, "panel", _label, width=11, height=3.2)
-    for axes, (batch, mode), series in found:
-        for name, mine, spots, width, colour in series:
-            middle = [row["median_us"] for row in mine]
-            spread = [
-                [row["median_us"] - row["q1_us"] for row in mine],
-                [row["q3_us"] - row["median_us"] for row in mine],
-            ]
-            hatch = "//" if name.startswith("qflash") else None
-            axes.bar(spots, middle, width, yerr=spread, color=colour, hatch=hatch, label=name, error_kw={"lw": 0.6})
-        least = min(row["median_us"] for one in series for row in one.rows)
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
-        axes.set_ylabel("µs a call")
-        what = "given shapes" if batch is None else f"batch {batch}"
-        axes.set_title(f"{what}, {_TAKES.get(mode, mode)}", loc="left", fontsize="medium")
-    figures.add_legend(figure)
-    figure.suptitle(title, fontsize="medium")
+    shown = [row for row in rows if row[col.MODE] != "eager" and row[col.MEDIAN_US] is not None] or rows
+    shown = [row | {"panel": (row[col.BATCH], row[col.MODE])} for row in shown]
+
+    def heading(panel: tuple[int | None, str]) -> str:
+        batch, mode = panel
+        return f"{'given shapes' if batch is None else f'batch {batch}'}, {_TAKES.get(mode, mode)}"
+
+    figure, found = figures.bars(
+        shown, "panel", title, value=col.MEDIAN_US, spread=(col.Q1_US, col.Q3_US), heading=heading, axis="µs a call",
+        width=11, height=3.2,
+    )  # fmt: skip
+    for panel in found:
+        least = min(row[col.MEDIAN_US] for series in panel.series for row in series.rows)
+        panel.axes.set_yscale("log")
+        panel.axes.set_ylim(bottom=10.0 ** math.floor(math.log10(0.9 * least)))
     return figure
 
 
-def _label(row: dict[str, Any]) -> str:
-    return row["workload"] + " causal" * row["causal"] + " bias" * row["bias"]
-
-
-def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
+def render(rows: Sequence[Row], title: str) -> Table:
     """Return the rows as a table."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    eager = any(row["issue_us"] is not None for row in rows)
-    bias = any(row["bias"] for row in rows)
-    for heading in ("workload", "batch", "mode", "method"):
-        table.add_column(heading, no_wrap=True)
-    headings = ["median µs", "quartiles", *(["issue µs", "CPU µs"] if eager else []), "TOPS", "ratio"]
-    for heading in (*headings, *(["bias ÷ none"] if bias else []), "SQNR dB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    last: tuple[Any, ...] | None = None
-    for row in rows:
-        here = (row["workload"], row["batch"], row["bias"])
-        if last is not None and here != last:
-            table.add_section()
-        first = (_label(row), str(row["batch"] or "-")) if here != last else ("", "")
-        last = here
-        if row["median_us"] is None:
-            cells = ["failed", *[""] * (len(headings) - 1)]
-        else:
-            cells = [format_number(row["median_us"]), f"{format_number(row['q1_us'])} - {format_number(row['q3_us'])}"]
-            cells += [format_number(row["issue_us"]), format_number(row["cpu_us"])] if eager else []
-            cells += [format_number(row["tops"]), format_number(row["ratio"])]
-        cells += [format_number(row["bias_cost"])] if bias else []
-        table.add_row(*first, row["mode"], row["method"], *cells, format_number(row["sqnr_db"]))
-    return table
-
-
-def print_errors(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the rows that failed, with the reason."""
-    for row in rows:
-        if row["error"]:
-            where = f"{_label(row)} b{row['batch']}" if row["batch"] else _label(row)
-            console.print(f"failed: {where}, {row['mode']}, {row['method']}: {row['error']}", markup=False, soft_wrap=True)
+    columns = [
+        tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+        tables.names("mode", col.MODE), tables.names("method", col.METHOD), tables.Column("median µs", col.MEDIAN_US),
+        tables.Column("quartiles", tables.quartiles),
+    ]  # fmt: skip
+    if any(row[col.ISSUE_US] is not None for row in rows):
+        columns += [tables.Column("issue µs", col.ISSUE_US), tables.Column("CPU µs", col.CPU_US)]
+    columns += [tables.Column("TOPS", col.TOPS), tables.Column("ratio", col.RATIO)]
+    if any(row[col.BIAS] for row in rows):
+        columns.append(tables.Column("bias ÷ none", col.BIAS_COST))
+    return tables.render(rows, [*columns, tables.Column("SQNR dB", col.SQNR_DB)], title, groups=2)
 
 
 def timing_method(device: torch.device, rounds: int) -> str:
@@ -278,55 +212,25 @@ def run_bench(
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
     check_input(kind)
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
-    record: dict[str, Any] = {
-        "what": "latency of attention with its accuracy",
-        "environment": environment(device),
-        "timing": timing_method(device, rounds),
-        "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",
-        "modes": list(modes),
-        "rows": [],
-    }
-    rows: list[dict[str, Any]] = record["rows"]
-    console = table_console()
-    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
+    runner.check_rounds(rounds)
+    done = report.Report(
+        "bench", "latency of attention with its accuracy", device, FIELDS, output,
+        timing=timing_method(device, rounds), sqnr=report.SQNR, modes=list(modes),
+    )  # fmt: skip
+    done.begin()
     with progress_bar(len(problems) * len(methods)) as tick:
         for problem in problems:
-            label = f"{problem.label} b{problem.batch}" if problem.batch else problem.label
+            row = problem_row(problem, FIELDS, kind, dtype)
 
-            def step(done: str, label: str = label) -> None:
-                tick(f"{label} {done}")
+            def step(method: str, row: Row = row) -> None:
+                tick(f"{col.full_label(row)} {method}")
 
             try:
-                rows += measure(problem, methods, modes, kind=kind, dtype=dtype, device=device, rounds=rounds, tick=step)
+                rows = measure(problem, methods, modes, kind=kind, dtype=dtype, device=device, rounds=rounds, tick=step)
             except Exception as error:  # inputs or reference did not fit
-                tidy(device)
-                failed: dict[str, Any] = dict.fromkeys(FIELDS)
-                rows.append(
-                    failed
-                    | {
-                        "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
-                        "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
-                        "dtype": str(dtype).removeprefix("torch."), "mode": "-", "method": "(none)", "error": describe(error),
-                    }
-                )  # fmt: skip
-            if output is not None:
-                add_bias_costs(rows)
-                write_json(output / "bench.json", record)
-                write_csv(output / "bench.csv", rows, FIELDS)
-    add_bias_costs(rows)
-    if device.type == "cuda":
-        record["environment"]["nvml_after"] = nvml.snapshot(device)
+                rows = [row | {col.MODE: "-", col.METHOD: "(none)", col.ERROR: describe(error)}]
+            add_bias_costs([*done.rows, *rows])
+            done.add(rows)
     title = f"{kind} inputs, {str(dtype).removeprefix('torch.')}"
-    console.print(render(rows, title))
-    print_errors(rows, console)
-    if output is not None:
-        write_json(output / "bench.json", record)
-        write_csv(output / "bench.csv", rows, FIELDS)
-        try:
-            figures.write_figure(output, "bench", draw(rows, f"{record['environment']['device']}, {title}"))
-            console.print(f"Written to {output}: bench.json, bench.csv, bench.png, bench.svg")
-        except (ImportError, ValueError) as error:
-            console.print(f"Written to {output}: bench.json, bench.csv; no plot: {error}")
-    return record
+    named = f"{done.record['environment']['device']}, {title}"
+    return done.finish(render(done.rows, title), draw=lambda: draw(done.rows, named))

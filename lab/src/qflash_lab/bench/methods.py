@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,8 +20,10 @@ from qflash.validation import BACKENDS
 
 from ..baselines import METHODS, Method
 from ..baselines.method import FLOAT
+from . import schema as col
 from .errors import describe
 from .problems import Inputs
+from .runner import TimedMethod, choose
 from .timers import TimedCall
 
 PER_TENSOR: dict[str, Any] = {
@@ -35,38 +35,13 @@ RECIPES: dict[str, Recipe] = {**PRESETS, "per-tensor": DEFAULT.replace(**PER_TEN
 """What ``--recipe`` takes: the presets, and DEFAULT's arithmetic with one scale a tensor and no preparation."""
 
 FUSED_SDPA = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    col.SDPA_FLASH: SDPBackend.FLASH_ATTENTION,
+    col.SDPA_CUDNN: SDPBackend.CUDNN_ATTENTION,
+    col.SDPA_EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
 }
 """PyTorch's fused kernels on a GPU, by their names in tables."""
 
-Setup = TypeVar("Setup")
-"""What a timed method is prepared for: the inputs of one attention, or a model with its images."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedMethod(Generic[Setup]):
-    """Something that computes attention, or a model with it, and how the commands that measure call it.
-
-    Attributes:
-        name: what tables call it.
-        mode: ``"kernel"`` (int8 in, quantised before the clock starts) or ``"end-to-end"`` (float in, float out).
-        prepare: makes, from the inputs, the call to time; what it does itself is not timed. The call returns
-            a tensor or a :class:`qflash.QuantizedTensor`.
-        context: entered around all calls, outside the clock.
-        is_sdpa: one of PyTorch's back ends in the run's dtype, to which ratios refer.
-        is_ours: QFlash's own; timed only in the modes asked for.
-        is_baseline: a method of :mod:`qflash_lab.baselines`; like ours it is timed only in the modes asked for.
-    """
-
-    name: str
-    mode: str
-    prepare: Callable[[Setup], TimedCall]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    is_sdpa: bool = False
-    is_ours: bool = False
-    is_baseline: bool = False
+_GPU, _CPU = ("cuda",), ("cpu",)
 
 
 def _refuse_scores(needed: int, device: torch.device) -> None:
@@ -127,53 +102,49 @@ def _prepare_baseline(inputs: Inputs, *, method: Method, kernel: bool) -> TimedC
     return lambda: method.attention(query, key, value, attn_mask=mask)
 
 
-def _baseline_methods(device: torch.device) -> Iterator[TimedMethod[Inputs]]:
+def _baseline_methods() -> Iterator[TimedMethod[Inputs]]:
     """Yield what the paper compares with; on a GPU only what has kernels, for a formula's time says nothing there."""
     for method in METHODS.values():
-        if method.query_granularity == FLOAT or method.name.startswith("qflash"):
+        if method.query_granularity == FLOAT or method.name.startswith(col.QFLASH):
             continue  # PyTorch's own and ours are listed apart
-        on_gpu = device.type == "cuda"
-        if on_gpu and method.prepare is not None:
-            prepare = functools.partial(_prepare_baseline, method=method, kernel=True)
-            yield TimedMethod(f"{method.name} kernel", "kernel", prepare, is_baseline=True)
-        if not on_gpu or (method.prepare is not None and not method.integer_only):
-            prepare = functools.partial(_prepare_baseline, method=method, kernel=False)
-            yield TimedMethod(method.name, "end-to-end", prepare, is_baseline=True)
+        run = functools.partial(_prepare_baseline, method=method)
+        if method.prepare is not None:
+            prepare = functools.partial(run, kernel=True)
+            yield TimedMethod(f"{method.name} kernel", "kernel", prepare, is_baseline=True, devices=_GPU)
+        devices = _GPU + _CPU if method.prepare is not None and not method.integer_only else _CPU
+        yield TimedMethod(method.name, "end-to-end", functools.partial(run, kernel=False), is_baseline=True, devices=devices)
 
 
-def _qflash_methods(recipes: Sequence[str], device: torch.device) -> Iterator[TimedMethod[Inputs]]:
-    if device.type == "cuda":
-        backends = {"": "auto"}
-    else:  # Triton's interpreter is for tests, its time says nothing
-        backends = {f" {name}": name for name in BACKENDS if name not in ("auto", "triton") and _runs(name, device)}
-    for suffix, backend in backends.items():
+def _qflash_methods(recipes: Sequence[str]) -> Iterator[TimedMethod[Inputs]]:
+    # on a CPU every back end by its name; Triton's interpreter is for tests, its time says nothing
+    own = [name for name in BACKENDS if name not in ("auto", "triton") and _runs_on_cpu(name)]
+    for suffix, backend, devices in (("", "auto", _GPU), *((f" {name}", name, _CPU) for name in own)):
         for recipe in recipes:
             label = suffix if recipe == "default" else f"{suffix} {recipe}"
-            options = {"recipe": RECIPES[recipe], "backend": backend}
+            options: dict[str, Any] = {"recipe": RECIPES[recipe], "backend": backend}
             if recipe != "per-tensor":  # on int8 tensors it would be DEFAULT again
-                prepare = functools.partial(_prepare_qflash_int8, **options)  # type: ignore[arg-type]
-                yield TimedMethod(f"qflash int8{label}", "kernel", prepare, is_ours=True)
-            prepare = functools.partial(_prepare_qflash, **options)  # type: ignore[arg-type]
-            yield TimedMethod(f"qflash{label}", "end-to-end", prepare, is_ours=True)
+                prepare = functools.partial(_prepare_qflash_int8, **options)
+                yield TimedMethod(f"{col.QFLASH_INT8}{label}", "kernel", prepare, is_ours=True, devices=devices)
+            prepare = functools.partial(_prepare_qflash, **options)
+            yield TimedMethod(f"{col.QFLASH}{label}", "end-to-end", prepare, is_ours=True, devices=devices)
 
 
-def _runs(backend: str, device: torch.device) -> bool:
+def _runs_on_cpu(backend: str) -> bool:
     try:
-        resolve_backend(backend, device)
+        resolve_backend(backend, torch.device("cpu"))
     except ValueError:
         return False
     return True
 
 
-def _sdpa_methods(device: torch.device) -> Iterator[TimedMethod[Inputs]]:
-    if device.type != "cuda":
-        yield TimedMethod("sdpa", "end-to-end", _prepare_sdpa, is_sdpa=True)
-        return
+def _sdpa_methods() -> Iterator[TimedMethod[Inputs]]:
+    yield TimedMethod(col.SDPA, "end-to-end", _prepare_sdpa, is_sdpa=True, devices=_CPU)
     for name, backend in (*FUSED_SDPA.items(), ("sdpa math", SDPBackend.MATH)):
         prepare = functools.partial(_prepare_sdpa, materialises=backend is SDPBackend.MATH)
-        yield TimedMethod(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True)
+        yield TimedMethod(name, "end-to-end", prepare, functools.partial(sdpa_kernel, backend), is_sdpa=True, devices=_GPU)
     exact = functools.partial(_prepare_sdpa, dtype=torch.float32, materialises=True)
-    yield TimedMethod("sdpa math fp32", "end-to-end", exact, functools.partial(sdpa_kernel, SDPBackend.MATH))
+    context = functools.partial(sdpa_kernel, SDPBackend.MATH)
+    yield TimedMethod("sdpa math fp32", "end-to-end", exact, context, devices=_GPU)
 
 
 def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
@@ -225,13 +196,8 @@ def make_methods(
         ValueError: a name in ``recipes``, ``peers`` or ``only`` is unknown or not unique.
     """
     check_recipes(recipes)
-    found = [
-        *_sdpa_methods(device),
-        *_baseline_methods(device),
-        *_qflash_methods(recipes, device),
-        *(load_peer(text) for text in peers),
-    ]
-    return keep_named(found, only)
+    peer_methods = (load_peer(text) for text in peers)
+    return choose([*_sdpa_methods(), *_baseline_methods(), *_qflash_methods(recipes), *peer_methods], device, only)
 
 
 def check_recipes(recipes: Sequence[str]) -> None:
@@ -239,19 +205,3 @@ def check_recipes(recipes: Sequence[str]) -> None:
     for recipe in recipes:
         if recipe not in RECIPES:
             raise ValueError(f"recipe must be one of {tuple(RECIPES)}, got {recipe!r}")
-
-
-def keep_named(found: Sequence[TimedMethod[Setup]], only: Sequence[str]) -> list[TimedMethod[Setup]]:
-    """Return the methods called as in ``only``, or all if it is empty.
-
-    Raises:
-        ValueError: two methods have one name, or none has a name in ``only``.
-    """
-    names = [method.name for method in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two methods are called {name!r}; give the peer another name")
-    for name in only:
-        if name not in names:
-            raise ValueError(f"method must be one of {names}, got {name!r}")
-    return [method for method in found if not only or method.name in only]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import torch
+
+from . import schema as col
 
 
 def _pair(reference: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +49,12 @@ def decibels(signal: float, noise: float) -> float:
     if noise == 0.0:
         return math.inf
     return 20.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return the columns of a few decibel values: mean, lowest and highest."""
+    found = {col.SQNR_DB: statistics.fmean(values), col.SQNR_MIN_DB: min(values), col.SQNR_MAX_DB: max(values)}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def mse(reference: torch.Tensor, output: torch.Tensor) -> float:

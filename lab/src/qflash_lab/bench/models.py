@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -29,24 +30,20 @@ from ..baselines.method import FLOAT
 from ..evaluation import small_models
 from ..evaluation.classifiers import require_timm, resolve_model_name
 from . import console as bench_console
-from . import errors, figures, latency, nvml, records, timers
+from . import errors, figures, report, runner, tables, timers
 from . import methods as bench_methods
-from .methods import TimedMethod
+from . import schema as col
 from .metrics import sqnr
+from .runner import TimedMethod
+from .schema import Row
 
 MODELS = ("DeiT-T", "DeiT-S", "DeiT-B", "Swin-T")
 """The models whose attention A1 to A7 are."""
 
-FIELDS = (
-    "model", "batch", "dtype", "method", "images_s", "median_us", "q1_us", "q3_us", "min_us", "max_us", "samples", "calls",
-    "best_sdpa", "ratio", "sqnr_db", "error",
-)  # fmt: skip
+FIELDS = col.pick(
+    col.MODEL, col.BATCH, col.DTYPE, col.METHOD, col.IMAGES_PER_S, *col.TIMES, col.BEST_SDPA, col.RATIO, col.SQNR_DB, col.ERROR
+)
 """Columns of ``models.csv``."""
-
-
-_KEPT_BIAS = "qflash kept bias"
-_COMPILED_KEPT_BIAS = "compile qflash kept bias"
-_COMPILED_SDPA = "compile sdpa"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +76,7 @@ def _method(
     is_ours: bool = False,
     compiled: bool = False,
     calls: int = 0,
+    devices: tuple[str, ...] = ("cuda", "cpu"),
 ) -> TimedMethod[ModelInputs]:
     """Return the method that runs a model after ``change`` has made it compute its attention so, compiled or not.
 
@@ -91,7 +89,7 @@ def _method(
             inputs.model(inputs.images)
         return functools.partial(torch.compile(inputs.model) if compiled else inputs.model, inputs.images)
 
-    return TimedMethod(name, "end-to-end", prepare, context, is_sdpa=is_sdpa, is_ours=is_ours)
+    return TimedMethod(name, "end-to-end", prepare, context, is_sdpa=is_sdpa, is_ours=is_ours, devices=devices)
 
 
 def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
@@ -100,8 +98,8 @@ def _with(function: AttentionFunction) -> Callable[[nn.Module], object]:
 
 def own_variants(recipes: Sequence[str]) -> dict[str, tuple[str, bool]]:
     """Return QFlash's methods by name: the recipe of each, and whether it keeps the bias of Swin's layers."""
-    found = {"qflash" if recipe == "default" else f"qflash {recipe}": (recipe, False) for recipe in recipes}
-    return found | ({_KEPT_BIAS: ("default", True)} if "default" in recipes else {})
+    found = {col.QFLASH if recipe == "default" else f"{col.QFLASH} {recipe}": (recipe, False) for recipe in recipes}
+    return found | ({col.KEPT_BIAS: ("default", True)} if "default" in recipes else {})
 
 
 def applies(name: str, model: nn.Module) -> bool:
@@ -109,9 +107,9 @@ def applies(name: str, model: nn.Module) -> bool:
 
     Without a bias none can be kept, and a model that calls SDPA anyway is compiled with it once.
     """
-    if name == _COMPILED_SDPA:
+    if name == col.COMPILE_SDPA:
         return any(getattr(module, "fused_attn", True) is False for module in model.modules())
-    return name not in (_KEPT_BIAS, _COMPILED_KEPT_BIAS) or _has_bias(model)
+    return name not in (col.KEPT_BIAS, col.COMPILE_KEPT_BIAS) or _has_bias(model)
 
 
 def make_methods(
@@ -131,35 +129,27 @@ def make_methods(
         ValueError: an unknown recipe, peer or name, or a name given twice.
     """
     bench_methods.check_recipes(recipes)
-    found = [_method("timm"), _method("sdpa", _use_sdpa, is_sdpa=True)]
-    if device.type == "cuda":
-        for name, backend in bench_methods.FUSED_SDPA.items():
-            found.append(_method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True))
-        for method in METHODS.values():
-            if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
-                found.append(_method(method.name, _with(method.attention)))
+    gpu = ("cuda",)
+    found = [_method(col.TIMM), _method(col.SDPA, _use_sdpa, is_sdpa=True)]
+    for name, backend in bench_methods.FUSED_SDPA.items():
+        found.append(_method(name, _use_sdpa, functools.partial(sdpa_kernel, backend), is_sdpa=True, devices=gpu))
+    for method in METHODS.values():
+        if method.prepare is not None and not method.integer_only and method.query_granularity != FLOAT:
+            found.append(_method(method.name, _with(method.attention), devices=gpu))
     for name, (recipe, keep_bias) in own_variants(recipes).items():
         change = functools.partial(patch, recipe=bench_methods.RECIPES[recipe], keep_bias=keep_bias)
         found.append(_method(name, change, is_ours=True))
-    if device.type == "cuda":
-        found += [_method("compile", compiled=True), _method(_COMPILED_SDPA, _use_sdpa, compiled=True)]
-        if "default" in recipes:
-            found.append(_method("compile qflash", patch, is_ours=True, compiled=True))
-            keep = functools.partial(patch, keep_bias=True)
-            # the first call sees a mask, the second keeps the sum
-            found.append(_method(_COMPILED_KEPT_BIAS, keep, is_ours=True, compiled=True, calls=2))
+    found.append(_method(col.COMPILE, compiled=True, devices=gpu))
+    found.append(_method(col.COMPILE_SDPA, _use_sdpa, compiled=True, devices=gpu))
+    if "default" in recipes:
+        found.append(_method(col.COMPILE_QFLASH, patch, is_ours=True, compiled=True, devices=gpu))
+        keep = functools.partial(patch, keep_bias=True)
+        # the first call sees a mask, the second keeps the sum
+        found.append(_method(col.COMPILE_KEPT_BIAS, keep, is_ours=True, compiled=True, calls=2, devices=gpu))
     for text in peers:
         name, function = bench_methods.import_peer(text)
         found.append(_method(name, _with(functools.partial(function, is_causal=False))))
-    return bench_methods.keep_named(found, only)
-
-
-@dataclasses.dataclass
-class _Runner:
-    method: TimedMethod[ModelInputs]
-    row: dict[str, Any]
-    timer: timers.Timer | None = None
-    samples: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    return runner.choose(found, device, only)
 
 
 def measure(
@@ -171,7 +161,7 @@ def measure(
     dtype: torch.dtype,
     rounds: int,
     tick: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
 
     Args:
@@ -185,44 +175,34 @@ def measure(
     device = images.device
     with sdpa_kernel(SDPBackend.MATH):
         wanted = copy.deepcopy(model).to(device)(images)
-    runners = []
-    for method in methods:
-        if not applies(method.name, model):
-            continue
-        row: dict[str, Any] = dict.fromkeys(FIELDS)
-        row |= {"model": name, "batch": len(images), "dtype": str(dtype).removeprefix("torch."), "method": method.name}
-        runner = _Runner(method, row)
-        runners.append(runner)
-        try:
-            with errors.explained(), method.context():
-                call = method.prepare(ModelInputs(copy.deepcopy(model).to(device, dtype), images.to(dtype)))
-                row["sqnr_db"] = round(sqnr(wanted, call()), 2)
-                runner.timer = timers.make_timer(call, method.mode, device, method.context)
-        except Exception as error:
-            row["error"] = errors.describe(error)
-            timers.tidy(device)
-        tick(f"{name} b{len(images)} {method.name}")
-    for index in range(rounds):
-        for runner in runners if index % 2 == 0 else reversed(runners):
-            if runner.timer is not None:
-                try:
-                    runner.samples.append(runner.timer.sample())
-                except Exception as error:
-                    runner.row["error"], runner.timer = errors.describe(error), None
-    for runner in runners:
-        if runner.timer is not None and runner.samples:
-            found = timers.summarise(runner.samples)
-            runner.row |= {key: value for key, value in found.items() if key in FIELDS}
-            runner.row |= {"samples": len(runner.samples), "calls": runner.timer.calls}
-            runner.row["images_s"] = round(len(images) * 1e6 / found["median_us"], 2)
-    latency.add_ratios([(runner.method.is_sdpa, runner.row) for runner in runners])
-    rows = [runner.row for runner in runners]
-    del runners
+
+    def prepare(method: TimedMethod[ModelInputs]) -> tuple[timers.TimedCall, Row]:
+        call = method.prepare(ModelInputs(copy.deepcopy(model).to(device, dtype), images.to(dtype)))
+        return call, {col.SQNR_DB: round(sqnr(wanted, call()), 2)}
+
+    known = {col.MODEL: name, col.BATCH: len(images), col.DTYPE: str(dtype).removeprefix("torch.")}
+    mine = [method for method in methods if applies(method.name, model)]
+    runs = [
+        runner.Run(
+            col.empty(FIELDS, **known, method=method.name), functools.partial(prepare, method), method.mode, method.context
+        )
+        for method in mine
+    ]
+    rows = runner.measure(runs, device, rounds, tick=lambda method: tick(f"{name} b{len(images)} {method}"))
+    add_images_per_s(rows)
+    sdpa = {method.name for method in mine if method.is_sdpa}
+    runner.compare(rows, lambda row: row[col.METHOD] in sdpa, name=col.BEST_SDPA)
     if "torch._dynamo" in sys.modules:
         # what was compiled for one batch is not to be made general for the next
         torch.compiler.reset()
-    timers.tidy(device)
     return rows
+
+
+def add_images_per_s(rows: Sequence[Row]) -> None:
+    """Set ``images_per_s`` of rows that have a time."""
+    for row in rows:
+        if row[col.MEDIAN_US] is not None:
+            row[col.IMAGES_PER_S] = round(row[col.BATCH] * 1e6 / row[col.MEDIAN_US], 2)
 
 
 def load(name: str, pretrained: bool = False, image_size: int | None = None) -> tuple[nn.Module, tuple[int, int, int]]:
@@ -282,28 +262,18 @@ def without_qflash(model: nn.Module, images: torch.Tensor) -> tuple[nn.Module, t
     return (model.backbone, model.prepare(images)) if isinstance(model, small_models.SmallClassifier) else (model, images)
 
 
-def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
+TABLE = (
+    tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("attention", col.METHOD),
+    tables.Column("images/s", col.IMAGES_PER_S, ".0f"), tables.Column("median µs", col.MEDIAN_US),
+    tables.Column("quartiles", tables.quartiles), tables.Column("ratio", col.RATIO),
+    tables.Column("SQNR dB of logits", col.SQNR_DB),
+)  # fmt: skip
+"""Of the table on the console."""
+
+
+def render(rows: Sequence[Row], title: str) -> Table:
     """Return the rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("model", "batch", "attention"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("images/s", "median µs", "quartiles", "ratio", "SQNR dB of logits"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    last: tuple[str, int] | None = None
-    number = bench_console.format_number
-    for row in rows:
-        here = row["model"], row["batch"]
-        if last is not None and here != last:
-            table.add_section()
-        names = (row["model"], str(row["batch"])) if here != last else ("", "")
-        last = here
-        if row["median_us"] is None:
-            cells = ["failed", "", "", ""]
-        else:
-            cells = [f"{row['images_s']:.0f}", number(row["median_us"]), f"{number(row['q1_us'])} - {number(row['q3_us'])}"]
-            cells.append(number(row["ratio"]))
-        table.add_row(*names, row["method"], *cells, number(row["sqnr_db"]))
-    return table
+    return tables.render(rows, TABLE, title, groups=2)
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
@@ -316,18 +286,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Any:
         ImportError: matplotlib is not installed.
         ValueError: no row has a time.
     """
-    timed = [row for row in rows if row["median_us"] is not None]
-    if not timed:
-        raise ValueError("no method was timed, there is nothing to draw")
-    figure, found = figures.panels(timed, "batch", lambda row: row["model"], width=9, height=2.8)
-    for axes, batch, series in found:
-        for name, mine, spots, width, colour in series:
-            hatch = "//" if name.startswith("qflash") else None
-            axes.bar(spots, [row["images_s"] for row in mine], width, color=colour, hatch=hatch, label=name)
-        axes.set_ylabel("images/s")
-        axes.set_title(f"batch {batch}", loc="left", fontsize="medium")
-    figures.add_legend(figure)
-    figure.suptitle(title, fontsize="medium")
+    options: dict[str, Any] = {"value": col.IMAGES_PER_S, "axis": "images/s", "width": 9, "height": 2.8}
+    figure, _ = figures.bars(rows, col.BATCH, title, heading=lambda batch: f"batch {batch}", **options)
     return figure
 
 
@@ -375,44 +335,22 @@ def run_models(
         ValueError: an unknown model, or fewer than one round.
         ImportError: timm is not installed.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    runner.check_rounds(rounds)
     loaded = load_patchable(names, pretrained, image_size)
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "eager forward passes on the CPU"
-    record: dict[str, Any] = {
-        "what": "whole models with different attention",
-        "environment": records.environment(device),
-        "timing": f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
+    done = report.Report(
+        "models", "whole models with different attention", device, FIELDS, output,
+        timing=f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
         "ratio: time with the fastest SDPA back end ÷ row's time",
-        "sqnr": "20 log10(|ref| / |out - ref|) of the logits against the same weights in float32 with float32 attention",
-        "weights": "pretrained" if pretrained else "as timm initialises them (small models: trained)",
-        "rows": [],
-    }
-    rows: list[dict[str, Any]] = record["rows"]
-    console = bench_console.table_console()
-    console.print(f"{record['environment']['device']}. {record['timing']}.\n")
+        sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32 with float32 attention",
+        weights="pretrained" if pretrained else "as timm initialises them (small models: trained)",
+    )  # fmt: skip
+    done.begin()
     runs = len(batches) * sum(applies(method.name, model) for model, _ in loaded.values() for method in methods)
     with bench_console.progress_bar(runs) as tick:
-        for name, (model, size) in loaded.items():
-            for batch in batches:
-                images = draw_images(batch, size, device)
-                rows += measure(name, model, images, methods, dtype=dtype, rounds=rounds, tick=tick)
-                if output is not None:
-                    records.write_json(output / "models.json", record)
-                    records.write_csv(output / "models.csv", rows, FIELDS)
-    if device.type == "cuda":
-        record["environment"]["nvml_after"] = nvml.snapshot(device)
+        for (name, (model, size)), batch in itertools.product(loaded.items(), batches):
+            images = draw_images(batch, size, device)
+            done.add(measure(name, model, images, methods, dtype=dtype, rounds=rounds, tick=tick))
     title = f"whole models, {str(dtype).removeprefix('torch.')}"
-    console.print(render(rows, title))
-    for row in rows:
-        if row["error"]:
-            text = f"failed: {row['model']} b{row['batch']}, {row['method']}: {row['error']}"
-            console.print(text, markup=False, soft_wrap=True)
-    if output is not None:
-        records.write_json(output / "models.json", record)
-        try:
-            figures.write_figure(output, "models", draw(rows, f"{record['environment']['device']}, {title}"))
-            console.print(f"Written to {output}: models.json, models.csv, models.png, models.svg")
-        except (ImportError, ValueError) as error:
-            console.print(f"Written to {output}: models.json, models.csv; no plot: {error}")
-    return record
+    named = f"{done.record['environment']['device']}, {title}"
+    return done.finish(render(done.rows, title), draw=lambda: draw(done.rows, named))

@@ -23,10 +23,12 @@ import torch
 from rich.table import Table
 
 from . import console as bench_console
-from . import errors, latency, records
+from . import errors, latency, records, report, tables
 from . import methods as bench_methods
 from . import problems as bench_problems
+from . import schema as col
 from .metrics import sqnr
+from .schema import Row
 
 _PERCENT = ".avg.pct_of_peak_sustained_active"
 _TENSOR = re.compile(r"sm__(pipe_tensor|inst_executed_pipe_tensor|ops_path_tensor_src)\w*")
@@ -54,10 +56,9 @@ COLUMNS = {
 _MARKER = "spin_kernel"
 _MOST_METRICS = 40
 
-FIELDS = (
-    "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "method", "kernels", "duration_us",
-    "imma_percent", "hmma_percent", "tensor_percent", "issue_percent", "occupancy_percent", "registers", "instructions",
-    "sqnr_db", "sqnr_of", "error",
+FIELDS = col.pick(
+    *col.PROBLEM, col.MODE, col.METHOD, col.KERNELS, col.DURATION_US, col.IMMA_PERCENT, col.HMMA_PERCENT, col.TENSOR_PERCENT,
+    col.ISSUE_PERCENT, col.OCCUPANCY_PERCENT, col.REGISTERS, col.INSTRUCTIONS, col.SQNR_DB, col.SQNR_OF, col.ERROR,
 )  # fmt: skip
 """Columns of ``profile.csv``."""
 
@@ -147,7 +148,7 @@ def summarise(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one call's figures: durations added up (microseconds), percentages weighted by duration."""
     durations = [kernel.get("gpu__time_duration.sum") or 0.0 for kernel in kernels]
     total = sum(durations)
-    result: dict[str, Any] = {"kernels": len(kernels), "duration_us": round(total / 1000.0, 3)}
+    result: Row = {col.KERNELS: len(kernels), col.DURATION_US: round(total / 1000.0, 3)}
     for column, name in COLUMNS.items():
         counted = [kernel.get(name + _PERCENT) for kernel in kernels]
         figure = None
@@ -155,8 +156,8 @@ def summarise(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
             figure = round(sum(d * (x or 0.0) for d, x in zip(durations, counted, strict=True)) / total, 2)
         result[f"{column}_percent"] = figure
     registers = [kernel["launch__registers_per_thread"] for kernel in kernels if kernel.get("launch__registers_per_thread")]
-    result["registers"] = max(registers, default=None)
-    result["instructions"] = sum(kernel.get("sm__inst_executed.sum") or 0.0 for kernel in kernels)
+    result[col.REGISTERS] = max(registers, default=None)
+    result[col.INSTRUCTIONS] = sum(kernel.get("sm__inst_executed.sum") or 0.0 for kernel in kernels)
     return result
 
 
@@ -236,16 +237,16 @@ def child(path: pathlib.Path) -> None:
         wanted, part, words = bench_problems.exact_part(inputs)
         for name in plan["methods"]:
             method, call = methods[name], None
-            found: dict[str, Any] = {"error": None, "sqnr_db": None, "sqnr_of": words}
+            found: Row = {col.ERROR: None, col.SQNR_DB: None, col.SQNR_OF: words}
             with method.context():
                 try:
                     with errors.explained():
                         call = method.prepare(inputs)
-                        found["sqnr_db"] = round(sqnr(wanted, bench_problems.as_tensor(call(), problem)[part]), 2)
+                        found[col.SQNR_DB] = round(sqnr(wanted, bench_problems.as_tensor(call(), problem)[part]), 2)
                         for _ in range(2):
                             call()
                 except Exception as error:
-                    found["error"], call = errors.describe(error), None
+                    found[col.ERROR], call = errors.describe(error), None
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStart()
                 torch.cuda._sleep(1000)  # the marker
@@ -253,7 +254,7 @@ def child(path: pathlib.Path) -> None:
                     if call is not None:
                         call()
                 except Exception as error:
-                    found["error"] = errors.describe(error)
+                    found[col.ERROR] = errors.describe(error)
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStop()
             done.append(found)
@@ -268,49 +269,40 @@ def make_rows(
     *,
     kind: str,
     dtype: str,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return one row a problem and method, in the child's order; keys :data:`FIELDS` and ``launches``."""
     rows = []
     for index, (problem, method) in enumerate((p, m) for p in problems for m in methods):
-        row: dict[str, Any] = dict.fromkeys(FIELDS)
-        row |= {
-            "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
-            "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind, "dtype": dtype,
-            "mode": method.mode, "method": method.name, "launches": [],
-        }  # fmt: skip
+        row = latency.problem_row(problem, FIELDS, kind, dtype)
+        row |= {col.MODE: method.mode, col.METHOD: method.name, "launches": []}
         if index >= len(calls):
-            row["error"] = "the profiled program ended before it got here"
+            row[col.ERROR] = "the profiled program ended before it got here"
         else:
             row |= calls[index]
             mine = list(launches[index]) if index < len(launches) else []
             row["launches"] = mine
-            if mine and row["error"] is None:
+            if mine and row[col.ERROR] is None:
                 row |= summarise(mine)
-            elif row["error"] is None:
-                row["error"] = "ncu saw no kernel of this call"
+            elif row[col.ERROR] is None:
+                row[col.ERROR] = "ncu saw no kernel of this call"
         rows.append(row)
     return rows
 
 
-def render(rows: Sequence[dict[str, Any]], title: str) -> Table:
+TABLE = (
+    tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+    tables.names("method", col.METHOD), tables.Column("kernels", col.KERNELS, "d"), tables.Column("µs", col.DURATION_US),
+    tables.Column("IMMA %", col.IMMA_PERCENT), tables.Column("HMMA %", col.HMMA_PERCENT),
+    tables.Column("tensor %", col.TENSOR_PERCENT), tables.Column("issue %", col.ISSUE_PERCENT),
+    tables.Column("occupancy %", col.OCCUPANCY_PERCENT), tables.Column("registers", col.REGISTERS, ".0f"),
+    tables.Column("SQNR dB", col.SQNR_DB),
+)  # fmt: skip
+"""Of the table on the console."""
+
+
+def render(rows: Sequence[Row], title: str) -> Table:
     """Return the rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("workload", "batch", "method"):
-        table.add_column(heading, no_wrap=True)
-    headings = ("kernels", "µs", "IMMA %", "HMMA %", "tensor %", "issue %", "occupancy %", "registers", "SQNR dB")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        names = (latency._label(row), str(row["batch"] or "-"), row["method"])
-        if row["error"]:
-            cells = ["failed", *[""] * 7]
-        else:
-            percents = ("imma_percent", "hmma_percent", "tensor_percent", "issue_percent", "occupancy_percent")
-            cells = [str(row["kernels"]), *(bench_console.format_number(row[name]) for name in ("duration_us", *percents))]
-            cells.append("-" if row["registers"] is None else f"{row['registers']:.0f}")
-        sqnr_db = row["sqnr_db"]
-        table.add_row(*names, *cells, sqnr_db if isinstance(sqnr_db, str) else bench_console.format_number(sqnr_db))
-    return table
+    return tables.render(rows, TABLE, title)
 
 
 def run_profile(
@@ -358,25 +350,15 @@ def run_profile(
     with bench_console.progress_bar(1) as tick:
         tick(f"ncu: {jobs} calls")
         calls, launches, metrics = collect(plan)
-    rows = make_rows(problems, methods, calls, launches, kind=kind, dtype=name)
-    record = {
-        "what": "tensor-core utilisation of one attention call, percent of the peak while a multiprocessor is active",
-        "environment": records.environment(device),
-        "timing": "Nsight Compute, one call after three, clocks and caches left alone; of several kernels in a call "
+    done = report.Report(
+        "profile", "tensor-core utilisation of one attention call, percent of the peak while a multiprocessor is active",
+        device, FIELDS, output,
+        timing="Nsight Compute, one call after three, clocks and caches left alone; of several kernels in a call "
         "durations are added and percentages weighted by duration",
-        "columns": {column: name + _PERCENT for column, name in COLUMNS.items()},
-        "metrics": metrics,
-        "sqnr": "20 log10(|ref| / |out - ref|) against float64 softmax attention on the inputs before quantisation",
-        "rows": rows,
-    }
-    console = bench_console.table_console()
-    console.print(render(rows, f"{record['environment']['device']}, {kind} inputs, {name}"))  # type: ignore[index]
-    latency.print_errors(rows, console)
-    if output is not None:
-        records.write_json(output / "profile.json", record)
-        records.write_csv(output / "profile.csv", rows, FIELDS)
-        console.print(f"Written to {output}: profile.json, profile.csv")
-    return record
+        columns={column: counter + _PERCENT for column, counter in COLUMNS.items()}, metrics=metrics, sqnr=report.SQNR,
+    )  # fmt: skip
+    done.add(make_rows(problems, methods, calls, launches, kind=kind, dtype=name))
+    return done.finish(render(done.rows, f"{done.record['environment']['device']}, {kind} inputs, {name}"))
 
 
 if __name__ == "__main__":

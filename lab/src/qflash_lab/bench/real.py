@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from qflash.optional_packages import require_packages
 from ..baselines import METHODS, Method, get_method
 from ..evaluation import probe, real_data, real_text_lines
 from ..evaluation.sentences import PARAGRAPHS, SENTENCES
-from ..evaluation.statistics import bootstrap_difference, mcnemar_exact, wilson_interval
+from ..evaluation.statistics import bootstrap_difference, paired, wilson_interval
 from . import console as bench_console
 from . import real_tables, records
+from . import schema as col
 from .capture import Recorder, attending, capture_vision, exact_like
 from .layer_calls import LayerCall
 from .metrics import decibels, exact_attention, sqnr
@@ -97,7 +98,7 @@ def measure_layer(calls: Sequence[LayerCall], methods: Sequence[Method], tick: T
             noise += _energies(got.double() - wanted, c.rows)
         heads = [decibels(s, n) for s, n in zip(signal.sqrt().tolist(), noise.sqrt().tolist(), strict=True)]
         whole = decibels(signal.sum().sqrt().item(), noise.sum().sqrt().item())
-        rows.append({"method": method.name, "sqnr_db": whole, "worst_head_db": _least(heads)})
+        rows.append({"method": method.name, col.SQNR_DB: whole, col.WORST_HEAD_DB: _least(heads)})
         tick(f"{label} {method.name}")
     return rows
 
@@ -132,21 +133,36 @@ def measure_vision(
     """
     layers, exact = capture_vision(network, images, batch)
     marks = None if decoder is None else decoder(exact)
+
+    def run(method: Method) -> tuple[torch.Tensor, Row]:
+        with attending(network, method.attention):
+            got = torch.cat([network.forward_features(part) for part in images.split(batch)])  # type: ignore[operator]
+        if decoder is None or marks is None:
+            return got[:, 0], {}
+        theirs = decoder(got)
+        same = 100.0 * ((theirs >= _MARKED) == (marks >= _MARKED)).double().mean().item()
+        return got[:, 0], {"saliency_same_percent": same, "saliency_sqnr_db": sqnr(marks, theirs)}
+
+    return _measure(name, layers, methods, exact[:, 0], run, tick)
+
+
+def _measure(
+    name: str,
+    layers: Iterable[Sequence[LayerCall]],
+    methods: Sequence[Method],
+    exact: torch.Tensor,
+    run: Callable[[Method], tuple[torch.Tensor, Row]],
+    tick: Tick,
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows of a network's layers and of its whole; ``run`` returns vectors as ``exact`` and more of a row."""
     rows: list[Row] = []
     for index, calls in enumerate(layers):
         found = measure_layer(calls, methods, tick, f"{name} layer {index}")
         rows += [{"network": name, "layer": index} | row for row in found]
-    del layers
     whole = []
     for method in methods:
-        with attending(network, method.attention):
-            got = torch.cat([network.forward_features(part) for part in images.split(batch)])  # type: ignore[operator]
-        row = _summary(name, method, rows, exact[:, 0], got[:, 0])
-        if decoder is not None and marks is not None:
-            theirs = decoder(got)
-            row["saliency_same_percent"] = 100.0 * ((theirs >= _MARKED) == (marks >= _MARKED)).double().mean().item()
-            row["saliency_sqnr_db"] = sqnr(marks, theirs)
-        whole.append(row)
+        got, more = run(method)
+        whole.append(_summary(name, method, rows, exact, got) | more)
         tick(f"{name} {method.name}")
     return rows, whole
 
@@ -161,12 +177,12 @@ def _summary(name: str, method: Method, layers: Sequence[Row], exact: torch.Tens
         "title": method.title,
         "integer_only": method.integer_only,
         "samples": len(exact),
-        "sqnr_db": sqnr(exact, got),
+        col.SQNR_DB: sqnr(exact, got),
         "cosine_mean": cosines.mean().item(),
         "cosine_min": cosines.min().item(),
-        "layer_min_db": _least([row["sqnr_db"] for row in own]),
-        "layer_max_db": max(row["sqnr_db"] for row in own),
-        "worst_head_db": _least([row["worst_head_db"] for row in own]),
+        "layer_min_db": _least([row[col.SQNR_DB] for row in own]),
+        "layer_max_db": max(row[col.SQNR_DB] for row in own),
+        col.WORST_HEAD_DB: _least([row[col.WORST_HEAD_DB] for row in own]),
     }
 
 
@@ -231,24 +247,18 @@ def measure_text(
     if not layers[0]:
         raise real_data.DataUnavailableError("BERT of this transformers looks no attention up by name; update it")
     exact = torch.cat(exact_parts)
-    rows: list[Row] = []
-    for index, calls in enumerate(zip(*layers, strict=True)):
-        found = measure_layer(calls, methods, tick, f"{name} layer {index}")
-        rows += [{"network": name, "layer": index} | row for row in found]
     count = min(_NEIGHBOURS, len(exact) - 1)
     near = probe.nearest(exact, count)
-    whole = []
-    for method in methods:
+
+    def run(method: Method) -> tuple[torch.Tensor, Row]:
         registered.attention = method.attention
         got = embed()
-        row = _summary(name, method, rows, exact, got)
         theirs = probe.nearest(got, count)
-        row["nearest_kept"] = int((theirs[:, 0] == near[:, 0]).sum())
         shared = (theirs[:, :, None] == near[:, None, :]).any(2).double().mean().item()
-        row["nearest_five_kept_percent"] = 100.0 * shared
-        whole.append(row)
-        tick(f"{name} {method.name}")
-    return rows, whole
+        kept = int((theirs[:, 0] == near[:, 0]).sum())
+        return got, {"nearest_kept": kept, "nearest_five_kept_percent": 100.0 * shared}
+
+    return _measure(name, zip(*layers, strict=True), methods, exact, run, tick)
 
 
 # --- lines of text ------------------------------------------------------------------------------------------
@@ -292,21 +302,14 @@ def measure_lines(
         layers.append(recorder.calls)
     exact = torch.cat(exact_parts)
     theirs = [reader.text(scores).strip() for scores in exact_parts]
-    rows: list[Row] = []
-    for index, calls in enumerate(zip(*layers, strict=True)):
-        found = measure_layer(calls, methods, tick, f"{LINE_NETWORK} layer {index}")
-        rows += [{"network": LINE_NETWORK, "layer": index} | row for row in found]
-    whole = []
-    for method in methods:
+
+    def run(method: Method) -> tuple[torch.Tensor, Row]:
         parts = [reader.scores(image, each_cut(method.attention)) for image in images]
-        row = _summary(LINE_NETWORK, method, rows, exact, torch.cat(parts))
         read = [reader.text(scores).strip() for scores in parts]
-        row["samples"] = len(images)
-        row["lines_right"] = sum(a == b for a, b in zip(read, texts, strict=True))
-        row["lines_same"] = sum(a == b for a, b in zip(read, theirs, strict=True))
-        whole.append(row)
-        tick(f"{LINE_NETWORK} {method.name}")
-    return rows, whole
+        right, same = (sum(a == b for a, b in zip(read, wanted, strict=True)) for wanted in (texts, theirs))
+        return torch.cat(parts), {"samples": len(images), "lines_right": right, "lines_same": same}
+
+    return _measure(LINE_NETWORK, zip(*layers, strict=True), methods, exact, run, tick)
 
 
 # --- labelled images ----------------------------------------------------------------------------------------
@@ -438,9 +441,7 @@ def _compare(base: torch.Tensor, guesses: torch.Tensor, labels: torch.Tensor, se
         "top1_interval_percent": [100.0 * low, 100.0 * high],
         "difference_points": 100.0 * (right - sum(first)) / count,
         "difference_interval_points": [100.0 * worse, 100.0 * better],
-        "lost": sum(a and not b for a, b in zip(first, second, strict=True)),
-        "gained": sum(b and not a for a, b in zip(first, second, strict=True)),
-        "mcnemar_p": mcnemar_exact(first, second),
+        **paired(first, second),
         "agreement_percent": 100.0 * (base == guesses).double().mean().item(),
         "error": None,
     }

@@ -12,11 +12,12 @@ from rich.table import Table
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from . import figures, records
-from .console import format_number
+from . import schema as col
+from .schema import Row
+from .tables import Column, names
+from .tables import render as render_table
 
-Row = dict[str, Any]
-
-LAYER_FIELDS = ("network", "layer", "method", "sqnr_db", "worst_head_db")
+LAYER_FIELDS = ("network", "layer", "method", col.SQNR_DB, col.WORST_HEAD_DB)
 """Columns of ``real.csv``."""
 
 
@@ -55,17 +56,16 @@ def _network_table(network: str, record: Row) -> Table:
     elif "lines_right" in whole[0]:
         samples, vectors = "lines", "scores"
     title = f"{network}, {whole[0]['samples']} {samples}: SQNR in dB by layer, then the whole network"
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    numbers = sorted({row["layer"] for row in layers})
-    for heading in (*map(str, numbers), "worst head", vectors, "cosine least", "cosine mean", *_own_cells(whole[0])):
-        table.add_column(heading, justify="right")
-    for row in whole:
-        own = {each["layer"]: each["sqnr_db"] for each in layers if each["method"] == row["method"]}
-        cells = [*(f"{own[number]:.1f}" for number in numbers), f"{row['worst_head_db']:.1f}", f"{row['sqnr_db']:.1f}"]
-        cells += [f"{row['cosine_min']:.5f}", f"{row['cosine_mean']:.5f}", *_own_cells(row).values()]
-        table.add_row(row["method"], *cells)
-    return table
+    own = {(each[col.METHOD], each[col.LAYER]): each[col.SQNR_DB] for each in layers}
+
+    def layer_column(layer: int) -> Column:
+        return Column(str(layer), lambda row: own[row[col.METHOD], layer], ".1f")
+
+    columns = [names("method", col.METHOD), *map(layer_column, sorted({row[col.LAYER] for row in layers}))]
+    columns += [Column("worst head", col.WORST_HEAD_DB, ".1f"), Column(vectors, col.SQNR_DB, ".1f")]
+    columns += [Column("cosine least", "cosine_min", ".5f"), Column("cosine mean", "cosine_mean", ".5f")]
+    columns += [Column(heading, lambda row, heading=heading: _own_cells(row)[heading]) for heading in _own_cells(whole[0])]  # type: ignore[misc]
+    return render_table(whole, columns, title)
 
 
 def _top1_table(classifier: str, rows: Sequence[Row], conditions: Row) -> Table:
@@ -75,30 +75,21 @@ def _top1_table(classifier: str, rows: Sequence[Row], conditions: Row) -> Table:
         f"{conditions['side']} px, {conditions['dtype']}; learned from {learned} features of "
         f"{conditions['training_images']} images"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for heading in ("Top-1, %", "95 % interval", "against float", "95 % interval", "lost", "gained", "McNemar p", "same answer",
-                    "features, dB"):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        if row["error"]:
-            table.add_row(row["method"], "failed", *[""] * 7, format_number(row["feature_sqnr_db"]))
-            continue
-        low, high = row["top1_interval_percent"]
-        worse, better = row["difference_interval_points"]
-        table.add_row(
-            row["method"],
-            f"{row['top1_percent']:.2f}",
-            f"{low:.2f} to {high:.2f}",
-            f"{row['difference_points']:+.2f}",
-            f"{worse:+.2f} to {better:+.2f}",
-            str(row["lost"]),
-            str(row["gained"]),
-            f"{row['mcnemar_p']:.2g}",
-            f"{row['agreement_percent']:.2f} %",
-            format_number(row["feature_sqnr_db"]),
-        )
-    return table
+    return render_table(rows, TOP1, title)
+
+
+def _ends(key: str, form: str) -> Callable[[Row], str | None]:
+    return lambda row: None if row[col.ERROR] else " to ".join(format(end, form) for end in row[key])
+
+
+TOP1 = (
+    names("method", col.METHOD), Column("Top-1, %", "top1_percent", ".2f"),
+    Column("95 % interval", _ends("top1_interval_percent", ".2f")), Column("against float", "difference_points", "+.2f"),
+    Column("95 % interval", _ends("difference_interval_points", "+.2f")), Column("lost", "lost", "d"),
+    Column("gained", "gained", "d"), Column("McNemar p", "mcnemar_p", ".2g"),
+    Column("same answer, %", "agreement_percent", ".2f"), Column("features, dB", "feature_sqnr_db"),
+)  # fmt: skip
+"""Columns of the tables of Top-1."""
 
 
 def draw_figure(record: Row) -> Any:
@@ -112,7 +103,7 @@ def draw_figure(record: Row) -> Any:
         ValueError: no row has a finite SQNR.
     """
     quantised = [row for row in record["layers"] if METHODS[row["method"]].query_granularity != FLOAT]
-    shown = [row for row in quantised if math.isfinite(row["sqnr_db"])]
+    shown = [row for row in quantised if math.isfinite(row[col.SQNR_DB])]
     if not shown:
         raise ValueError("there are no layers of methods that quantise")
     figure, found = figures.panels(shown, "network", lambda row: str(row["layer"]), width=9, height=3.0)
@@ -120,7 +111,7 @@ def draw_figure(record: Row) -> Any:
         for name, mine, _, _, colour in series:
             line = "-" if METHODS[name].integer_only else "--"
             layers = [row["layer"] for row in mine]
-            axes.plot(layers, [row["sqnr_db"] for row in mine], line, marker="o", markersize=4, color=colour,
+            axes.plot(layers, [row[col.SQNR_DB] for row in mine], line, marker="o", markersize=4, color=colour,
                       label=METHODS[name].title)  # fmt: skip
         axes.set_xlabel("attention layer")
         axes.set_ylabel("SQNR, dB")

@@ -37,6 +37,17 @@ def cpu() -> dict[str, Any]:
     return {"cpu": name[1] if name else platform.processor(), "vectors": vectors, "cores": os.cpu_count(), "load_average": load}
 
 
+def c_compiler() -> str | None:
+    """Return the first line of what the compiler of the CPU kernels says about itself; None where there is none."""
+    from qflash.kernels.cpu.launch import _compiler
+
+    try:
+        done = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
 def source_commit() -> str | None:
     """Return the commit that runs: ``QFLASH_COMMIT`` where it is set, for copies without git; otherwise what git says.
 
@@ -71,7 +82,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device_type": device.type,
     }
     if device.type != "cuda":
-        return found | {"device": f"{platform.machine()} CPU", "threads": torch.get_num_threads()} | cpu()
+        return (
+            found
+            | {"device": f"{platform.machine()} CPU", "threads": torch.get_num_threads(), "compiler": c_compiler()}
+            | cpu()
+        )
     properties = torch.cuda.get_device_properties(device)
     return found | {
         "device": properties.name,

@@ -19,26 +19,25 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import qflash
 from qflash.paths import with_package
 
+from . import latency, report, runner, tables
 from . import models as timed_models
-from . import records
-from .console import format_number, progress_bar, table_console
+from . import schema as col
+from .console import progress_bar
 from .errors import describe
-from .latency import MODES
 from .methods import PER_TENSOR, check_recipes
 from .metrics import sqnr
 from .problems import Problem, as_tensor, check_input, exact_part, make_inputs
-from .timers import CPU_SECONDS, tidy
+from .schema import Row
+from .timers import tidy
 
 PACKAGE = pathlib.Path(qflash.__file__).resolve().parent
 _START = """
@@ -51,20 +50,18 @@ runpy.run_path(script, run_name="__main__")
 """Runs the worker with no working folder on the path: it answers on standard output, other prints go to standard error."""
 
 _RESULTS = (
-    "base_us", "new_us", "ratio", "ratio_q1", "ratio_q3", "samples", "same_bits", "base_sqnr_db", "new_sqnr_db", "sqnr_of",
-    "error",
+    col.BASE_US, col.NEW_US, col.RATIO, col.RATIO_Q1, col.RATIO_Q3, col.SAMPLES, col.SAME_BITS, col.BASE_SQNR_DB,
+    col.NEW_SQNR_DB, col.SQNR_OF, col.ERROR,
 )  # fmt: skip
 
 PROCESSES = 3
 """Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by
 where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
 
-FIELDS = (
-    "workload", "batch", "shape", "keys", "causal", "bias", "input", "dtype", "mode", "recipe", *_RESULTS,
-)  # fmt: skip
+FIELDS = col.pick(*col.PROBLEM, col.MODE, col.RECIPE, *_RESULTS)
 """Columns of ``revisions.csv``; ``same_bits``: whether both revisions returned the same."""
 
-MODEL_FIELDS = ("model", "batch", "dtype", "method", *_RESULTS)
+MODEL_FIELDS = col.pick(col.MODEL, col.BATCH, col.DTYPE, col.METHOD, *_RESULTS)
 """Columns of ``models_revisions.csv``."""
 
 
@@ -169,18 +166,32 @@ class Worker:
         self._process.stdout.close()
 
 
+class Side:
+    """The processes of one revision, sampled one after the other."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._turns = itertools.cycle(workers)
+
+    def sample(self) -> float:
+        """Return the microseconds of one call, by the next process."""
+        us: float = next(self._turns).ask("sample")["us"]
+        return us
+
+
 class Comparison:
     """Both revisions, ready to be timed on inputs that are handed over in files.
 
     Attributes:
         base, new: the processes of either revision, as many of one as of the other.
+        device: where they run.
+        rounds: samples of either.
     """
 
     def __init__(
         self, base: Sequence[Worker], new: Sequence[Worker], folder: pathlib.Path, device: torch.device, rounds: int
     ) -> None:
         self.base, self.new = base, new
-        self._folder, self._device, self._rounds = folder, device, rounds
+        self._folder, self.device, self.rounds = folder, device, rounds
 
     def give(self, **inputs: Any) -> None:
         """Write what the calls that are timed next work on."""
@@ -196,51 +207,44 @@ class Comparison:
         Returns:
             the fields of a row that hold results; ``error`` where a revision failed.
         """
-        row: dict[str, Any] = {}
+        row: Row = {}
         failed = []
         outputs = []
-        for side, workers in (("base", self.base), ("new", self.new)):
-            path = self._folder / f"{side}.pt"
+        for column, workers in ((col.BASE_SQNR_DB, self.base), (col.NEW_SQNR_DB, self.new)):
+            path = self._folder / "output.pt"
             paths = {"inputs": str(self._folder / "inputs.pt"), "output": str(path)}
             try:
                 for worker in workers:
-                    worker.ask("prepare", **order, **paths, device=str(self._device))
+                    worker.ask("prepare", **order, **paths, device=str(self.device))
                 outputs.append(torch.load(path))
-                row[f"{side}_sqnr_db"] = round(judge(outputs[-1].to(self._device)), 2)
+                row[column] = round(judge(outputs[-1].to(self.device)), 2)
             except Exception as error:
                 failed.append(str(error) if isinstance(error, RevisionError) else f"{workers[0].name}: {describe(error)}")
         try:
             if failed:
-                return row | {"error": "; ".join(failed)}
-            row["same_bits"] = torch.equal(*outputs)
+                return row | {col.ERROR: "; ".join(failed)}
+            row[col.SAME_BITS] = torch.equal(*outputs)
             return row | self._by_turns()
         except RevisionError as error:
-            return row | {"error": str(error)}
+            return row | {col.ERROR: str(error)}
         finally:
             for worker in (*self.base, *self.new):
                 with contextlib.suppress(RevisionError):  # the next order says so
                     worker.ask("forget")
 
-    def _by_turns(self) -> dict[str, Any]:
-        times: dict[str, list[float]] = {"base": [], "new": []}
-        begin = time.monotonic()
-        for index in range(self._rounds):
-            place = index % len(self.base)
-            turns = [("base", self.base[place]), ("new", self.new[place])]
-            for side, worker in turns if index % 2 == 0 else reversed(turns):
-                times[side].append(worker.ask("sample")["us"])
-            slow = time.monotonic() - begin > 2 * CPU_SECONDS
-            if self._device.type != "cuda" and slow and index + 1 >= len(self.base):
-                break
-        ratios = [new / base for base, new in zip(times["base"], times["new"], strict=True)]
+    def _by_turns(self) -> Row:
+        sides = {"base": Side(self.base), "new": Side(self.new)}
+        times: dict[str, list[float]] = runner.by_turns(sides, self.rounds, self.device)
+        # one may have got a sample more
+        ratios = [new / base for base, new in zip(times["base"], times["new"], strict=False)]
         quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         return {
-            "base_us": round(statistics.median(times["base"]), 3),
-            "new_us": round(statistics.median(times["new"]), 3),
-            "ratio": round(quartiles[1], 4),
-            "ratio_q1": round(quartiles[0], 4),
-            "ratio_q3": round(quartiles[2], 4),
-            "samples": len(ratios),
+            col.BASE_US: round(statistics.median(times["base"]), 3),
+            col.NEW_US: round(statistics.median(times["new"]), 3),
+            col.RATIO: round(quartiles[1], 4),
+            col.RATIO_Q1: round(quartiles[0], 4),
+            col.RATIO_Q3: round(quartiles[2], 4),
+            col.SAMPLES: len(ratios),
         }
 
 
@@ -294,84 +298,40 @@ def timing_method(device: torch.device, rounds: int) -> str:
     )
 
 
-def render(rows: Sequence[dict[str, Any]], title: str, about: dict[str, Callable[[dict[str, Any]], str]]) -> Table:
-    """Return the table of a comparison.
-
-    Args:
-        rows: with at least the fields of results.
-        title: above it.
-        about: the first columns, by heading: what a row has there.
-    """
-    table = Table(title=title, title_justify="left")
-    for heading in about:
-        table.add_column(heading, no_wrap=True)
-    for heading in ("base µs", "new µs", "new ÷ base", "quartiles", "same bits", "base SQNR dB", "new SQNR dB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        names = [cell(row) for cell in about.values()]
-        if row["error"]:
-            cells = ["failed", "", "", "", ""]
-        else:
-            cells = [format_number(row["base_us"]), format_number(row["new_us"]), f"{row['ratio']:.3f}"]
-            cells += [f"{row['ratio_q1']:.3f} - {row['ratio_q3']:.3f}", "yes" if row["same_bits"] else "no"]
-        table.add_row(*names, *cells, format_number(row["base_sqnr_db"]), format_number(row["new_sqnr_db"]))
-    return table
+TABLE = (
+    tables.Column("base µs", col.BASE_US),
+    tables.Column("new µs", col.NEW_US),
+    tables.Column("new ÷ base", col.RATIO, ".3f"),
+    tables.Column("quartiles", tables.between(col.RATIO_Q1, col.RATIO_Q3, 3)),
+    tables.Column("same bits", col.SAME_BITS, lambda same: "-" if same is None else "yes" if same else "no"),
+    tables.Column("base SQNR dB", col.BASE_SQNR_DB),
+    tables.Column("new SQNR dB", col.NEW_SQNR_DB),
+)
+"""Of the tables on the console, behind what tells the rows apart."""
 
 
-class Report:
-    """What a comparison has found so far: its file, its table and its rows.
+def _report(name: str, what: str, both: Comparison, fields: Sequence[str], output: pathlib.Path | None) -> report.Report:
+    done = report.Report(
+        name, what, both.device, fields, output,
+        base=both.base[0].name, new=name_running(), timing=timing_method(both.device, both.rounds),
+        sqnr="20 log10(|ref| / |out - ref|) against float attention on the same inputs",
+    )  # fmt: skip
+    done.begin()
+    return done
 
-    Attributes:
-        record: what the JSON file holds.
-        rows: of the record.
-    """
 
-    def __init__(
-        self, what: str, base: str, device: torch.device, rounds: int, output: pathlib.Path | None, *, file: str,
-        fields: Sequence[str],
-    ) -> None:  # fmt: skip
-        """Begin, and print how times are taken."""
-        self._output, self._file, self._fields = output, file, fields
-        self.rows: list[dict[str, Any]] = []
-        self.record: dict[str, Any] = {
-            "what": what,
-            "base": base,
-            "new": name_running(),
-            "environment": records.environment(device),
-            "timing": timing_method(device, rounds),
-            "sqnr": "20 log10(|ref| / |out - ref|) against float attention on the same inputs",
-            "rows": self.rows,
-        }
-        self._console = table_console()
-        self._console.print(f"{self.record['environment']['device']}. {self.record['timing']}.\n")
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a row and write the files."""
-        self.rows.append(dict.fromkeys(self._fields) | row)
-        if self._output is not None:
-            records.write_json(self._output / f"{self._file}.json", self.record)
-            records.write_csv(self._output / f"{self._file}.csv", self.rows, self._fields)
-
-    def show(self, about: dict[str, Callable[[dict[str, Any]], str]]) -> None:
-        """Print the table, what failed and the mean ratio."""
-        title = f"QFlash {self.record['new']} (new) against {self.record['base']} (base)"
-        self._console.print(render(self.rows, title, about))
-        for row in self.rows:
-            if row["error"]:
-                names = " ".join(cell(row) for cell in about.values())
-                self._console.print(f"failed: {names}: {row['error']}", markup=False, soft_wrap=True)
-        ratios = [row["ratio"] for row in self.rows if row["error"] is None]
-        if ratios:
-            mean = statistics.geometric_mean(ratios)
-            self._console.print(f"Geometric mean of {len(ratios)} ratios: {mean:.4f}")
-        if self._output is not None:
-            self._console.print(f"Written to {self._output}: {self._file}.json, {self._file}.csv")
+def _finish(done: report.Report, *about: tables.Column) -> dict[str, Any]:
+    title = f"QFlash {done.record['new']} (new) against {done.record['base']} (base)"
+    record = done.finish(tables.render(done.rows, (*about, *TABLE), title))
+    ratios = [row[col.RATIO] for row in done.rows if row[col.ERROR] is None]
+    if ratios:
+        done.console.print(f"Geometric mean of {len(ratios)} ratios: {statistics.geometric_mean(ratios):.4f}")
+    return record
 
 
 def _check(recipes: Sequence[str], rounds: int) -> None:
     check_recipes(recipes)
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    runner.check_rounds(rounds)
 
 
 @torch.inference_mode()
@@ -390,14 +350,11 @@ def run_revisions(
     """Compare this package with another revision of it; print the table, write ``revisions.json`` and ``.csv``.
 
     Args:
-        problems: see :func:`qflash_lab.bench.problems.make_problems`.
+        problems, kind, dtype, device, output: as of :func:`qflash_lab.bench.latency.run_bench`.
         base: see :func:`export`.
         modes: ``"kernel"``, ``"end-to-end"`` or ``"eager"`` (on a GPU until the call is issued).
         recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
-        kind, dtype: of the inputs.
-        device: a CUDA device or the CPU.
         rounds: samples a revision.
-        output: made if it is not there.
 
     Returns:
         what ``revisions.json`` holds.
@@ -407,38 +364,28 @@ def run_revisions(
         RevisionError: a process for a revision did not start.
     """
     for mode in modes:
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+        if mode not in latency.MODES:
+            raise ValueError(f"mode must be one of {latency.MODES}, got {mode!r}")
     check_input(kind)
     _check(recipes, rounds)
     # on int8 tensors, per-tensor would be the default recipe again
     cases = [pair for pair in itertools.product(modes, recipes) if pair != ("kernel", "per-tensor")]
     with start_comparison(base, device, rounds) as both, progress_bar(len(problems) * len(cases)) as tick:
-        options: dict[str, Any] = {"file": "revisions", "fields": FIELDS}
-        report = Report("two revisions of QFlash's attention", both.base[0].name, device, rounds, output, **options)
+        done = _report("revisions", "two revisions of QFlash's attention", both, FIELDS, output)
         for problem in problems:
-            fields: dict[str, Any] = {
-                "workload": problem.workload, "batch": problem.batch, "shape": "x".join(map(str, problem.shape)),
-                "keys": problem.keys, "causal": problem.causal, "bias": problem.bias, "input": kind,
-                "dtype": str(dtype).removeprefix("torch."),
-            }  # fmt: skip
+            known = latency.problem_row(problem, FIELDS, kind, dtype)
             for mode, recipe, found in _attention_rows(both, problem, cases, kind, dtype, device):
-                report.add(fields | {"mode": mode, "recipe": recipe} | found)
+                done.add([known | {col.MODE: mode, col.RECIPE: recipe} | found])
                 tick(f"{problem.label} {mode} {recipe}")
-    report.show(
-        {
-            "workload": lambda row: row["workload"] + " causal" * row["causal"] + " bias" * row["bias"],
-            "batch": lambda row: str(row["batch"] or "-"),
-            "mode": lambda row: row["mode"],
-            "recipe": lambda row: row["recipe"],
-        }
-    )
-    return report.record
+    return _finish(
+        done, tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
+        tables.names("mode", col.MODE), tables.names("recipe", col.RECIPE),
+    )  # fmt: skip
 
 
 def _attention_rows(
     both: Comparison, problem: Problem, cases: Sequence[tuple[str, str]], kind: str, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+) -> Iterator[tuple[str, str, Row]]:
     """Yield each mode and recipe with what both revisions do on one problem."""
     try:
         inputs = make_inputs(problem, kind, dtype, device)
@@ -448,7 +395,7 @@ def _attention_rows(
     except Exception as error:  # inputs or reference did not fit
         tidy(device)
         for mode, recipe in cases:
-            yield mode, recipe, {"error": describe(error)}
+            yield mode, recipe, {col.ERROR: describe(error)}
         return
     del inputs, query, key, value
     tidy(device)
@@ -458,7 +405,7 @@ def _attention_rows(
 
     for mode, recipe in cases:
         order = {"what": "attention", "mode": mode, "causal": problem.causal, **recipe_order(recipe)}
-        yield mode, recipe, both.compare(judge, **order) | {"sqnr_of": words}
+        yield mode, recipe, both.compare(judge, **order) | {col.SQNR_OF: words}
 
 
 @torch.inference_mode()
@@ -477,25 +424,10 @@ def run_model_revisions(
 ) -> dict[str, Any]:
     """Compare whole models with this package and another revision; write ``models_revisions.json`` and ``.csv``.
 
-    Args:
-        names: see :func:`qflash_lab.bench.models.load`.
-        batches: images.
-        base: see :func:`export`.
-        recipes: keys of :data:`qflash_lab.bench.methods.RECIPES`; each revision uses its own preset of that name.
-        dtype: of weights and images while they are timed.
-        device: a CUDA device or the CPU.
-        rounds: samples a revision.
-        pretrained: download timm's weights; otherwise they are drawn, always the same.
-        image_size: see :func:`qflash_lab.bench.models.load`.
-        output: made if it is not there.
+    Args and errors as of :func:`run_revisions` and :func:`qflash_lab.bench.models.run_models`.
 
     Returns:
         what ``models_revisions.json`` holds.
-
-    Raises:
-        ValueError: an unknown model, recipe or revision, or fewer than one round.
-        ImportError: timm is not installed.
-        RevisionError: a process for a revision did not start.
     """
     _check(recipes, rounds)
     loaded = timed_models.load_patchable(names, pretrained, image_size)
@@ -505,10 +437,9 @@ def run_model_revisions(
     }
     jobs = len(batches) * sum(map(len, cases.values()))
     with start_comparison(base, device, rounds) as both, progress_bar(jobs) as tick:
-        options: dict[str, Any] = {"file": "models_revisions", "fields": MODEL_FIELDS}
-        report = Report("whole models with two revisions of QFlash", both.base[0].name, device, rounds, output, **options)
+        done = _report("models_revisions", "whole models with two revisions of QFlash", both, MODEL_FIELDS, output)
         for (name, (model, size)), batch in itertools.product(loaded.items(), batches):
-            fields = {"model": name, "batch": batch, "dtype": str(dtype).removeprefix("torch.")}
+            kind = str(dtype).removeprefix("torch.")
             images = timed_models.draw_images(batch, size, device)
             with sdpa_kernel(SDPBackend.MATH):
                 wanted = copy.deepcopy(model).to(device)(images)
@@ -516,12 +447,9 @@ def run_model_revisions(
             both.give(model=plain, images=images.cpu())
             for method in cases[name]:
                 recipe, keep_bias = variants[method]
-                order = {"what": "model", "mode": "end-to-end", "dtype": fields["dtype"], "keep_bias": keep_bias}
+                order = {"what": "model", "mode": "end-to-end", "dtype": kind, "keep_bias": keep_bias}
                 found = both.compare(lambda out, wanted=wanted: sqnr(wanted, out), **order, **recipe_order(recipe))  # type: ignore[misc]
-                report.add(fields | {"method": method, "sqnr_of": "logits"} | found)
+                row = col.empty(MODEL_FIELDS, model=name, batch=batch, dtype=kind, method=method, sqnr_of="logits")
+                done.add([row | found])
                 tick(f"{name} b{batch} {method}")
-            tidy(device)
-    report.show(
-        {"model": lambda row: row["model"], "batch": lambda row: str(row["batch"]), "method": lambda row: row["method"]}
-    )
-    return report.record
+    return _finish(done, tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("method", col.METHOD))

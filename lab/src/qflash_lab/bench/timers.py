@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -101,79 +100,50 @@ class GraphTimer:
         return {"us": begin.elapsed_time(end) * 1000.0 / self.calls}
 
 
-class EagerTimer:
-    """Times a call as a program without graphs makes it: until the device is done, and until the call is issued."""
+class HostTimer:
+    """Times calls as a program without graphs makes them, by the wall clock and the process's CPU time."""
 
-    def __init__(self, call: TimedCall, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Warm up."""
-        self._call, self._context = call, context
+    def __init__(self, call: TimedCall, context: Callable[[], AbstractContextManager[Any]], device: torch.device) -> None:
+        """Warm up and choose how many calls make a sample: on a GPU up to 50 milliseconds, on a CPU at least five."""
+        self._call, self._context, self._on_gpu = call, context, device.type == "cuda"
         self.calls = 1
-        with context():
-            for _ in range(3):
-                call()
-        once = min(self.sample()["us"] for _ in range(3))
-        self.calls = max(5, min(EAGER_CALLS, round(50_000 / max(once, 1.0))))
+        once = min(self.sample()["us"] for _ in range(6 if self._on_gpu else 2))
+        if self._on_gpu:
+            self.calls = max(5, min(EAGER_CALLS, round(50_000 / max(once, 1.0))))
+        else:
+            self.calls = max(1, min(MOST_CALLS, math.ceil(5000.0 / max(once, 1.0))))
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def sample(self) -> dict[str, float]:
-        """Return microseconds a call: ``us`` until the device is done, ``issue_us`` until the last call returned
-        (wall clock) and ``cpu_us``, the process's CPU time until then."""
-        call, calls = self._call, self.calls
+        """Return microseconds a call: ``us`` until the device is done, ``cpu_us``, the process's CPU time until the last call
+        returned, and on a GPU ``issue_us``, the wall time until then."""
         with self._context():
-            torch.cuda.synchronize()
-            cpu, begin = time.process_time(), time.perf_counter()
-            for _ in range(calls):
-                call()
-            issued, cpu_issued = time.perf_counter(), time.process_time()
-            torch.cuda.synchronize()
-            done = time.perf_counter()
-        scale = 1e6 / calls
-        return {"us": (done - begin) * scale, "issue_us": (issued - begin) * scale, "cpu_us": (cpu_issued - cpu) * scale}
-
-
-class CpuTimer:
-    """Times a call on the CPU by the wall clock."""
-
-    def __init__(self, call: TimedCall, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Warm up and choose how many calls make one sample (at least five milliseconds)."""
-        self._call, self._context = call, context
-        self.calls = 1
-        self.sample()
-        self.calls = max(1, min(MOST_CALLS, math.ceil(5000.0 / max(self.sample()["us"], 1.0))))
-
-    def sample(self) -> dict[str, float]:
-        """Return microseconds a call."""
-        with self._context():
+            self._wait()
             cpu, begin = time.process_time(), time.perf_counter()
             for _ in range(self.calls):
                 self._call()
-            end, cpu_end = time.perf_counter(), time.process_time()
+            issued, cpu_issued = time.perf_counter(), time.process_time()
+            self._wait()
+            done = time.perf_counter()
         scale = 1e6 / self.calls
-        return {"us": (end - begin) * scale, "cpu_us": (cpu_end - cpu) * scale}
+        found = {"us": (done - begin) * scale, "cpu_us": (cpu_issued - cpu) * scale}
+        return found | ({"issue_us": (issued - begin) * scale} if self._on_gpu else {})
 
 
-Timer = GraphTimer | EagerTimer | CpuTimer
-_Name = TypeVar("_Name", bound=Hashable)
+Timer = GraphTimer | HostTimer
 
 
 def make_timer(
     call: TimedCall, mode: str, device: torch.device, context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Timer:
     """Return the timer for ``mode`` on ``device``; ``context`` is entered around all calls, outside the clock."""
-    if device.type != "cuda":
-        return CpuTimer(call, context)
-    if mode == "eager":
-        return EagerTimer(call, context)
+    if device.type != "cuda" or mode == "eager":
+        return HostTimer(call, context, device)
     with context():
         return GraphTimer(call)
-
-
-def sample_by_turns(running: Mapping[_Name, Timer], rounds: int) -> dict[_Name, dict[str, float]]:
-    """Sample several calls by turns, in every second round backwards; return a summary (:func:`summarise`) of each."""
-    samples: dict[_Name, list[dict[str, float]]] = {name: [] for name in running}
-    for index in range(rounds):
-        for name in running if index % 2 == 0 else reversed(list(running)):
-            samples[name].append(running[name].sample())
-    return {name: summarise(found) for name, found in samples.items()}
 
 
 def tidy(device: torch.device) -> None:
@@ -185,20 +155,3 @@ def tidy(device: torch.device) -> None:
             torch.cuda.empty_cache()
         except RuntimeError:  # a broken context breaks every later method, and each says so in its own row
             return
-
-
-def summarise(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return median, quartiles and extremes of the samples' ``us``, and the medians of what else they hold."""
-    times = sorted(sample["us"] for sample in samples)
-    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    result = {
-        "median_us": quartiles[1],
-        "q1_us": quartiles[0],
-        "q3_us": quartiles[2],
-        "min_us": times[0],
-        "max_us": times[-1],
-    }
-    for name in samples[0]:
-        if name != "us":
-            result[name] = statistics.median(sample[name] for sample in samples)
-    return {name: round(value, 3) for name, value in result.items()}

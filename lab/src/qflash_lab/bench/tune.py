@@ -7,7 +7,6 @@ Every candidate has to return the rules' bits before it is timed. What wins goes
 from __future__ import annotations
 
 import datetime
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +23,12 @@ from qflash.paths import make_cache_folder
 from qflash.recipe import DEFAULT
 
 from . import problems as bench_problems
-from . import timers
+from . import runner
+from . import schema as col
 
 WORTH = 0.98
 """A candidate has to take at most this part of the rules' time to displace them."""
-
-
-def _median(call: Callable[[], Any]) -> float:
-    timer = timers.GraphTimer(call)
-    return statistics.median(timer.sample()["us"] for _ in range(9))
+_ROUNDS = 9
 
 
 def tune_shape(
@@ -82,7 +78,7 @@ def tune_shape(
             if expected is None:
                 expected = out.clone()
             if torch.equal(out, expected):
-                times[tiles] = _median(run)
+                times[tiles] = runner.medians({tiles: run}, device, _ROUNDS)[tiles]
         except (RuntimeError, ValueError):  # tiles that do not fit this GPU
             if expected is None:
                 raise
@@ -130,16 +126,10 @@ def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -
                     load = windows_batch * heads
                     about = AttentionShape(DEFAULT, head_dim, head_dim, queries, problem.keys, load, fused)
                     found[table_key(name, about)] = best
-                rows.append(
-                    {
-                        "shape": "x".join(map(str, problem.shape)),
-                        "kernel": "fused" if fused else "int8",
-                        "rule": list(rule),
-                        "rule_us": round(before, 3),
-                        "best": list(best),
-                        "best_us": round(after, 3),
-                    }
-                )
+                shape = "x".join(map(str, problem.shape))
+                kernel = "fused" if fused else "int8"
+                times = {col.RULE_US: round(before, 3), col.BEST_US: round(after, 3)}
+                rows.append({col.SHAPE: shape, "kernel": kernel, col.RULE: list(rule), col.BEST: list(best)} | times)
     origin: dict[str, object] = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     save_table(found, origin)
     return rows

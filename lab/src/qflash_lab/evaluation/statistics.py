@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -34,15 +34,8 @@ def wilson_interval(right: int, count: int, confidence: float = CONFIDENCE) -> t
         raise ValueError(f"right must be between 0 and count={count}, got {right}")
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    share = right / count
-    centre = share + z * z / (2 * count)
-    reach = z * math.sqrt(share * (1.0 - share) / count + (z / (2 * count)) ** 2)
-    whole = 1.0 + z * z / count
-    # the ends are exactly 0 and 1 there; rounding would leave 1e-17
-    low = 0.0 if right == 0 else (centre - reach) / whole
-    high = 1.0 if right == count else (centre + reach) / whole
-    return low, high
+    low, high = binomtest(right, count).proportion_ci(confidence, method="wilson")
+    return float(low), float(high)
 
 
 def _discordant(first: Sequence[bool], second: Sequence[bool]) -> tuple[int, int]:
@@ -57,7 +50,7 @@ def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
     """Return the two-sided p-value of McNemar's exact test that two methods are right equally often.
 
     Of the images that only one of them gets right, each is as likely to be either's under the null hypothesis: a
-    sign test (McNemar, Psychometrika 12, 1947, in its binomial form). Integers until the last division.
+    sign test (McNemar, Psychometrika 12, 1947, in its binomial form).
 
     Args:
         first, second: whether each method is right, image by image, in the same order.
@@ -66,12 +59,21 @@ def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
         ValueError: the lengths differ.
     """
     only_first, only_second = _discordant(first, second)
-    trials, smaller = only_first + only_second, min(only_first, only_second)
-    term = total = 1
-    for successes in range(smaller):
-        term = term * (trials - successes) // (successes + 1)
-        total += term
-    return 1.0 if 2 * smaller == trials else 2 * total / 2**trials
+    discordant = only_first + only_second
+    return float(binomtest(only_first, discordant).pvalue) if discordant else 1.0
+
+
+def paired(first: Sequence[bool], second: Sequence[bool]) -> dict[str, Any]:
+    """Return what rows say of two methods on the same images.
+
+    Args:
+        first, second: whether each method is right, image by image, in the same order.
+
+    Returns:
+        ``lost`` and ``gained``, the images that only the first and only the second gets right, and ``mcnemar_p``.
+    """
+    lost, gained = _discordant(first, second)
+    return {"lost": lost, "gained": gained, "mcnemar_p": mcnemar_exact(first, second)}
 
 
 def bootstrap_difference(
@@ -84,7 +86,8 @@ def bootstrap_difference(
     """Return the percentile bootstrap interval of ``second``'s share of right answers minus ``first``'s.
 
     Images are drawn with replacement, both methods' answers together. An image contributes -1, 0 or 1, so that a
-    resample is one draw from a multinomial distribution: the same law as drawing the images one by one.
+    resample is one draw from a multinomial distribution: the same law as drawing the images one by one, which is what
+    ``scipy.stats.bootstrap`` does, in a memory of images times resamples.
 
     Args:
         first, second: whether each method is right, image by image, in the same order; not empty.

@@ -13,7 +13,7 @@ from torch import nn
 from qflash.integrations.patching import patch
 
 from .outcome_store import Outcome
-from .statistics import CONFIDENCE, bootstrap_difference, mcnemar_exact, wilson_interval
+from .statistics import CONFIDENCE, bootstrap_difference, paired, wilson_interval
 
 REFERENCE = "fp32"
 """The method every other is compared with; it is always evaluated."""
@@ -113,9 +113,7 @@ def _comparison(first: Sequence[bool], second: Sequence[bool], seed: int) -> dic
     return {
         "difference_points": 100.0 * (sum(second) - sum(first)) / len(first),
         "difference_interval_points": [100.0 * low, 100.0 * high],
-        "lost": sum(a and not b for a, b in zip(first, second, strict=True)),
-        "gained": sum(b and not a for a, b in zip(first, second, strict=True)),
-        "mcnemar_p": mcnemar_exact(first, second),
+        **paired(first, second),
     }
 
 

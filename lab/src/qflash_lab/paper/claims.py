@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..bench import schema as col
 from . import paper_results
 from .results import Found, Record, gpu_rows, on_gpu, row_of_method, where_of
 
@@ -14,9 +15,6 @@ TOLERANCE = 0.1
 """By how much a ratio may differ from the paper's, either way, as a part of the larger of the two."""
 
 TOLERANCE_DB = 1.0
-
-FP16 = ("sdpa flash", "sdpa cudnn", "sdpa efficient")
-"""PyTorch's fused 16-bit kernels: a comparison with fp16 is with the fastest of them."""
 
 RULES = {
     "ratio": f"A speed-up or saving agrees if it is within {TOLERANCE:.0%} of the paper's, whether larger or smaller.",
@@ -112,7 +110,7 @@ def _speed_claims(found: Found) -> Iterator[Claim]:
             ours = row_of_method(rows, "QFlash", **options)
             theirs = row_of_method(rows, "I-ViT", **options)
             if ours and theirs:
-                ratios[workload] = theirs["median_us"] / ours["median_us"]
+                ratios[workload] = theirs[col.MEDIAN_US] / ours[col.MEDIAN_US]
         claim = Claim(
             LATENCY, f"Up to {paper} times as fast as I-ViT on {family} at batch {batch}",
             f"{paper} times", "ratio", why="Needs a GPU run of qflash-lab bench with I-ViT's kernels.",
@@ -127,17 +125,17 @@ def _speed_claims(found: Found) -> Iterator[Claim]:
         yield claim
 
 
-def fp16_ratios(rows: Sequence[Record], method: str = "qflash int8", batches: Sequence[int] = (1, 8)) -> dict[str, float]:
+def fp16_ratios(rows: Sequence[Record], method: str = col.QFLASH_INT8, batches: Sequence[int] = (1, 8)) -> dict[str, float]:
     """Return the fastest 16-bit kernel's time divided by a method's, by workload and batch (A1 to A7, without a bias)."""
     time: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
-        if row["mode"] == "eager" or row["bias"] or row["causal"] or row["median_us"] is None:
+        if row["mode"] == "eager" or row["bias"] or row["causal"] or row[col.MEDIAN_US] is None:
             continue
         if row["workload"][:1] == "A" and row["batch"] in batches:
-            time.setdefault((row["workload"], row["batch"]), {}).setdefault(row["method"], row["median_us"])
+            time.setdefault((row["workload"], row["batch"]), {}).setdefault(row["method"], row[col.MEDIAN_US])
     found = {}
     for (workload, batch), of in time.items():
-        others = [of[name] for name in FP16 if name in of]
+        others = [of[name] for name in col.FP16 if name in of]
         if others and method in of:
             found[f"{workload} b{batch}"] = min(others) / of[method]
     return found
@@ -159,7 +157,7 @@ def _fp16_claim(found: Found) -> Claim:
         record = authors[0]
         latency, methods = record["latency_us"], record["methods"]
         column = methods.index("authors' QFlash")
-        peers = [methods.index(name) for name in FP16 if name in methods]
+        peers = [methods.index(name) for name in col.FP16 if name in methods]
         quotients = {
             name: [min(by[batch][peer] for peer in peers) / by[batch][column] for batch in ("1", "8")]
             for name, by in latency.items()
@@ -185,11 +183,11 @@ def _utilisation_claim(found: Found) -> Claim:
     rows, record = gpu_rows(found, "profile")
     ours = row_of_method(rows, "QFlash", workload="A2", batch=8)
     flash = row_of_method(rows, "Flash-2", workload="A2", batch=8)
-    if not ours or not flash or ours["imma_percent"] is None or flash["hmma_percent"] is None:
+    if not ours or not flash or ours[col.IMMA_PERCENT] is None or flash[col.HMMA_PERCENT] is None:
         return claim
     return dataclasses.replace(
-        claim, ours=f"IMMA {ours['imma_percent']:.2f} % against HMMA {flash['hmma_percent']:.2f} %", where=where_of(record),
-        agrees=ours["imma_percent"] < flash["hmma_percent"],
+        claim, ours=f"IMMA {ours[col.IMMA_PERCENT]:.2f} % against HMMA {flash[col.HMMA_PERCENT]:.2f} %", where=where_of(record),
+        agrees=ours[col.IMMA_PERCENT] < flash[col.HMMA_PERCENT],
         why=f"Percent of another GPU's peak than the paper's ({paper_results.DEVICE}); only the order is comparable.",
     )  # fmt: skip
 
@@ -205,19 +203,20 @@ def _energy_claim(found: Found) -> Claim:
     flash = row_of_method(rows, "Flash-2", workload="A2", batch=8, bias=False)
     also = ""
     if ours and flash:
-        change = ours["uj"] / flash["uj"]
-        also = (
-            f"This library from int8 tensors: {change:.2f} ({ours['uj']:.0f} against {flash['uj']:.0f} µJ; {where_of(record)})"
-        )
-        others = [row for row in rows if row["method"] in FP16 and row["workload"] == "A2" and row["batch"] == 8 and row["uj"]]
-        best = min(others, key=lambda row: row["uj"])
+        change = ours[col.UJ] / flash[col.UJ]
+        joules = f"{ours[col.UJ]:.0f} against {flash[col.UJ]:.0f} µJ; {where_of(record)}"
+        also = f"This library from int8 tensors: {change:.2f} ({joules})"
+        others = [
+            row for row in rows if row["method"] in col.FP16 and row["workload"] == "A2" and row["batch"] == 8 and row[col.UJ]
+        ]
+        best = min(others, key=lambda row: row[col.UJ])
         if best is not flash:
-            also += f", {ours['uj'] / best['uj']:.2f} of the least of all 16-bit kernels ({best['method']})"
+            also += f", {ours[col.UJ] / best[col.UJ]:.2f} of the least of all 16-bit kernels ({best['method']})"
         also += "."
         claim = dataclasses.replace(claim, ours=also, where=where_of(record), agrees=ratio_agrees(change, paper), why="")
     if authors := found.get("authors", []):
         uj = authors[0]["energy_uj"]
-        theirs, fa2 = uj["authors' QFlash"], uj["sdpa flash"]
+        theirs, fa2 = uj["authors' QFlash"], uj[col.SDPA_FLASH]
         claim = dataclasses.replace(
             claim, of="the authors' code", also=also, where=where_of(authors[0]),
             ours=f"{theirs / fa2:.2f} of its energy ({theirs} against {fa2} µJ, idle power included)",
@@ -242,7 +241,7 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
     by: dict[tuple[str, str], Record] = {}
     for record in reversed(records):
         for row in record["rows"]:
-            if row["input"] == "paper" and row["batch"] == 8 and row["sqnr_db"] is not None:
+            if row["input"] == "paper" and row["batch"] == 8 and row[col.SQNR_DB] is not None:
                 by[row["workload"], row["method"]] = row | {"where": where_of(record)}
     for (workload, method), (paper, _) in paper_results.TABLE4.items():
         if method in paper_results.QFLASH_READINGS:
@@ -253,9 +252,9 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
         )
         if row:
             claim = dataclasses.replace(
-                claim, ours=f"{row['sqnr_db']:.2f} dB ({row['sqnr_min_db']:.1f} to {row['sqnr_max_db']:.1f})",
+                claim, ours=f"{row[col.SQNR_DB]:.2f} dB ({row[col.SQNR_MIN_DB]:.1f} to {row[col.SQNR_MAX_DB]:.1f})",
                 where=row["where"], agrees=decibels_agree(row["sqnr_each_db"], paper), why=_ACCURACY_REASONS.get(method, ""),
-                brief=f"{row['sqnr_db']:.2f} dB ({method})",
+                brief=f"{row[col.SQNR_DB]:.2f} dB ({method})",
             )  # fmt: skip
         yield claim
     a2, a7 = (paper_results.TABLE4[workload, "qflash-paper"][0] for workload in ("A2", "A7"))
@@ -266,7 +265,7 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
     readings, verdicts = [], []
     for name, (first, second) in pairs.items():
         if first and second:
-            readings.append(f"{_READINGS[name]} {first['sqnr_db']:.2f} and {second['sqnr_db']:.2f}")
+            readings.append(f"{_READINGS[name]} {first[col.SQNR_DB]:.2f} and {second[col.SQNR_DB]:.2f}")
             verdicts.append(decibels_agree(first["sqnr_each_db"], a2) and decibels_agree(second["sqnr_each_db"], a7))
             claim = dataclasses.replace(claim, where=first["where"])
     if readings:
@@ -330,7 +329,7 @@ def _top1_claim(found: Found) -> Claim:
 
 def _step_claims(found: Found) -> Iterator[Claim]:
     rows, record = gpu_rows(found, "ablate")
-    speed = {row["label"]: row["speedup"] for row in rows if row["part"] == "kernel" and row.get("speedup")}
+    speed = {row["label"]: row[col.SPEEDUP] for row in rows if row["part"] == "kernel" and row.get(col.SPEEDUP)}
     for step, percent in paper_results.STEP_SPEEDUP_PERCENT.items():
         name, paper = "V4 paper" if step == "V4" else step, 1 + percent / 100
         claim = Claim(
@@ -355,7 +354,7 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
         why="Needs a run of qflash-lab ablate.",
     )  # fmt: skip
     if record:
-        by = {(r["group"], r["tiles"]): float(r["sqnr_db"]["mean"]) for r in record["rows"] if r["part"] == "scales"}
+        by = {(r["group"], r["tiles"]): float(r[col.SQNR_DB]) for r in record["rows"] if r["part"] == "scales"}
         wide, release = by["scale accumulation, 64 bits", 8], by["scale release (paper)", 8]
         claim = dataclasses.replace(
             claim, ours=f"8 tiles: {wide:.1f} dB (64-bit sums) against {release:.1f} dB", where=where_of(record),
@@ -368,7 +367,7 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
     )  # fmt: skip
     record = _with_part(found, "throughput", gpu=True)
     if record:
-        gops = {row["label"]: row["gops"] for row in record["rows"] if row["part"] == "throughput"}
+        gops = {row["label"]: row[col.GOPS] for row in record["rows"] if row["part"] == "throughput"}
         ratio = gops["multiply and shift"] / gops["divide"]
         claim = dataclasses.replace(claim, ours=f"{ratio:.1f} times lower", where=where_of(record), agrees=ratio > 2, why="")
     yield claim
@@ -379,7 +378,7 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
     record = _with_part(found, "granularity")
     if record:
         grid = {
-            row["label"]: float(row["sqnr_db"]["mean"])
+            row["label"]: float(row[col.SQNR_DB])
             for row in record["rows"]
             if (row["part"], row["group"], row["input"]) == ("granularity", "default", "outliers")
         }

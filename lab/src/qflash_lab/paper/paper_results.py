@@ -5,6 +5,8 @@ The table of SQNR and MSE is :data:`qflash_lab.paper.paper_results.TABLE4`.
 
 from __future__ import annotations
 
+from ..bench import schema as col
+
 QFLASH_READINGS = ("qflash-printed", "qflash-authors", "qflash-paper")
 """Methods that read the paper's own row: its equations to the letter, its authors' code, and this library's preset."""
 
@@ -61,13 +63,13 @@ STEP_SPEEDUP_PERCENT = {"V1": 41.4, "V2": 46.0, "V3": 61.0, "V4": 62.4}
 """Figure 4 (appendix A): speedup over V0, A2, batch 1024."""
 
 METHODS = {
-    "Flash-2": ("sdpa flash", "fp16-flash"),
-    "I-ViT": ("i-vit kernel", "i-vit"),
+    "Flash-2": (col.SDPA_FLASH, "fp16-flash"),
+    "I-ViT": (col.I_VIT, "i-vit"),
     "I-BERT": ("i-bert",),
     "FQ-ViT": ("fq-vit",),
-    "INT-Flash-Full": ("int-flash-full kernel", "int-flash-full"),
-    "INT-Flash-Half": ("int-flash-half kernel", "int-flash-half"),
-    "QAttn": ("qattn kernel", "qattn"),
-    "QFlash": ("qflash int8", "qflash-paper"),
+    "INT-Flash-Full": (col.INT_FLASH_FULL, "int-flash-full"),
+    "INT-Flash-Half": (col.INT_FLASH_HALF, "int-flash-half"),
+    "QAttn": (col.QATTN, "qattn"),
+    "QFlash": (col.QFLASH_INT8, "qflash-paper"),
 }
 """The names that results give the paper's methods, as commands write them; the first that is there counts."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..bench import figures
+from ..bench import schema as col
 from ..html import INK
-from .claims import FP16
 
 Row = dict[str, Any]
 
@@ -15,9 +15,10 @@ WIDTH = 4.4
 """Of a plot in inches: letters are readable where it is as wide as a phone."""
 
 _TITLES = {
-    "sdpa flash": "FlashAttention-2", "sdpa cudnn": "cuDNN", "sdpa efficient": "memory-efficient", "qflash": "QFlash, fp16",
-    "qflash int8": "QFlash, int8", "i-vit kernel": "I-ViT", "int-flash-full kernel": "INT-Flash-Full",
-    "int-flash-half kernel": "INT-Flash-Half", "qattn kernel": "QAttn",
+    col.SDPA_FLASH: "FlashAttention-2", col.SDPA_CUDNN: "cuDNN", col.SDPA_EFFICIENT: "memory-efficient",
+    col.QFLASH: "QFlash, fp16",
+    col.QFLASH_INT8: "QFlash, int8", col.I_VIT: "I-ViT", col.INT_FLASH_FULL: "INT-Flash-Full",
+    col.INT_FLASH_HALF: "INT-Flash-Half", col.QATTN: "QAttn",
 }  # fmt: skip
 
 
@@ -49,8 +50,8 @@ def ratio_dots(rows: Sequence[Row], mode: str, label: Callable[[Row], str]) -> A
     """
     best: dict[str, float] = {}
     for row in rows:
-        if row["method"] in FP16:
-            best[label(row)] = min(best.get(label(row), row["median_us"]), row["median_us"])
+        if row["method"] in col.FP16:
+            best[label(row)] = min(best.get(label(row), row[col.MEDIAN_US]), row[col.MEDIAN_US])
     drawn = [row for row in rows if row["mode"] == mode and label(row) in best]
     if not drawn:
         return None
@@ -60,7 +61,7 @@ def ratio_dots(rows: Sequence[Row], mode: str, label: Callable[[Row], str]) -> A
         mine = [row for row in drawn if row["method"] == method]
         ours = method.startswith("qflash")
         axes.plot(
-            [best[label(row)] / row["median_us"] for row in mine], [labels.index(label(row)) for row in mine],
+            [best[label(row)] / row[col.MEDIAN_US] for row in mine], [labels.index(label(row)) for row in mine],
             "D" if ours else "o", color=figures.colour_of(method), markersize=6 if ours else 4.5,
             label=_TITLES.get(method, method), zorder=3 if ours else 2,
         )  # fmt: skip
@@ -82,13 +83,13 @@ def sqnr_dots(rows: Sequence[Row], workloads: Sequence[str]) -> Any:
     Returns:
         a matplotlib Figure, or None where nothing was measured.
     """
-    by = {(row["workload"], row["title"]): row for row in rows if isinstance(row["sqnr_db"], float)}
+    by = {(row["workload"], row["title"]): row for row in rows if isinstance(row[col.SQNR_DB], float)}
     titles = list(dict.fromkeys(title for _, title in by))
     present = [name for name in workloads if any(workload == name for workload, _ in by)]
     if not titles or not present:
         return None
     figure, every = _lines(len(titles), len(present))
-    least, most = (pick(row["sqnr_db"] for row in by.values()) for pick in (min, max))
+    least, most = (pick(row[col.SQNR_DB] for row in by.values()) for pick in (min, max))
     limits = (least - 0.1 * (most - least) - 1, most + 0.1 * (most - least) + 1)
     for axes, workload in zip(every, present, strict=True):
         for place, title in enumerate(titles):
@@ -96,10 +97,10 @@ def sqnr_dots(rows: Sequence[Row], workloads: Sequence[str]) -> Any:
             if row is None:
                 continue
             colour = figures.colour_of(row["method"])
-            axes.plot([row["sqnr_min_db"], row["sqnr_max_db"]], [place, place], "-", color=colour, linewidth=3, alpha=0.5)
-            axes.plot(row["sqnr_db"], place, "o" if row["integer_only"] else "s", color=colour, markersize=5.5)
-            if row["paper_sqnr_db"]:
-                axes.plot(row["paper_sqnr_db"], place, "x", color=INK, markersize=6, zorder=4)
+            axes.plot([row[col.SQNR_MIN_DB], row[col.SQNR_MAX_DB]], [place, place], "-", color=colour, linewidth=3, alpha=0.5)
+            axes.plot(row[col.SQNR_DB], place, "o" if row["integer_only"] else "s", color=colour, markersize=5.5)
+            if row[col.PAPER_SQNR_DB]:
+                axes.plot(row[col.PAPER_SQNR_DB], place, "x", color=INK, markersize=6, zorder=4)
         axes.set_title(workload, loc="left", fontsize="small")
         axes.set_xlim(*limits)
         axes.set_xlabel("SQNR, dB", fontsize="small")

@@ -23,9 +23,10 @@ from qflash.optional_packages import require_packages
 
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
+from ..bench import schema as col
 from ..html import anchor, contents, document, folded, heading, plot, table
 from . import paper_results
-from .claims import FP16, RULES, SECTIONS, Claim, claims, counts
+from .claims import RULES, SECTIONS, Claim, claims, counts
 from .plots import ratio_dots, sqnr_dots
 from .results import Found, accuracy_record, gpu_rows, on_gpu, read_results, row_of_method, where_of
 
@@ -157,9 +158,8 @@ _TAKEN = {
 
 
 def _latency_section(found: Found) -> Iterator[str]:
-    from ..bench import latency as bench_latency
 
-    records = [record for record in found.get("bench", []) if any(row["median_us"] for row in record["rows"])]
+    records = [record for record in found.get("bench", []) if any(row[col.MEDIAN_US] for row in record["rows"])]
     yield heading(
         "Figure 3: latency",
         "Dots right of 1 are faster than the fastest of PyTorch's 16-bit kernels that a run has. What takes floats and what "
@@ -169,13 +169,11 @@ def _latency_section(found: Found) -> Iterator[str]:
         yield _missing("qflash-lab bench --output DIR", " on a GPU")
         return
 
-    def label(row: dict[str, Any]) -> str:
-        return bench_latency._label(row) + (f" b{row['batch']}" if row["batch"] else "")
-
+    label = col.full_label
     # the paper's workloads come before other shapes
     records.sort(key=lambda record: (not any(row["workload"] == "A1" for row in record["rows"]), record["file"]))
     for record in records:
-        rows = [row for row in record["rows"] if row["median_us"] is not None and row["mode"] != "eager"]
+        rows = [row for row in record["rows"] if row[col.MEDIAN_US] is not None and row["mode"] != "eager"]
         rows = sorted((row for row in rows if row["method"] not in ("sdpa math", "sdpa math fp32")), key=_paper_first)
         if not rows:
             continue
@@ -191,7 +189,7 @@ def _latency_section(found: Found) -> Iterator[str]:
             parts += [f"<p><strong>{what}, {title}.</strong> {note}</p>"]
             parts += list(_figure(functools.partial(ratio_dots, rows, mode, label)))
             labels = list(dict.fromkeys(map(label, mine)))
-            by = {(row["method"], label(row)): row["median_us"] for row in mine}
+            by = {(row["method"], label(row)): row[col.MEDIAN_US] for row in mine}
             methods = list(dict.fromkeys(row["method"] for row in mine))
             body = [[name, *(_number(by.get((m, name)), 1) for m in methods)] for name in labels]
             parts.append(folded(f"{what}, {title}: microseconds", [table(["", *methods], body, 1)]))
@@ -217,10 +215,10 @@ def _latency_section(found: Found) -> Iterator[str]:
 
 def _eager_table(record: dict[str, Any]) -> list[str]:
     """Return calls without a graph as a table, or nothing where a result has none."""
-    rows = [row for row in record["rows"] if row["mode"] == "eager" and row["median_us"] is not None]
+    rows = [row for row in record["rows"] if row["mode"] == "eager" and row[col.MEDIAN_US] is not None]
     if not rows:
         return []
-    body = [[row["method"], _number(row["median_us"], 1), _number(row["issue_us"], 1)] for row in rows]
+    body = [[row["method"], _number(row[col.MEDIAN_US], 1), _number(row[col.ISSUE_US], 1)] for row in rows]
     what = ", ".join(dict.fromkeys(f"{row['workload']} b{row['batch']}" for row in rows))
     return [f"<p><strong>{html.escape(what)}, eager calls</strong></p>", table(["", "until done, µs", "issuing, µs"], body, 1)]
 
@@ -241,7 +239,7 @@ def _utilisation_section(found: Found) -> Iterator[str]:
         cells = [method]
         for workload, pair in figures.items():
             row = row_of_method(rows, method, workload=workload, batch=8)
-            for field, paper in zip(("imma_percent", "hmma_percent"), pair, strict=True):
+            for field, paper in zip((col.IMMA_PERCENT, col.HMMA_PERCENT), pair, strict=True):
                 ours = _number(row[field]) if row else "not run"
                 cells.append(f"{ours} ({_number(paper)})")
         body.append(cells)
@@ -259,9 +257,9 @@ def _energy_section(found: Found) -> Iterator[str]:
     else:
         idle = f", idle {record['idle_watts']} W" if "idle_watts" in record else ""
         yield f"<p>{html.escape(where_of(record))}{idle}. {html.escape(record['timing'])}.</p>"
-    rows = [row for row in rows if (row["workload"], row["batch"], row["bias"]) == ("A2", 8, False) and row["uj"] is not None]
-    uj = {row["method"]: row["uj"] for row in rows}
-    flash, least = uj.get("sdpa flash"), min((uj[name] for name in FP16 if name in uj), default=None)
+    rows = [row for row in rows if (row["workload"], row["batch"], row["bias"]) == ("A2", 8, False) and row[col.UJ] is not None]
+    uj = {row["method"]: row[col.UJ] for row in rows}
+    flash, least = uj.get(col.SDPA_FLASH), min((uj[name] for name in col.FP16 if name in uj), default=None)
     body = []
 
     def line(label: str, paper: float | None, here: float | None) -> None:
@@ -271,13 +269,13 @@ def _energy_section(found: Found) -> Iterator[str]:
 
     for method, paper in paper_results.ENERGY_UJ.items():
         row = row_of_method(rows, method)
-        line("QFlash (this library)" if method == "QFlash" else method, paper, row["uj"] if row else None)
-    for name, label in (("sdpa cudnn", "cuDNN"), ("sdpa efficient", "memory-efficient"), ("qflash", "QFlash from fp16")):
+        line("QFlash (this library)" if method == "QFlash" else method, paper, row[col.UJ] if row else None)
+    for name, label in ((col.SDPA_CUDNN, "cuDNN"), (col.SDPA_EFFICIENT, "memory-efficient"), ("qflash", "QFlash from fp16")):
         if name in uj:
             line(label, None, uj[name])
     yield table(["method", "paper µJ", "÷ FA2", "here µJ", "÷ FA2", "÷ least of 16 bits"], body, 1)
     for other in found.get("authors", [])[:1]:
-        theirs, reference = other["energy_uj"]["authors' QFlash"], other["energy_uj"]["sdpa flash"]
+        theirs, reference = other["energy_uj"]["authors' QFlash"], other["energy_uj"][col.SDPA_FLASH]
         yield (
             f"<p>The authors' kernel, {html.escape(where_of(other))}: {theirs} µJ, {theirs / reference:.2f} of "
             f"FlashAttention-2's {reference} in that run.</p>"
@@ -300,7 +298,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
     yield from _figure(functools.partial(sqnr_dots, drawn, ("A2", "A7")))
     for kind in dict.fromkeys(row["input"] for row in record["rows"]):
         here = [row for row in record["rows"] if row["input"] == kind]
-        parts = [part for field in ("sqnr_db", "mse") for part in _accuracy_table(here, field)]
+        parts = [part for field in (col.SQNR_DB, "mse") for part in _accuracy_table(here, field)]
         if kind == "paper":
             yield from parts
         else:
@@ -309,7 +307,7 @@ def _accuracy_section(found: Found) -> Iterator[str]:
 
 def _accuracy_table(rows: Sequence[dict[str, Any]], field: str) -> Iterator[str]:
     labels = list(dict.fromkeys((row["workload"], row["batch"]) for row in rows))
-    form = ".2f" if field == "sqnr_db" else ".1e"
+    form = ".2f" if field == col.SQNR_DB else ".1e"
     body = []
     for title in dict.fromkeys(row["title"] for row in rows):
         by = {(row["workload"], row["batch"]): row for row in rows if row["title"] == title}
@@ -321,7 +319,7 @@ def _accuracy_table(rows: Sequence[dict[str, Any]], field: str) -> Iterator[str]
             paper = row[f"paper_{field}"] if row and row["batch"] == 8 else None
             cells.append(f"{text} ({format(paper, form)})" if paper else text)
         body.append([title, *cells])
-    yield f"<p><strong>{'SQNR, dB' if field == 'sqnr_db' else 'MSE'}; {rows[0]['input']} inputs</strong></p>"
+    yield f"<p><strong>{'SQNR, dB' if field == col.SQNR_DB else 'MSE'}; {rows[0]['input']} inputs</strong></p>"
     yield table(["method", *(label if batch is None else f"{label} b{batch}" for label, batch in labels)], body, 1)
 
 
@@ -377,7 +375,7 @@ def _top1_section(found: Found) -> Iterator[str]:
 
 
 def _ablation_sections(found: Found) -> Iterator[str]:
-    from ..bench import ablation_tables
+    from ..bench import ablation_tables, tables
 
     yield heading("Appendix: step by step, scales, division, granularity")
     records = found.get("ablate", [])
@@ -394,7 +392,7 @@ def _ablation_sections(found: Found) -> Iterator[str]:
             yield _missing(f"qflash-lab ablate --part {part} --output FOLDER.")
             continue
         record = mine[0]
-        title, header, body = next((t, h, b) for name, t, h, b in ablation_tables.sections(record) if name == part)
+        title, frame = next((title, frame) for name, title, frame in ablation_tables.sections(record) if name == part)
         taken = f". {record['timing'].partition(';')[0]}."
         yield heading(title, where_of(record) + taken * (on_gpu(record) and part in ("kernel", "throughput")), 3)
         if part == "kernel":
@@ -405,8 +403,8 @@ def _ablation_sections(found: Found) -> Iterator[str]:
         figure = ablation_tables.draw(record, part)
         if figure is not None:
             yield plot(functools.partial(ablation_tables.draw, record, part))
-        laid = table(header, body, 1 if part == "scales" else 2)
-        yield laid if len(body) <= 12 else folded(f"{title}: table", [laid])
+        laid = tables.page(frame, 1 if part == "scales" else 2)
+        yield laid if len(frame) <= 12 else folded(f"{title}: table", [laid])
 
 
 def render(found: Found, notes: Sequence[str] = ()) -> str:

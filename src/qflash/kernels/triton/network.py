@@ -223,7 +223,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
 
 
 _NORM_WARPS = 2
-# rows that a program of these normalises; measured on one H100 (benchmarks/results/trials/linear_h100.json)
+# rows that a program of these normalises; measured on one H100 (benchmarks/archive/linear_h100.json)
 _MANY_ROWS = 8
 _FEW_ROWS = 2
 

@@ -1,9 +1,9 @@
-"""How tensor-core products and instructions share a processor of Hopper: ``python benchmarks/overlap.py OUT.json``.
+"""How tensor-core products and instructions share a processor of Hopper: ``python benchmarks/archive/overlap.py OUT.json``.
 
 Warpgroups that do nothing but products of 64 x 128 numbers, a step of the tensor core deep, beside others that do nothing but
 instructions of one kind; and warpgroups that do both by turns, freely or, with named barriers, one at its products at a time.
 CUDA C is generated here, compiled by NVRTC, which PyTorch brings, and timed by the processor's own clock. Results say how many
-cycles a product and an instruction take a quarter of a processor; on an H200 they are ``results/overlap_h200.json``.
+cycles a product and an instruction take a quarter of a processor; on an H200 they are ``../results/overlap_h200.json``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from qflash.api import quantize
 from qflash.attention_call import float_call, int8_call
@@ -79,7 +80,7 @@ def tune_shape(
                 expected = out.clone()
             if torch.equal(out, expected):
                 times[tiles] = runner.medians({tiles: run}, device, _ROUNDS)[tiles]
-        except (RuntimeError, ValueError):  # tiles that do not fit this GPU
+        except (RuntimeError, ValueError, TritonError):  # tiles that do not fit this GPU, or that its assembler refuses
             if expected is None:
                 raise
         tick()

@@ -228,6 +228,8 @@ def test_weights_that_are_wanted_are_none_as_with_sdpa(name: str) -> None:
     model, given = build(name), inputs(name)
     use(model, "sdpa")
     wanted = model(**given, output_attentions=True).attentions
+    if any(x is not None for x in wanted or ()):
+        pytest.skip('this transformers computes weights in eager attention where "sdpa" is chosen')
     use(model, "integer")
     with torch.no_grad(), pytest.warns(UserWarning, match='output_attentions=True: .*attn_implementation="eager" has them'):
         out = model(**given, output_attentions=True)
@@ -246,9 +248,10 @@ def test_a_patched_model_gives_the_weights_that_it_gives_unpatched(name: str) ->
             wanted = model(**given, output_attentions=True).attentions
             qflash.patch(model)
             got = model(**given, output_attentions=True).attentions
-        assert [x.shape for x in got] == [x.shape for x in wanted]
-        assert len(got) == (2 if implementation == "eager" else 0)
-        if got:  # the next layer's are of what integer attention gave
+        # older releases give none, a None for each layer, or eager attention's where "sdpa" is chosen
+        assert [None if x is None else x.shape for x in got] == [None if x is None else x.shape for x in wanted]
+        assert implementation != "eager" or (len(got) == 2 and all(x is not None for x in got))
+        if got and got[0] is not None:  # the next layer's are of what integer attention gave
             assert sqnr(wanted[0], got[0]) > 100.0
         assert all(layer.is_integer for layer in qflash.coverage(model))
 

@@ -257,8 +257,8 @@ def eager_line() -> str:
     return (
         f"Eager calls, A2 batch 8, µs until the device is done: {times}, QFlash {of[col.QFLASH]} from fp16 and "
         f"{of[col.QFLASH_INT8]} from int8; issuing a call takes "
-        f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as the one of PyTorch's "
-        f"kernels that is issued soonest, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
+        f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as for the kernel "
+        f"of PyTorch that is issued fastest, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
     )
 
 

@@ -201,7 +201,7 @@ def test_missing_figures_are_marks() -> None:
 
 def test_a_report_is_written_as_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, failed = rows_of_two_methods()
-    done = report.Report("some", "something", CPU, tuple(first), tmp_path / "new", timing="by hand")
+    done = report.Report("some", "something", CPU, tuple(first), tmp_path / "new", timing="median of two calls")
     done.begin()
     done.add([first])
     assert json.loads((tmp_path / "new" / "some.json").read_text())["rows"] == [first]
@@ -215,5 +215,5 @@ def test_a_report_is_written_as_it_grows(tmp_path: Path, capsys: pytest.CaptureF
     with (tmp_path / "new" / "some.csv").open() as file:
         assert [row["method"] for row in csv.DictReader(file)] == ["a", "b"]
     printed = capsys.readouterr().out
-    assert "by hand." in printed and "failed: A1 b1, b: RuntimeError: out of luck" in printed
+    assert "median of two calls." in printed and "failed: A1 b1, b: RuntimeError: out of luck" in printed
     assert "some.json, some.csv; no plot: there is nothing to draw" in " ".join(printed.split())

@@ -141,7 +141,7 @@ def _first_difference(plan: FloatNetwork, model: nn.Module, images: torch.Tensor
     steps: list[tuple[str, torch.Tensor]] = []
     plan.run(images, lambda name, x: steps.append((name, x)))
     with contextlib.ExitStack() as stack:
-        for module in {id(modules[name.rpartition(":")[0]]): modules[name.rpartition(":")[0]] for name, _ in steps}.values():
+        for module in {modules[name.rpartition(":")[0]]: None for name, _ in steps}:
 
             def before(module: nn.Module, arguments: Any) -> None:
                 seen.setdefault((module, "in"), []).append(arguments[0] if arguments else None)
@@ -191,16 +191,16 @@ class _Saturation(TorchDispatchMode):
         """Return what an operator would give with room beyond int8, in its output's unit."""
         ops = torch.ops.qflash
         packet = func.overloadpacket
-        wide: torch.Tensor
         if packet is ops.int8_linear_gelu:
             x, weight, bias, multiplier, left, factor, offset, shift, backend = args
             sums = ops.int8_linear(x, weight, bias, multiplier, left, None, None, torch.int32, backend)
             return (op.gelu(sums) * factor + offset) >> shift
+        wide: torch.Tensor
         if packet is ops.int8_attention:
             wide = func(*args[:9], None, torch.float32, *args[11:]) / args[9]
-            return wide
-        # those of a layer end in the type and the back end
-        wide = func(*args[:-2], torch.int32, args[-1])
+        else:
+            # those of a layer end in the type and the back end
+            wide = func(*args[:-2], torch.int32, args[-1])
         return wide
 
 

@@ -20,7 +20,7 @@ from qflash_lab.bench.workloads import WORKLOADS, get_workload, paper_inputs
 pytest.importorskip("timm")
 pytest.importorskip("matplotlib")
 from qflash_lab import demo
-from qflash_lab.html import INK, plot
+from qflash_lab.bench.html import INK, plot
 
 IMAGES = 32
 

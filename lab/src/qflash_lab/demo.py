@@ -27,7 +27,7 @@ from qflash.integrations import patching
 from qflash.integrations.patching import patch, unpatch
 from qflash.optional_packages import require_packages
 
-from . import html as page
+from .bench import html as page
 from .bench import runner
 from .bench import schema as col
 from .bench.capture import capture_small

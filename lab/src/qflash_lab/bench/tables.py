@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas
 from rich.table import Table
 
-from .. import html
+from . import html
 from . import schema as col
 from .schema import Row
 
@@ -129,7 +129,7 @@ def console(frame: pandas.DataFrame, title: str, left: int = 1, groups: int = 0,
 
 
 def page(frame: pandas.DataFrame, labels: int = 2) -> str:
-    """Return a table in HTML, see :func:`qflash_lab.html.table`."""
+    """Return a table in HTML, see :func:`qflash_lab.bench.html.table`."""
     return html.table(list(frame.columns), [list(cells) for cells in frame.itertuples(index=False, name=None)], labels)
 
 

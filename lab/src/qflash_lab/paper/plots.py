@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bench import figures
 from ..bench import schema as col
-from ..html import INK
+from ..bench.html import INK
 
 Row = dict[str, Any]
 

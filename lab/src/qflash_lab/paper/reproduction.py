@@ -24,7 +24,7 @@ from qflash.optional_packages import require_packages
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
 from ..bench import schema as col
-from ..html import anchor, contents, document, folded, heading, plot, table
+from ..bench.html import anchor, contents, document, folded, heading, plot, table
 from . import paper_results
 from .claims import RULES, SECTIONS, Claim, claims, counts
 from .plots import ratio_dots, sqnr_dots

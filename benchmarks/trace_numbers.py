@@ -42,13 +42,14 @@ import static_attention
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
 import survey_models  # noqa: E402
+import survey_networks  # noqa: E402
 
 ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
-    survey_models,
+    survey_models, survey_networks,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

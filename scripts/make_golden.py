@@ -1,6 +1,7 @@
 """Write golden vectors: inputs and the exact integers that the specification makes of them.
 
-``python scripts/make_golden.py`` writes the committed set again (``golden/*.safetensors``, deterministic, needs timm);
+``python scripts/make_golden.py`` writes the committed set again (``golden/*.safetensors``, deterministic; the weights of whole
+networks are taken from the file that is there);
 ``python scripts/make_golden.py --random 500 --output FOLDER`` writes that many random cases more, of larger shapes.
 docs/golden_vectors.md describes the files. :func:`run` computes one case on any back end, for the tests.
 """
@@ -23,9 +24,8 @@ import qflash
 from qflash import fixed_point as fp
 from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network import operators as op
-from qflash.network.models import SwinTransformer, VisionTransformer
-from qflash.network.modules import Block, Mean, Merge
-from qflash.network.storage import network_from_header, network_header, network_tensors
+from qflash.network.first_form import from_first_form
+from qflash.network.modules import LayerNorm, Linear, Mean
 from qflash.quantization import QuantizedTensor
 from qflash.recipe import PRESETS
 from qflash.reference import ARITHMETIC_VERSION
@@ -187,7 +187,7 @@ def fill(module: torch.nn.Module, inputs: Tensors, *names: str) -> None:
 
 def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     _, tokens, channels = inputs["h"].shape
-    module = Mean(tokens, channels, DTYPES[parameters["output"]])
+    module = Mean(tokens, channels, parameters["output"])
     fill(module, inputs, "multiplier", "offset")
     module.left = parameters["left"]
     return {"output": module(inputs["h"])}
@@ -210,30 +210,33 @@ def _windows(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tens
 
 def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     outputs, wide = inputs["weight"].shape
-    module = Merge(tuple(parameters["grid"]), wide // 4, outputs)
-    fill(module.norm, inputs, "gain", "offset")
-    fill(module.reduction, inputs, "weight", "bias", "multiplier")
-    module.norm.epsilon, module.norm.shift = parameters["epsilon"], parameters["norm_shift"]
-    module.reduction.left = parameters["left"]
-    return {"output": module(inputs["h"], backend)}
+    order = op.merge_order(tuple(parameters["grid"]))
+    norm, reduction = LayerNorm(wide, "int8", order.shape), Linear(wide, outputs, "int16")
+    norm.get_buffer("gather").copy_(order)
+    fill(norm, inputs, "gain", "offset")
+    fill(reduction, inputs, "weight", "bias", "multiplier")
+    norm.epsilon, norm.shift = parameters["epsilon"], parameters["norm_shift"]
+    reduction.left = parameters["left"]
+    return {"output": reduction(norm(inputs["h"], backend), backend=backend)}
 
 
 def _network(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     """A whole network, and the residual stream behind every block and merging."""
     tensors = {role.removeprefix("network."): x for role, x in inputs.items() if role != "images"}
-    network = network_from_header(parameters, tensors).eval()
+    forms = {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+    network = from_first_form(parameters, forms, lambda: tensors).eval()
     network.backend = backend
     outputs: Tensors = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, out: outputs.update({f"stream.{name}": out.clone()})
+    def keep(name: str, x: torch.Tensor) -> None:
+        # a block ends with the second layer of its MLP, a merging with its one linear layer
+        place, _, last = name.rpartition(".")
+        if last in ("fc2", "reduction"):
+            outputs[f"stream.{place}"] = x.clone()
 
-    for name, module in network.named_modules():
-        if isinstance(module, Block | Merge):
-            module.register_forward_hook(keep(name))
     with torch.inference_mode():
-        outputs["output"] = network(inputs["images"])
-    return outputs
+        found = network.run(inputs["images"], keep)
+    return outputs | found
 
 
 OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
@@ -767,47 +770,10 @@ def network_cases() -> dict[str, Case]:
     return cases | whole_networks()
 
 
-NETWORKS: dict[str, dict[str, Any]] = {
-    "vit": {"num_classes": 5, "reg_tokens": 2, "no_embed_class": True, "init_values": 0.2},
-    "vit-features": {"num_classes": 0},
-    "vit-mean-then-norm": {"num_classes": 4, "global_pool": "avg"},
-    "vit-norm-then-mean": {"num_classes": 4, "global_pool": "avg", "fc_norm": False, "pre_norm": True, "class_token": False},
-    "vit-long": {"num_classes": 3, "img_size": 18, "patch_size": 2},
-    "swin": {"num_classes": 5},
-    "swin-features": {"num_classes": 0, "window_size": 2},
-}
-"""Small timm models with random weights, by the options of their classes."""
-
-
 def whole_networks() -> dict[str, Case]:
-    """Return quantised networks with an image each."""
-    from timm.models.swin_transformer import SwinTransformer as FloatSwin
-    from timm.models.vision_transformer import VisionTransformer as FloatVit
-
-    cases = {}
-    sizes: dict[str, Any]
-    for name, options in NETWORKS.items():
-        torch.manual_seed(0)
-        if name.startswith("vit"):
-            sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
-            model = FloatVit(**{**sizes, **options})
-        else:
-            sizes = {"img_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2), "window_size": 4}
-            model = FloatSwin(**{**sizes, "mlp_ratio": 2, **options})
-        model.pretrained_cfg = {"mean": (0.48, 0.45, 0.4), "std": (0.22, 0.23, 0.25)}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
-        side = options.get("img_size", 16)
-        images = Draw(f"network/{name}").integers(0, 256, 8, 3, side, side, dtype=torch.uint8)
-        network = qflash.quantize_model(model.eval(), [images], progress=False)
-        assert isinstance(network, VisionTransformer | SwinTransformer)
-        tensors = {f"network.{role}": x for role, x in network_tensors(network).items()}
-        # computed with nothing of it, and its last bits are the machine's
-        network.quality = None
-        header = network_header(network)
-        cases[f"network/{name}"] = Case("network", header, {"images": images[:1], **tensors})
-    return cases
+    """Return the quantised networks of the committed file, with an image each: small ViTs and Swins of timm, random weights."""
+    _, cases = read(GOLDEN / "networks.safetensors")
+    return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
 
 
 # Random cases.

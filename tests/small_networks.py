@@ -54,14 +54,18 @@ def build(family: str, **options: Any) -> Any:
     return model.eval()
 
 
-def draw(model: Any, count: int, seed: int = 1) -> torch.Tensor:
+def draw_images(count: int, channels: int, side: int, seed: int = 1) -> torch.Tensor:
     """Return random images, uint8, with something to see: blocks and noise."""
     generator = torch.Generator().manual_seed(seed)
-    side, channels = model.patch_embed.img_size[0], model.patch_embed.proj.in_channels
     coarse = torch.rand(count, channels, 4, 4, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(side, side))
     noise = torch.rand(count, channels, side, side, generator=generator)
     return ((0.7 * smooth + 0.3 * noise) * 255).to(torch.uint8)
+
+
+def draw(model: Any, count: int, seed: int = 1) -> torch.Tensor:
+    """Return images for one of timm's models, see :func:`draw_images`."""
+    return draw_images(count, model.patch_embed.proj.in_channels, model.patch_embed.img_size[0], seed)
 
 
 def normalise(model: Any, images: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ __all__ = [
     "align_bias",
     "attention",
     "calibrate",
+    "compare",
     "coverage",
     "export_onnx",
     "float_attention",
@@ -47,6 +48,7 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
     from .integrations.transformers import register_attention
+    from .network.compare import compare
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.static_attention import calibrate
@@ -63,10 +65,10 @@ else:
         from . import api, precompile, quantization, recipe
         from .integrations import inspection, patching, sdpa
         from .integrations import transformers as hugging_face
-        from .network import onnx_export, static_attention, storage
+        from .network import compare, onnx_export, static_attention, storage
         from .network import quantize as network
 
-        networks = network, static_attention, storage, onnx_export
+        networks = network, static_attention, storage, onnx_export, compare
         homes = recipe, quantization, patching, inspection, hugging_face, sdpa, *networks, precompile, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})

@@ -54,7 +54,17 @@ def test_layers_at_the_ends_of_their_ranges() -> None:
 
 
 def test_attention_with_query_and_key_norms(made: Any) -> None:  # noqa: F811
-    module = copy.deepcopy(made("query and key norms")[1].blocks[0].attn)
-    x = integers(-128, 128, (1, 5, 48), torch.int8, random.Random(3))
-    want = module.attend(x, "reference")
-    assert same_bits(module.to(DEVICE).attend(x.to(DEVICE), "triton").cpu(), want) and want.unique().numel() > 20
+    network = made("query and key norms")[1]
+    parts: list[Any] = [
+        copy.deepcopy(network.part(f"blocks.0.attn.{name}")) for name in ("qk", "q_norm", "k_norm", "v", "core")
+    ]
+    channels = parts[0].weight.shape[1]
+    x = integers(-128, 128, (1, 5, channels), torch.int8, random.Random(3))
+
+    def attend(x: torch.Tensor, backend: str) -> torch.Tensor:
+        qk, q_norm, k_norm, v, core = (part.to(x.device) for part in parts)
+        both = qk(x, backend=backend)
+        return core(q_norm(both, backend=backend), k_norm(both, backend=backend), v(x, backend=backend), backend=backend)
+
+    want = attend(x, "reference")
+    assert same_bits(attend(x.to(DEVICE), "triton").cpu(), want) and want.unique().numel() > 20

@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 import qflash
 from qflash import paths
 from qflash.network import modules, storage
-from qflash.network.models import VisionTransformer
 from small_networks import KINDS, build, draw, in_ours, rewrite
 
 Made = Callable[[str], tuple[Any, Any]]
@@ -128,109 +127,143 @@ def test_a_file_without_a_digest_is_refused_with_advice(network: Any, path: Path
 
 NUMBERS = (0, -1, 1e300, 1e-300, 10**400, -(10**400), True, None, "1", [], [1.0], {}, float("nan"), float("inf"))
 SIZES = (0, -1, 1.0, 1 << 40, 10**400, True, None, "8", [], [8], [8, 8, 8], {}, float("nan"))
+RECIPES = ("{}", "", "default", "[]", "{", "[" * 100000, None, 1, {}, '{"probability_bits": 8}', '{"x": 1}', qflash.PAPER.key)
+NAMES = (None, 1, [], {}, "", "images", "other", "a b", ".", "x" * 10000)
+LATER = [{"name": "more", "operator": "Widen", "inputs": ["head"], "sizes": {"token": None}}]
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "shape.softmax_scale": (*NUMBERS, 2.0**61, 2.0**-61),
-    "output_scale": NUMBERS,
-    "units": (*(x for x in NUMBERS if x != [1.0]), [], [1.0, 1.0], [1e300], [True], [[1.0]], [None], [float("nan")]),
-    "shape.recipe": ("{}", "", "default", "[]", "{", "[" * 100000, None, 1, {}, '{"probability_bits": 8}', '{"x": 1}'),
-    "shape.image_size": (8, [8], [8, 8, 8], [8, 8.0], [8, True], [0, 8], [-8, 8], [7, 8], "88", {}, None, [10**400, 8],
-                         [[8], 8]),
-    "shape.patch_size": (4, [4], [4, 4, 4], [4, 0], [3, 4], [4, True], "44", {}, None, [16, 16]),
-    "shape.pool": ("", "mean", "max", None, True, ["token"], {}),
-    "shape.first_norm": (0, 1, None, "true", [], True),
-    "shape.qk_norm": (0, 1, None, "true", [], True),
-    "version": (0, 2, True, 1.0, "1", None, [], {}),
+    "version": (0, 1, 3, True, 2.0, "2", None, [], {}),
     "arithmetic_version": (0, 1, True, "2", 2.0, None, [], {}, 10**400),
-    "kind": ("", "Vision", "SwinTransformer", None, 1, [], {}, ["VisionTransformer"]),
+    "image": (8, [3, 8], [3, 8, 8, 8], [3, 8, 8.0], [3, 8, True], [3, 0, 8], [3, -8, 8], [3, 7, 8], [1, 8, 8], "388", {}, None,
+              [3, 10**400, 8], [3, [8], 8], [3, 1 << 13, 1 << 14], [3, 16, 16]),
+    "recipe": RECIPES,
+    "outputs": (None, [], {}, 1, "x", {"output": None}, {"output": "images"}, {"output": "other"}, {"output": 1},
+                {"a": "head", "b": "other"}),
+    "scales": (None, [], {}, 1, "x", {"other": 1.0}, {"output": 1.0, "other": 1.0}),
+    "scales.output": NUMBERS,
+    "units": (*(x for x in NUMBERS if x != [1.0]), [], [1.0] * 100, [1e300], [True], [[1.0]], [None], [float("nan")]),
     "constants": (None, [], {}, 1, "x"),
     "constants.head": (None, [], {}, 1, {"left": True}, {"left": 1.0}, {"left": "1"}, {"left": -1}, {"left": 31},
                        {"left": 10**400}, {"left": 1, "right": 1}),
     "constants.norm": ({"epsilon": -1, "shift": 1}, {"epsilon": 1 << 54, "shift": 1}, {"epsilon": 0, "shift": 30},
                        {"shift": 1}),
-    "shape": (None, [], {}, 1, "x"),
+    "quality": (None, 1, [], {}, "x"),
     "unknown": (1, None),
-    "shape.unknown": (1, None),
-    **{f"shape.{name}": SIZES for name in ("image_channels", "channels", "depth", "heads", "head_dim", "hidden")},
-    "shape.prefix_tokens": tuple(x for x in SIZES if x != 1 or x is True),
-    "shape.outputs": SIZES,
+    "nodes": (None, [], {}, 1, "x", [None], [[]], [{}], LATER),
+    **{f"nodes.{number}": (None, [], {}, 1, "x", LATER[0]) for number in (0, 3, -1)},
+    **{f"nodes.{number}.name": NAMES for number in (0, 3, -1)},
+    **{f"nodes.{number}.operator": (None, 1, [], {}, "", "Other", "Join", "Widen", "Mean") for number in (0, 2, 3)},
+    **{f"nodes.{number}.inputs": (None, 1, "images", {}, [], [1], [None], ["other"], ["head"], ["images"] * 4)
+       for number in (0, 1, 3, -1)},
+    **{f"nodes.{number}.sizes": (None, 1, [], {}, "x", {"x": 1}) for number in (0, 3, -1)},
+    **{f"nodes.{number}.unknown": (1, None) for number in (0, -1)},
+    # of the patch embedding, a normalisation, attention, and the head
+    **{f"nodes.0.sizes.{name}": tuple(x for x in SIZES if (name, x) != ("prefix_tokens", 1) or x is True)
+       for name in ("image_channels", "outputs", "positions", "prefix_tokens")},
+    "nodes.0.sizes.patch_size": (4, [4], [4, 4, 4], [4, 0], [3, 4], [4, True], "44", {}, None, [8, 8]),
+    "nodes.1.sizes.channels": SIZES,
+    **{f"nodes.1.sizes.{name}": (*(x for x in SIZES if x is not None and x != []), [1, 2, 3], [10**6, 10**6], [1, 1])
+       for name in ("gather", "part")},
+    "nodes.1.sizes.single": (0, 1, None, "x", [], True),
+    "nodes.1.sizes.dtype": (None, 1, "int16", "int32", "float32", "int4", [], {}),
+    **{f"nodes.3.sizes.{name}": SIZES for name in ("heads", "head_dim")},
+    "nodes.3.sizes.softmax_scale": (*NUMBERS, 2.0**61, 2.0**-61),
+    "nodes.3.sizes.recipe": RECIPES,
+    "nodes.3.sizes.bias": (1, True, "x", {}, [1], [1, 1, 1], [1, 1, 5, 5], [1, 1, 5, 10**9], [10**400] * 4),
+    **{f"nodes.3.sizes.{name}": tuple(x for x in SIZES if type(x) is not int or x) for name in ("tokens", "queries")},
+    **{f"nodes.-1.sizes.{name}": SIZES for name in ("inputs", "outputs")},
+    "nodes.-1.sizes.tokens": tuple(x for x in SIZES if type(x) is not int or x),
+    "nodes.-1.sizes.dtype": (None, 1, "int8", "float32", "int4", [], {}),
 }  # fmt: skip
 """Entries of a header and what must not stand there."""
 
 
-@pytest.mark.parametrize(("field", "index"), [(field, i) for field, values in FIELDS.items() for i in range(len(values))])
-def test_an_odd_value_in_a_header_is_refused(path: Path, field: str, index: int) -> None:
-    value = FIELDS[field][index]
-
-    def change(ours: dict[str, Any]) -> None:
-        *way, last = field.split(".", 1)
-        for key in way:
-            ours = ours[key]
-        ours[last] = value
-
-    path.write_bytes(rewrite(path.read_bytes(), in_ours(change)))
-    with pytest.raises(ValueError, match="holds no whole integer network"):
-        qflash.load_model(path, verify=False)
+def place_of(ours: dict[str, Any], field: str) -> tuple[Any, Any]:
+    """Return what holds an entry of a header, and the entry's name or number there."""
+    *way, last = (int(key) if key.lstrip("-").isdigit() else key for key in field.split("."))
+    place: Any = ours
+    for key in way:
+        place = place[key]
+    return place, last
 
 
-@pytest.mark.parametrize("value", ["{}", None, 1, [], {}, "[[0, 0]]", [[0, 0, 0]], [[4, 0]], [[-1, 0]], [0], [[True, 0]]])
-def test_odd_shifts_of_a_swin_are_refused(made: Made, tmp_path: Path, value: Any) -> None:
-    path = tmp_path / "swin.safetensors"
-    made("swin")[1].save(path)
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_odd_value_in_a_header_is_refused(path: Path, field: str) -> None:
     content = path.read_bytes()
-    for field, other in (("shifts", value), ("grid", value), ("window", value)):
-        path.write_bytes(rewrite(content, in_ours(lambda ours, f=field, v=other: ours["shape"]["stages"][0].update({f: v}))))
+    for value in FIELDS[field]:
+
+        def change(ours: dict[str, Any], value: Any = value) -> None:
+            place, last = place_of(ours, field)
+            place[last] = value
+
+        path.write_bytes(rewrite(content, in_ours(change)))
         with pytest.raises(ValueError, match="holds no whole integer network"):
-            qflash.load_model(path, verify=False)
-    path.write_bytes(rewrite(content, in_ours(lambda ours: ours["shape"].update(stages=value))))
-    with pytest.raises(ValueError, match="holds no whole integer network"):
-        qflash.load_model(path, verify=False)
+            print(field, str(value)[:100], qflash.load_model(path, verify=False))
+
+
+def entries(x: Any, way: str = "") -> list[str]:
+    """Return the ways to all entries of objects in a header."""
+    if isinstance(x, list):
+        return [each for number, inner in enumerate(x) for each in entries(inner, f"{way}{number}.")]
+    if not isinstance(x, dict):
+        return []
+    return [each for name, inner in x.items() for each in (f"{way}{name}", *entries(inner, f"{way}{name}."))]
 
 
 def test_every_entry_of_a_header_is_needed(path: Path) -> None:
     content = path.read_bytes()
     ours = json.loads(json.loads(content[8 : header_length(content)])["__metadata__"][storage.KEY])
-    for name in ours:
-        path.write_bytes(rewrite(content, in_ours(lambda ours, name=name: ours.pop(name))))
+    # names with dots are nodes of "constants"
+    found = [name for name in entries({**ours, "constants": {}}) if not name.startswith("quality.")]
+    assert len(found) > 80
+    for name in found:
+
+        def change(ours: dict[str, Any], name: str = name) -> None:
+            place, last = place_of(ours, name)
+            del place[last]
+
+        path.write_bytes(rewrite(content, in_ours(change)))
         with pytest.raises(ValueError, match="holds no whole integer network"):
             qflash.load_model(path)
+        if ".sizes." not in name and name not in ("quality", "sha256"):
+            # sizes may have defaults
+            with pytest.raises(ValueError, match="holds no whole integer network"):
+                qflash.load_model(path, verify=False)
+    for node in ours["constants"]:
+        path.write_bytes(rewrite(content, in_ours(lambda ours, node=node: ours["constants"].pop(node))))
+        with pytest.raises(ValueError, match="holds no whole integer network"):
+            qflash.load_model(path, verify=False)
 
 
 # --- hostile headers ------------------------------------------------------------------------------------------
 
 
-def file_of(shape: dict[str, Any], path: Path, kind: str = "VisionTransformer", tensors: int = 130) -> None:
-    """Write a small file with a shape of one's choice and as many tensors as blocks could need."""
-    header = {"version": 1, "arithmetic_version": storage.ARITHMETIC_VERSION, "kind": kind, "shape": shape, "constants": {},
-              "output_scale": 1.0, "units": [1.0]}  # fmt: skip
-    save_file({f"x{i}": torch.zeros(1, dtype=torch.int8) for i in range(tensors)}, path, {storage.KEY: json.dumps(header)})
+def linear_node(name: str, inputs: int, outputs: int, *taken: str, **sizes: Any) -> dict[str, Any]:
+    sizes = {"inputs": inputs, "outputs": outputs, "dtype": "int16", **sizes}
+    return {"name": name, "operator": "Linear", "inputs": list(taken), "sizes": sizes}
 
 
-SMALL = {
-    "image_size": [8, 8], "patch_size": [4, 4], "image_channels": 3, "channels": 8, "depth": 1, "heads": 1, "head_dim": 8,
-    "hidden": 8, "prefix_tokens": 1, "pool": "token", "outputs": 2, "first_norm": False, "softmax_scale": 0.3,
-    "recipe": qflash.DEFAULT.key,
+EMBED = {
+    "name": "embed", "operator": "PatchEmbedding", "inputs": ["images"],
+    "sizes": {"image_channels": 3, "patch_size": [4, 4], "outputs": 8, "positions": 0, "prefix_tokens": 0},
 }  # fmt: skip
-STAGE = {
-    "grid": [1024, 1024],
-    "window": [1, 1],
-    "shifts": [[0, 0]] * 100,
-    "channels": 8,
-    "heads": 1,
-    "head_dim": 8,
-    "hidden": 8,
-}
-SWIN = {"image_size": [1024, 1024], "patch_size": [1, 1], "image_channels": 3, "stages": [STAGE], "outputs": 2,
-        "recipe": qflash.DEFAULT.key}  # fmt: skip
-HOSTILE = {
-    "hidden": ("VisionTransformer", SMALL | {"hidden": 50_000_000}),
-    "hidden within its range": ("VisionTransformer", SMALL | {"hidden": 1 << 20, "channels": 4096, "depth": 100}),
-    "image": ("VisionTransformer", SMALL | {"image_size": [8192, 8192], "patch_size": [1, 1]}),
-    "patch": ("VisionTransformer", SMALL | {"image_size": [8192, 8192], "patch_size": [8192, 8192], "channels": 4096}),
-    "depth": ("VisionTransformer", SMALL | {"depth": 1 << 20}),
-    "tables of windows": ("SwinTransformer", SWIN),
-    "bias of windows": ("SwinTransformer", SWIN | {"stages": [STAGE | {"window": [1024, 1024], "heads": 1 << 20}]}),
-    "more windows": ("SwinTransformer", SWIN | {"image_size": [8192, 8192], "stages": [STAGE | {"grid": [8192, 8192]}]}),
-    "blocks without end": ("SwinTransformer", SWIN | {"stages": [STAGE | {"shifts": [[0, 0]] * 100_000}]}),
+CORE = {"heads": 1, "head_dim": 8, "softmax_scale": 0.3, "recipe": qflash.DEFAULT.key, "bias": None, "tokens": 0, "queries": 0}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "outputs": {"nodes": [EMBED, linear_node("x", 1 << 12, 1 << 24, "embed")]},
+    "tokens": {"nodes": [EMBED, linear_node("x", 8, 8, "embed", tokens=1 << 24)] + [
+        linear_node(f"x{i}", 8, 8, "embed", tokens=1 << 24) for i in range(100)]},
+    "positions": {"nodes": [EMBED | {"sizes": EMBED["sizes"] | {"positions": 1 << 24, "outputs": 4096}}]},
+    "image": {"nodes": [EMBED], "image": [3, 8192, 8192]},
+    "channels": {"nodes": [EMBED], "image": [1 << 24, 8192, 8192]},
+    "bias": {"nodes": [EMBED, {"name": "core", "operator": "Attention", "inputs": ["embed"],
+                               "sizes": CORE | {"bias": [1 << 10, 1 << 4, 1 << 10, 1 << 10]}}]},
+    "bias of more than fits": {"nodes": [EMBED, {"name": "core", "operator": "Attention", "inputs": ["embed"],
+                                                 "sizes": CORE | {"bias": [1 << 24] * 4}}]},
+    "queries": {"nodes": [EMBED, {"name": "core", "operator": "Attention", "inputs": ["embed"],
+                                  "sizes": CORE | {"queries": 1 << 24, "head_dim": 512}}]},
+    "gather": {"nodes": [EMBED, {"name": "norm", "operator": "LayerNorm", "inputs": ["embed"],
+                                 "sizes": {"channels": 8, "dtype": "int8", "gather": [1 << 24, 1 << 6]}}]},
+    "nodes without end": {"nodes": [{"name": f"n{i}", "operator": "Widen", "inputs": ["images"], "sizes": {"token": None}}
+                                    for i in range(100_000)]},
 }  # fmt: skip
 
 MEASURE = """
@@ -252,9 +285,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
     files = []
-    for index, (kind, shape) in enumerate(HOSTILE.values()):
-        files.append(str(tmp_path / f"{index}.safetensors"))
-        file_of(shape, Path(files[-1]), kind)
+    for index, changes in enumerate(HOSTILE.values()):
+        path = tmp_path / f"{index}.safetensors"
+        nodes = [node["name"] for node in changes["nodes"]]
+        header = {
+            "version": storage.VERSION, "arithmetic_version": storage.ARITHMETIC_VERSION, "image": [3, 8, 8],
+            "recipe": qflash.DEFAULT.key, "outputs": {"output": nodes[-1]}, "scales": {"output": 1.0}, "units": [1.0],
+            "constants": {}, **changes,
+        }  # fmt: skip
+        save_file({f"x{i}": torch.zeros(1, dtype=torch.int8) for i in range(130)}, path, {storage.KEY: json.dumps(header)})
+        files.append(str(path))
     done = subprocess.run([sys.executable, "-c", MEASURE, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     # kilobytes
@@ -267,12 +307,17 @@ def test_shapes_are_compared_before_memory_is_taken(path: Path, monkeypatch: pyt
 
     def noted(self: Any, name: str, *form: Any, **options: Any) -> None:
         build_buffer(self, name, *form, **options)
-        places.append(self._buffers[name].device.type)
+        if self._buffers[name] is not None:
+            places.append(self._buffers[name].device.type)
 
     monkeypatch.setattr(modules.IntegerModule, "_buffer", noted)
     content = path.read_bytes()
-    for field, value in (("hidden", 16), ("channels", 16), ("prefix_tokens", 2), ("image_size", [16, 16]), ("outputs", 3)):
-        path.write_bytes(rewrite(content, in_ours(lambda ours, f=field, v=value: ours["shape"].update({f: v}))))
+    for number, field, value in ((0, "outputs", 16), (0, "prefix_tokens", 2), (1, "channels", 16), (-1, "outputs", 3)):
+
+        def change(ours: dict[str, Any], number: int = number, field: str = field, value: int = value) -> None:
+            ours["nodes"][number]["sizes"][field] = value
+
+        path.write_bytes(rewrite(content, in_ours(change)))
         with pytest.raises(ValueError, match=r"must be torch\.int"):
             qflash.load_model(path, verify=False)
     assert set(places) == {"meta"}
@@ -346,7 +391,7 @@ def test_a_full_disk_leaves_the_old_file(
 ) -> None:
     path = tmp_path / "file"
     other = copy.deepcopy(network)
-    other.head.bias += 1
+    other.part("head").bias += 1
     write(other, path)
     before = {each: each.read_bytes() for each in tmp_path.iterdir()}
     small_disk(1000)
@@ -465,7 +510,7 @@ def test_a_state_dict_makes_the_network(pair: tuple[Any, Any, Any], kind: str, t
     assert torch.equal(target(images), source(images)) and same(target, source)
     assert (target.output_scale, target.units) == (source.output_scale, source.units)
     # what was loaded is a copy but for assign
-    shared = target.head.bias.data_ptr() == source.head.bias.data_ptr()
+    shared = next(target.buffers()).data_ptr() == next(source.buffers()).data_ptr()
     assert shared == (kind == "assign")
 
 
@@ -490,34 +535,48 @@ def test_a_state_dict_that_does_not_fit_is_refused(made: Made, strict: bool) -> 
     state = dict(quantised(model, 4).state_dict())
     without = {name: x for name, x in state.items() if name != EXTRA}
     refused(target, without, "lacks '_extra_state' with its shifts, output scale, units and recipe", strict)
-    refused(target, {"head.bias": state["head.bias"]}, "lacks '_extra_state'", strict)
-    part = {name: x for name, x in state.items() if name != "head.bias"}
+    bias, multiplier = "parts.head.bias", "parts.head.multiplier"
+    refused(target, {bias: state[bias]}, "lacks '_extra_state'", strict)
+    part = {name: x for name, x in state.items() if name != bias}
     refused(target, part, r"tensors \['head.bias'\] are missing", strict)
     for name, x, message in (
         (EXTRA, state[EXTRA].to(torch.int8), "'_extra_state' in the state_dict must be a uint8 tensor"),
-        (EXTRA, state[EXTRA][:-1], "network stays as it is|VisionTransformer stays as it is"),
+        (EXTRA, state[EXTRA][:-1], "IntegerNetwork stays as it is"),
         (EXTRA, "{}", "'_extra_state' in the state_dict must be a uint8 tensor"),
-        ("head.bias", state["head.bias"].float(), r"head\.bias must be torch\.int32 \(10,\), is torch\.float32"),
-        ("head.bias", state["head.bias"].long(), r"head\.bias must be torch\.int32 \(10,\), is torch\.int64"),
-        ("head.bias", state["head.bias"][:5], r"head\.bias must be torch\.int32 \(10,\), is torch\.int32 \(5,\)"),
-        ("head.bias", [1, 2], "head.bias in the state_dict must be a tensor"),
-        ("head.bias", state["head.bias"].to("meta"), "head.bias in the state_dict must be a tensor with numbers"),
-        ("head.multiplier", torch.full_like(state["head.multiplier"], -1), "head: multiplier must be from 0"),
+        (bias, state[bias].float(), r"head\.bias must be torch\.int32 \(10,\), is torch\.float32"),
+        (bias, state[bias].long(), r"head\.bias must be torch\.int32 \(10,\), is torch\.int64"),
+        (bias, state[bias][:5], r"head\.bias must be torch\.int32 \(10,\), is torch\.int32 \(5,\)"),
+        (bias, [1, 2], "head.bias in the state_dict must be a tensor"),
+        (bias, state[bias].to("meta"), "head.bias in the state_dict must be a tensor with numbers"),
+        (multiplier, torch.full_like(state[multiplier], -1), "head: multiplier must be from 0"),
     ):
         refused(target, state | {name: x}, message, strict)
+
+    def core(header: dict[str, Any]) -> dict[str, Any]:
+        return next(node for node in header["nodes"] if node["operator"] == "Attention")["sizes"]  # type: ignore[no-any-return]
+
+    def rename(header: dict[str, Any]) -> None:
+        # a network that is right by itself
+        for node in header["nodes"]:
+            if node["operator"] == "Attention":
+                node["sizes"]["recipe"] = qflash.PAPER.key
+        header["recipe"] = qflash.PAPER.key
+
+    other = "the state_dict is of a network with other nodes"
     for change, message in (
         (lambda header: header["constants"]["head"].update(left=31), "head: left must be from 0 to 30, got 31"),
         (lambda header: header.update(arithmetic_version=1), "arithmetic version 1"),
-        (lambda header: header.update(output_scale=float("nan")), "JSON has no NaN"),
-        (lambda header: header.update(output_scale=1e300), "output_scale must be a number"),
-        (lambda header: header["shape"].update(softmax_scale=0.5), "the state_dict is of a VisionTransformer with"),
-        (lambda header: header["shape"].update(recipe=qflash.PAPER.key), "the state_dict is of a VisionTransformer with"),
-        (lambda header: header["shape"].update(image_size=[16, 64]), "the state_dict is of a VisionTransformer with"),
+        (lambda header: header["scales"].update(output=float("nan")), "JSON has no NaN"),
+        (lambda header: header["scales"].update(output=1e300), "the scale of output must be a number"),
+        (lambda header: core(header).update(softmax_scale=0.5), other),
+        (rename, other),
+        (lambda header: header.update(outputs={"classes": "head"}, scales={"classes": 1.0}), other),
+        (lambda header: header.update(image=[3, 16, 64]), other),
         (lambda header: header.clear(), "header must be an object of JSON with a version"),
     ):
         refused(target, header_changed(state, change), message, strict)
-    other = quantised(model, 4, recipe=qflash.DEFAULT.replace(exponential="linear"))
-    refused(target, other.state_dict(), "the state_dict is of a VisionTransformer with", strict)
+    linear = quantised(model, 4, recipe=qflash.DEFAULT.replace(exponential="linear"))
+    refused(target, linear.state_dict(), other, strict)
 
 
 def test_names_that_are_missing_or_not_known(made: Made) -> None:
@@ -528,21 +587,21 @@ def test_names_that_are_missing_or_not_known(made: Made) -> None:
     assert all(name in str(caught.value) for name in network.state_dict())
     target.load_state_dict({}, strict=False)
     state = quantised(model, 4).state_dict()
-    for name in ("other", "blocks.0.other", "blocks.7.fc1.weight"):
+    for name in ("other", "parts.blocks.0.other", "parts.blocks.7.mlp.fc1.weight"):
         with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{name}"'):
             target.load_state_dict(state | {name: torch.zeros(1)})
         assert target.load_state_dict(state | {name: torch.zeros(1)}, strict=False) == ([], [name])
         assert same(target, quantised(model, 4))
 
 
-@pytest.mark.parametrize("part", ["head", "blocks", "blocks.0", "blocks.1.attn", "blocks.0.fc1", "norm"])
+@pytest.mark.parametrize("part", ["head", "blocks.0.attn.core", "blocks.0.mlp.fc1", "norm"])
 def test_parts_are_not_loaded_by_themselves(made: Made, part: str) -> None:
     model, network = made("class token")
     target = copy.deepcopy(network)
-    state = quantised(model, 4).get_submodule(part).state_dict()
+    state = quantised(model, 4).part(part).state_dict()
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=r"part of an integer network, which is loaded as a whole.*qflash\.load_model"):
-            target.get_submodule(part).load_state_dict(state, strict=strict)
+            target.part(part).load_state_dict(state, strict=strict)
     assert same(target, network)
 
 
@@ -578,7 +637,11 @@ def test_a_state_dict_does_not_disturb_tools(made: Made) -> None:
     compiled.load_state_dict({f"_orig_mod.{name}": x for name, x in other.state_dict().items()})
     assert torch.equal(compiled(images), other(images)) and not torch.equal(before, compiled(images))
     assert network.state_dict()[EXTRA].dtype == torch.uint8
-    empty = VisionTransformer(network.shape)
+    empty = storage.network_from_header(
+        storage.network_header(network), {name: x.clone() for name, x in storage.network_tensors(network).items()}
+    )
+    for part in storage.network_tensors(empty).values():
+        part.zero_()
     empty.load_state_dict(network.state_dict())
     assert torch.equal(empty(images), network(images))
     assert len(list(network.buffers())) == len(list(empty.buffers()))

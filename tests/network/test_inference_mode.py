@@ -45,7 +45,7 @@ class FakeCapture:
 class FakeNetwork:
     """A network that is on a GPU that is not there; it keeps what it was called with last."""
 
-    shape = types.SimpleNamespace(image_channels=3, image_size=(4, 4))
+    image = 3, 4, 4
 
     def buffers(self) -> Iterator[Any]:
         yield types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))

@@ -86,20 +86,23 @@ def grid_of(which: Converted, layer: str) -> tuple[torch.Tensor, torch.Tensor, s
     """Steps and middles of a layer's inputs, its name in the float model, and the integer one."""
     network, model = which.network, which.model
     if layer == "merge":
-        merge, name = network.merges[0], "layers.1.downsample.reduction"
-        return *grid_of_norm(merge.norm, model.layers[1].downsample.norm), name, merge.reduction
+        norm, name = "layers.1.downsample.norm", "layers.1.downsample.reduction"
+        return *grid_of_norm(network.part(norm), model.get_submodule(norm)), name, network.part(name)
     if layer == "head":
-        return *grid_of_norm(network.norm, model.norm), "head", network.head
-    block, theirs = network.blocks[0], model.blocks[0]
+        return *grid_of_norm(network.part("norm"), model.norm), "head", network.part("head")
+    theirs = model.blocks[0]
     if layer == "qkv":
-        return *grid_of_norm(block.norm1, theirs.norm1), "blocks.0.attn.qkv", block.attn.qkv
+        name = "blocks.0.attn.qkv"
+        return *grid_of_norm(network.part("blocks.0.norm1"), theirs.norm1), name, network.part(name)
     if layer == "fc1":
-        return *grid_of_norm(block.norm2, theirs.norm2), "blocks.0.mlp.fc1", block.fc1
+        name = "blocks.0.mlp.fc1"
+        return *grid_of_norm(network.part("blocks.0.norm2"), theirs.norm2), name, network.part(name)
     if layer == "fc2":
-        return *grid_of_gelu(block.fc1), "blocks.0.mlp.fc2", block.fc2
+        return *grid_of_gelu(network.part("blocks.0.mlp.fc1")), "blocks.0.mlp.fc2", network.part("blocks.0.mlp.fc2")
     value = which.made["blocks.0.attn.qkv"].unflatten(-1, (3, -1))[..., 2, :].flatten(0, -2)
     middle = (value.amax(dim=0) + value.amin(dim=0)) / 2
-    return block.attn.output_scale.view(torch.float32).flatten().double(), middle, "blocks.0.attn.proj", block.attn.proj
+    scale = network.part("blocks.0.attn.core").output_scale.view(torch.float32).flatten().double()
+    return scale, middle, "blocks.0.attn.proj", network.part("blocks.0.attn.proj")
 
 
 @pytest.mark.parametrize("layer", STEPS)
@@ -144,7 +147,7 @@ def test_rounded_weights_do_not_move_the_mean_output(vit: Converted, swin: Conve
         sums, bias, one, want = (x[2 * third :] for x in (sums, bias, one, want))
         value = which.made[name].flatten(0, -2)[:, 2 * third :]
         want = want - (value.amax(dim=0) + value.amin(dim=0)) / 2
-        unit: Any = which.network.blocks[0].attn.value_scale.view(torch.float32).flatten().double()
+        unit: Any = which.network.part("blocks.0.attn.core").value_scale.view(torch.float32).flatten().double()
     else:
         unit = {"fc1": GELU_UNIT, "head": which.network.output_scale, "merge": which.network.units[-1]}.get(
             layer, which.network.units[0]
@@ -164,7 +167,8 @@ def test_a_stream_has_room_for_twice_what_was_seen(vit: Converted, swin: Convert
 def test_inputs_of_query_and_key_norms_have_room_for_twice_what_was_seen() -> None:
     which = Converted("vit", depth=1, num_classes=3, qk_norm=True)
     for part in ("q_norm", "k_norm"):
-        ours, name = getattr(which.network.blocks[0].attn, part), f"blocks.0.attn.{part}"
+        name = f"blocks.0.attn.{part}"
+        ours = which.network.part(name)
         theirs = which.model.get_submodule(name)
         unit = theirs.weight.numel() * (theirs.eps / ours.epsilon) ** 0.5
         assert unit * 32767 == pytest.approx(2 * float(which.given[name].abs().max()), rel=1e-3)
@@ -199,9 +203,10 @@ def test_a_key_without_range_costs_the_others_nothing() -> None:
     with torch.inference_mode():
         want = model(normalise(model, images))
     network = qflash.quantize_model(model, [images], progress=False)
-    for ours, theirs in zip(network.blocks, plain.blocks, strict=True):
+    for number in range(2):
         for name in ("query_scale", "key_scale"):
-            found, usual = (getattr(x.attn, name).view(torch.float32) for x in (ours, theirs))
+            cores = (x.part(f"blocks.{number}.attn.core") for x in (network, plain))
+            found, usual = (getattr(x, name).view(torch.float32) for x in cores)
             assert bool((found < 2 * usual).all())
     assert decibels(want, network.dequantize(network(images))) > 30
 
@@ -216,7 +221,7 @@ def test_the_models_own_softmax_scale(factor: float) -> None:
     with torch.inference_mode():
         want = model(normalise(model, images))
     network: Any = qflash.quantize_model(model, [images], progress=False)
-    assert network.shape.softmax_scale == model.blocks[0].attn.scale
+    assert network.part("blocks.0.attn.core").softmax_scale == pytest.approx(model.blocks[0].attn.scale)
     assert decibels(want, network.dequantize(network(images))) > 30
 
 
@@ -235,7 +240,7 @@ def test_features_have_eighteen_bits() -> None:
 
 def test_the_last_norm_before_a_mean_is_fine(swin: Converted) -> None:
     """int16 with a step a channel: 32000 of them to what was seen, but no finer than a 1024th of the coarsest."""
-    step, middle = grid_of_norm(swin.network.norm, swin.model.norm)
+    step, middle = grid_of_norm(swin.network.part("norm"), swin.model.norm)
     most = swin.made["norm"].abs().flatten(0, -2).amax(dim=0) / 32000
     torch.testing.assert_close(step, most.clamp(min=float(most.max()) / 1024), rtol=1e-4, atol=0)
     assert float(middle.abs().max()) < 1e-3 * float(most.max()) * 32000
@@ -243,7 +248,7 @@ def test_the_last_norm_before_a_mean_is_fine(swin: Converted) -> None:
 
 def linear(weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, step: float, middle: float = 0.0) -> Linear:
     """Convert a layer whose inputs have a step of 1 / 50 and a middle of 0.1."""
-    module = Linear(weight.shape[1], weight.shape[0], torch.int32)
+    module = Linear(weight.shape[1], weight.shape[0], "int32")
     ones = torch.ones(weight.shape[1], dtype=torch.float64)
     conversion.quantize_linear(module, weight, bias, conversion.Grid(ones / 50, ones / 10), mean, step, middle)
     return module
@@ -283,7 +288,7 @@ def test_a_normalisations_constants_are_as_fine_as_they_fit(bias: float, shift: 
     norm = nn.LayerNorm(4)
     with torch.no_grad():
         norm.bias.fill_(bias)
-    module = LayerNorm(4, torch.int8)
+    module = LayerNorm(4, "int8")
     conversion.finish_norm(module, norm, 1.0, 1.0)
     assert module.shift == shift
     assert module.gain.tolist() == [1 << (8 + shift)] * 4 and module.offset.tolist() == [int(bias * (1 << shift))] * 4

@@ -15,8 +15,8 @@ import torch
 
 import qflash
 from qflash.network import operators as op
-from qflash.network.models import VisionTransformer, VisionTransformerShape
-from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean
+from qflash.network.graph import IntegerNetwork, Node
+from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
 from qflash.network.onnx_check import check_onnx
 from qflash.reference import ARITHMETIC_VERSION
 from small_networks import KINDS, draw
@@ -28,7 +28,8 @@ from qflash.network import onnx_operators  # noqa: E402
 from qflash.network.onnx_graph import Graph, Value  # noqa: E402
 
 OPERATORS = {
-    "Abs", "Add", "BitShift", "BitwiseXor", "Cast", "Clip", "Concat", "Expand", "Gather", "GreaterOrEqual", "MatMulInteger",
+    "Abs", "Add", "BitShift", "BitwiseXor", "Cast", "Clip", "Concat", "Expand", "Gather", "GreaterOrEqual", "Identity",
+    "MatMulInteger",
     "Max", "Min", "Mul", "ReduceSum", "Reshape", "Shape", "Slice", "Split", "Sub", "TopK", "Transpose",
 }  # fmt: skip
 """All that docs/onnx.md lists."""
@@ -140,8 +141,8 @@ def fill(module: Linear, largest: int) -> None:
 
 
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
-def test_a_linear_layer(left: int, bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
     torch.manual_seed(bits)
     module = Linear(64, 24, dtype)
     fill(module, (1 << bits) - 1)
@@ -150,8 +151,8 @@ def test_a_linear_layer(left: int, bits: int, dtype: torch.dtype) -> None:
     x[0, :2], x[0, 1] = 127, -128
     want = module(x, backend="reference")
     got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
-    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
-    if dtype == torch.int16:
+    assert torch.equal(got, unsigned(want) if dtype == "int8" else want.to(torch.int32))
+    if dtype == "int16":
         residual = torch.randint(-32768, 32768, want.shape, dtype=torch.int16)
         want = module(x, residual, backend="reference")
         got = run(lambda graph, *values: onnx_operators.linear(graph, module, *values), unsigned(x), residual.int())
@@ -175,8 +176,8 @@ def test_a_linear_layer_with_gelu(bits: int, gelu_shift: int) -> None:
 
 @pytest.mark.parametrize("channels", [1, 16, 384, 4096])
 @pytest.mark.parametrize("shift", [1, 12, 29])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
-def test_a_layer_normalisation(channels: int, shift: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_a_layer_normalisation(channels: int, shift: int, dtype: str) -> None:
     torch.manual_seed(channels + shift)
     module = LayerNorm(channels, dtype)
     module.shift = shift
@@ -192,11 +193,11 @@ def test_a_layer_normalisation(channels: int, shift: int, dtype: torch.dtype) ->
         module.epsilon = epsilon
         got = run(lambda graph, value: onnx_operators.layer_norm(graph, module, value), h.to(torch.int32))
         want = module(h, backend="reference")
-        assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+        assert torch.equal(got, unsigned(want) if dtype == "int8" else want.to(torch.int32))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
-def test_a_mean_over_tokens(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_a_mean_over_tokens(dtype: str) -> None:
     torch.manual_seed(0)
     module = Mean(49, 8, dtype)
     module.left = 5
@@ -206,16 +207,13 @@ def test_a_mean_over_tokens(dtype: torch.dtype) -> None:
     x[0] = -32768
     got = run(lambda graph, value: onnx_operators.mean(graph, module, value), x.to(torch.int32))
     want = module(x)
-    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+    assert torch.equal(got, unsigned(want) if dtype == "int8" else want.to(torch.int32))
 
 
-def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None) -> Attention:
+def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None, window: int = 0) -> Attention:
     """Make attention whose heads have scales from where all scores are alike to where the largest takes all."""
     heads, width = 6, 16
-    module = Attention(32, heads, width, 0.25, recipe, None if bias_shape is None else tuple(bias_shape))
-    for linear in (module.qkv, module.proj):
-        fill(linear, 1 << 16)
-        linear.left = 8
+    module = Attention(heads, width, 0.25, recipe.key, bias_shape, window)
     scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
     for name, scale in (
         ("query", scales.view(1, heads, 1, 1)),
@@ -247,9 +245,9 @@ RECIPES = {
 def test_attention(tokens: int, name: str) -> None:
     torch.manual_seed(tokens)
     module = attention_module(RECIPES[name], None)
-    x = torch.randint(-128, 128, (2, tokens, 32), dtype=torch.int8)
-    got = run(lambda graph, value: onnx_operators.attention(graph, module, value, tokens), unsigned(x))
-    assert torch.equal(got, unsigned(module.attend(x, "reference")))
+    x = torch.randint(-128, 128, (2, tokens, 3 * 96), dtype=torch.int8)
+    got = run(lambda graph, value: onnx_operators.attention(graph, module, [value], [(1, tokens, 288)]), unsigned(x))
+    assert torch.equal(got, unsigned(module(x, backend="reference")))
     assert got.unique().numel() > 20 + min(tokens, 64)
 
 
@@ -257,12 +255,12 @@ def test_attention(tokens: int, name: str) -> None:
 @pytest.mark.parametrize("windows", [1, 4])
 def test_attention_with_a_bias(tokens: int, windows: int) -> None:
     torch.manual_seed(tokens)
-    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens))
+    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens), tokens)
     assert module.bias is not None
     module.bias[1:3] = module.bias[:1]
-    x = torch.randint(-128, 128, (3, 4, tokens, 32), dtype=torch.int8)
-    got = run(lambda graph, value: onnx_operators.attention(graph, module, value, tokens, 4), unsigned(x))
-    assert torch.equal(got.flatten(0, 1), unsigned(module.attend(x.flatten(0, 1), "reference")))
+    x = torch.randint(-128, 128, (3, 4 * tokens, 288), dtype=torch.int8)
+    got = run(lambda graph, value: onnx_operators.attention(graph, module, [value], [(1, 4 * tokens, 288)]), unsigned(x))
+    assert torch.equal(got, unsigned(module(x, backend="reference")))
 
 
 def test_a_bias_that_masks_keys_is_refused() -> None:
@@ -270,7 +268,7 @@ def test_a_bias_that_masks_keys_is_refused() -> None:
     assert module.bias is not None
     module.bias[0, 0, 0, 0] = -(1 << 30)
     with pytest.raises(ValueError, match="bias of attention must be finite"):
-        onnx_operators.attention(Graph(), module, Value("x", np.dtype(np.uint8)), 4, 1)
+        onnx_operators.attention(Graph(), module, [Value("x", np.dtype(np.uint8))], [(1, 4, 288)])
 
 
 # --- whole networks -----------------------------------------------------------------------------------------
@@ -400,7 +398,7 @@ def test_large_tensors_go_into_a_file_beside(
 def test_data_of_another_network_is_never_met(made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path) -> None:
     _, network = made("class token")
     other = copy.deepcopy(network)
-    other.blocks[0].fc1.weight.neg_()
+    other.part("blocks.0.mlp.fc1").weight.neg_()
     path = tmp_path / "network.onnx"
     (tmp_path / "network.onnx.data").touch()
     network.export_onnx(path, external_data_threshold=0)
@@ -441,19 +439,33 @@ def test_writing_twice_gives_the_same_file(made: Callable[[str], tuple[Any, Any]
         session(str(paths[0])).run(None, {"images": np.zeros((2, 3, 32, 32), np.uint8)})
 
 
-def wide_network() -> VisionTransformer:
+def network_of(side: int, patch: int, channels: int, heads: int, hidden: int, outputs: int, recipe: qflash.Recipe) -> Any:
+    """Return a network of one block, all zeros."""
+    tokens = (side // patch) ** 2
+    parts: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "embed": (PatchEmbedding(3, (patch, patch), channels, tokens, 1), ("images",)),
+        "norm1": (LayerNorm(channels, "int8"), ("embed",)),
+        "qkv": (Linear(channels, 3 * channels, "int8"), ("norm1",)),
+        "core": (Attention(heads, channels // heads, 0.125, recipe.key), ("qkv",)),
+        "proj": (Linear(channels, channels, "int16"), ("core", "embed")),
+        "norm2": (LayerNorm(channels, "int8"), ("proj",)),
+        "fc1": (LinearGelu(channels, hidden), ("norm2",)),
+        "fc2": (Linear(hidden, channels, "int16"), ("fc1", "proj")),
+        "norm": (LayerNorm(channels, "int8", (1, 1), True), ("fc2",)),
+        "head": (Linear(channels, outputs, "int32"), ("norm",)),
+    }
+    nodes = [Node(name, inputs) for name, (_, inputs) in parts.items()]
+    return IntegerNetwork(nodes, {name: part for name, (part, _) in parts.items()}, (3, side, side), recipe, {"output": "head"})
+
+
+def wide_network() -> Any:
     """Return a network of 2 MB."""
-    shape = VisionTransformerShape(
-        image_size=(32, 32), patch_size=(16, 16), image_channels=3, channels=384, depth=1, heads=6, head_dim=64, hidden=1536,
-        prefix_tokens=1, pool="token", outputs=1000, first_norm=False, softmax_scale=0.125, recipe=qflash.DEFAULT.key,
-    )  # fmt: skip
-    network = VisionTransformer(shape)
+    network = network_of(32, 16, 384, 6, 1536, 1000, qflash.DEFAULT)
     for module in network.modules():
         if isinstance(module, Linear):
             fill(module, 1 << 20)
-    for block in network.blocks:
-        for name in ("query", "key", "value", "output"):
-            getattr(block.attn, f"{name}_scale").fill_(torch.tensor(0.01).view(torch.int32).item())
+    for name in ("query", "key", "value", "output"):
+        getattr(network.part("core"), f"{name}_scale").fill_(torch.tensor(0.01).view(torch.int32).item())
     return network
 
 
@@ -472,12 +484,8 @@ def test_weights_are_stored_as_int8(tmp_path: pathlib.Path) -> None:
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-def small_network(recipe: qflash.Recipe = qflash.DEFAULT) -> VisionTransformer:
-    shape = VisionTransformerShape(
-        image_size=(8, 8), patch_size=(4, 4), image_channels=3, channels=8, depth=1, heads=1, head_dim=8, hidden=8,
-        prefix_tokens=1, pool="token", outputs=2, first_norm=False, softmax_scale=0.3, recipe=recipe.key,
-    )  # fmt: skip
-    return VisionTransformer(shape)
+def small_network(recipe: qflash.Recipe = qflash.DEFAULT) -> Any:
+    return network_of(8, 4, 8, 1, 8, 2, recipe)
 
 
 @pytest.mark.parametrize(

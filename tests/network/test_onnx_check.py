@@ -90,7 +90,7 @@ def test_the_self_test_has_the_network_s_logits(made: Made, path: Path) -> None:
 
 def test_a_changed_weight_is_found(path: Path) -> None:
     def negate(model: Any) -> None:
-        tensor = next(x for x in model.graph.initializer if x.name.startswith("blocks.0.fc2/weight"))
+        tensor = next(x for x in model.graph.initializer if x.name.startswith("blocks.0.mlp.fc2/weight"))
         tensor.raw_data = bytes(byte ^ 0x40 for byte in tensor.raw_data)
 
     change(path, negate)

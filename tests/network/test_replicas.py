@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import comm, replicate
 
-import qflash
+from qflash.network.modules import PatchEmbedding
 from small_networks import KINDS, draw, made  # noqa: F401 - a fixture
 
 NCCL = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32)
@@ -46,23 +46,21 @@ def test_replicas_have_the_bits_of_the_network(kind: str, made: Any, monkeypatch
             assert all(torch.equal(replica(images), want) for replica in replicas)
 
 
-def test_embeddings_are_kept_as_before(made: Any) -> None:  # noqa: F811
+def test_embeddings_are_loaded_as_words(made: Any) -> None:  # noqa: F811
     model, network = made("registers")
     state = network.state_dict()
-    assert list(state)[:2] == ["position", "prefix"] and not any("words" in name for name in state)
-    assert [state[name].dtype for name in ("position", "prefix")] == [torch.int16] * 2
-    assert state["position"].shape == (1, 16, 48) and state["prefix"].shape == (1, 4, 48)
+    words = [f"parts.patch_embed.proj.{name}_words" for name in ("position", "prefix")]
+    assert [(state[name].dtype, state[name].numel()) for name in words] == [(torch.int32, 16 * 24), (torch.int32, 4 * 24)]
+    embed = network.part("patch_embed.proj")
+    assert embed.position.shape == (1, 16, 48) and embed.prefix.shape == (1, 4, 48) and embed.prefix.dtype == torch.int16
     images = draw(model, 2, seed=3)
     want = network(images)
     for assign in (False, True):
         other = copy.deepcopy(network)
-        other.position.zero_()
-        other.prefix.zero_()
+        other.part("patch_embed.proj").position.zero_()
         assert not torch.equal(other(images), want)
         given = {name: x.clone() for name, x in state.items()}
         assert other.load_state_dict(given, assign=assign).missing_keys == []
-        assert torch.equal(other(images), want)
-        given["position"].zero_()
         assert torch.equal(other(images), want)
 
 
@@ -70,26 +68,18 @@ def test_embeddings_are_kept_as_before(made: Any) -> None:  # noqa: F811
 def test_embeddings_that_do_not_fit_are_refused(name: str, made: Any) -> None:  # noqa: F811
     network = copy.deepcopy(made("registers")[1])
     state = network.state_dict()
-    without = {key: x for key, x in state.items() if key != name}
+    key = f"parts.patch_embed.proj.{name}_words"
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match=rf"tensors \['{name}'\] are missing"):
-            network.load_state_dict(without, strict=strict)
-    for wrong in (state[name][:, :1], state[name].float()):
-        with pytest.raises(RuntimeError, match=rf"{name} must be torch\.int16 \("):
-            network.load_state_dict({**state, name: wrong})
+        with pytest.raises(RuntimeError, match=rf"tensors \['patch_embed\.proj\.{name}_words'\] are missing"):
+            network.load_state_dict({each: x for each, x in state.items() if each != key}, strict=strict)
+    for wrong in (state[key][:1], state[key].float()):
+        with pytest.raises(RuntimeError, match=rf"{name}_words must be torch\.int32 \("):
+            network.load_state_dict({**state, key: wrong})
 
 
 def test_an_odd_number_of_embeddings() -> None:
-    from qflash.network.models import VisionTransformer, VisionTransformerShape
-
-    shape = VisionTransformerShape((6, 6), (2, 2), 3, 9, 1, 1, 9, 9, 1, "token", 3, False, 0.3, qflash.DEFAULT.key)
-    network = VisionTransformer(shape)
+    embed = PatchEmbedding(3, (2, 2), 9, 9, 1)
     values = torch.arange(81, dtype=torch.int16).view(1, 9, 9)
-    network.position.copy_(values)
-    attention = network.blocks[0].attn
-    for scale in (attention.query_scale, attention.key_scale, attention.value_scale, attention.output_scale):
-        # the bits of 1.0
-        scale.fill_(0x3F800000)
-    other = VisionTransformer(shape)
-    other.load_state_dict(network.state_dict())
-    assert torch.equal(other.position, values) and other.prefix.shape == (1, 1, 9)
+    embed.position.copy_(values)  # type: ignore[union-attr]
+    assert torch.equal(embed.position, values) and embed.prefix.shape == (1, 1, 9)  # type: ignore[arg-type, union-attr]
+    assert embed.position_words.numel() == 41 and embed.prefix_words.numel() == 5  # type: ignore[union-attr]

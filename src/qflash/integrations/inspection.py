@@ -300,15 +300,13 @@ def coverage(model: nn.Module) -> Coverage:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    # blocks of integer networks say which attention they use
-    used = {getattr(module, "integer_attention", None) for module in model.modules()}
-    return Coverage(
-        tuple(
-            Layer(name, type(module).__name__, "network", is_static=True) if module in used else _layer(name, module)
-            for name, module in model.named_modules()
-            if module in used or attends(module)
-        )
-    )
+    layers = []
+    for name, module in model.named_modules():
+        if getattr(module, "is_integer_attention", False):
+            layers.append(Layer(name, type(module).__name__, "network", is_static=True))
+        elif attends(module):
+            layers.append(_layer(name, module))
+    return Coverage(tuple(layers))
 
 
 def float_attention(model: nn.Module) -> dict[str, str]:

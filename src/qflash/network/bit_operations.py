@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..recipe import Recipe
-from .models import IntegerNetwork, check_integer
+from .graph import IntegerNetwork, check_integer
 
 OPERAND_BITS = 8
 """Of weights and activations of an integer network, and of query, key and value."""
@@ -98,8 +97,7 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
     """
     check_integer(network)
     twin = copy.deepcopy(network).to("meta")
-    size = (1, twin.shape.image_channels, *twin.shape.image_size)
     with _Products() as products:
-        twin(torch.empty(size, dtype=torch.uint8, device="meta"))
-    wide = Recipe.from_key(twin.shape.recipe).probability_bits > OPERAND_BITS
+        twin(torch.empty((1, *twin.image), dtype=torch.uint8, device="meta"))
+    wide = twin.recipe.probability_bits > OPERAND_BITS
     return BitOperations(products.linear, products.scores, products.values, (1 + wide) * OPERAND_BITS)

@@ -1,7 +1,8 @@
-"""What conversion is held to: the float network as it was read, and the integer network that came of it.
+"""What conversion is held to: the operations that were captured, and the integer network that came of it.
 
-:func:`check_read` compares what was read of a model with the model itself, :func:`judge` the integer network with the float
-one. Neither knows a model family.
+
+:func:`check_captured` compares what was captured of a model with the model itself, :func:`judge` the integer network with
+the float one. Neither knows a model family.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators as op
-from .float_network import FloatNetwork
-from .mixed import layer_errors
-from .models import IntegerNetwork
+from .calibration import Calibration
+from .capture import Captured
+from .compare import node_errors
+from .graph import IntegerNetwork
+from .patterns import Lowering
 from .quality import Quality, sqnr_db
 
 LEAST_READ_DB = 60.0
@@ -28,11 +31,6 @@ LEAST_READ_DB = 60.0
 WARN_DB = 20.0
 """Below it an integer network comes with a warning."""
 _BATCH = 4
-
-
-def _run(network: Any, images: torch.Tensor) -> torch.Tensor:
-    """Run something on images, a few at a time."""
-    return torch.cat([network(part) for part in images.split(_BATCH)])
 
 
 class _Precision:
@@ -93,79 +91,71 @@ def _in_float32(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).float() if any(x.dtype in narrow for x in model.parameters()) else model
 
 
-def check_read(plan: FloatNetwork, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Require the float network as it was read to compute what the model does; return the model's output.
+def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Require the captured operations to compute what the model does; return the model's outputs by name.
 
     A model of 16 bits is compared as a copy in float32, whose rounding hides nothing.
 
     Args:
-        plan: what was read of the model.
+        captured: of the model.
         model: the float one.
         images: normalised, float32 or float64.
 
     Raises:
-        ValueError: the outputs have another shape or less than 60 dB; the message names the first part that differs. Or the
+        ValueError: an output has another shape or less than 60 dB; the message names the first operation that differs. Or the
             model's holds NaN or infinity.
-        TypeError: the model does not return a tensor.
     """
     exact = _in_float32(model)
     with exact_floats():
         try:
-            returned = [exact(part) for part in images.split(_BATCH)]
+            returned = [captured.pick(exact(part)) for part in images.split(_BATCH)]
         except RuntimeError as error:
             if exact is model:
                 raise
             raise ValueError(f"model cannot be compared in float32, quantise model.float(): {error}") from error
-        if not all(isinstance(each, torch.Tensor) for each in returned):
-            raise TypeError(f"model must return a tensor of logits or features, returns {type(returned[0]).__name__}")
-        want, got = torch.cat(returned), _run(plan.run, images)
-        if not bool(want.isfinite().all()):
-            raise ValueError("NaN or infinity in the output of the float network on the calibration images")
-        if want.shape != got.shape:
-            found = f"shape {tuple(want.shape)} and not {tuple(got.shape)}"
-        elif not (db := sqnr_db(want, got)) >= LEAST_READ_DB:
-            found = f"{db:.1f} dB, where equal ones have {LEAST_READ_DB:.0f}"
-        else:
-            return want
-        raise ValueError(
-            f"model computes something that conversion does not know: its output has {found} beside the float network that "
-            f"was read of it. {_first_difference(plan, exact, images[:1])}"
-        )
+        wanted = {name: torch.cat([each[name] for each in returned]) for name in returned[0]}
+        made = [captured(part) for part in images.split(_BATCH)]
+        for name, want in wanted.items():
+            got = torch.cat([each[name] for each in made])
+            if not bool(want.isfinite().all()):
+                raise ValueError("NaN or infinity in the output of the float network on the calibration images")
+            if want.shape != got.shape:
+                found = f"shape {tuple(want.shape)} and not {tuple(got.shape)}"
+            elif not (db := sqnr_db(want, got)) >= LEAST_READ_DB:
+                found = f"{db:.1f} dB, where equal ones have {LEAST_READ_DB:.0f}"
+            else:
+                continue
+            raise ValueError(
+                f"model computes something that conversion does not know: its output {name!r} has {found} beside the "
+                f"operations that were captured. {_first_difference(captured, images[:2])}"
+            )
+    return wanted
 
 
-def _first_difference(plan: FloatNetwork, model: nn.Module, images: torch.Tensor) -> str:
-    """Say at which part of a model what was read of it begins to differ."""
-    modules = dict(model.named_modules())
-    # a module may stand at several places, and be called once for each
-    seen: dict[tuple[nn.Module, str], list[Any]] = {}
-    steps: list[tuple[str, torch.Tensor]] = []
-    plan.run(images, lambda name, x: steps.append((name, x)))
-    with contextlib.ExitStack() as stack:
-        for module in {modules[name.rpartition(":")[0]]: None for name, _ in steps}:
+def _first_difference(captured: Captured, images: torch.Tensor) -> str:
+    """Say at which operation the captured ones begin to differ from the traced graph."""
+    parameters = [x for x in captured.module.parameters() if x.is_floating_point()]
+    if any(x.dtype in (torch.float16, torch.bfloat16) for x in parameters):
+        return "Quantise model.float() to see where"
+    wanted: dict[Any, torch.Tensor] = {}
 
-            def before(module: nn.Module, arguments: Any) -> None:
-                seen.setdefault((module, "in"), []).append(arguments[0] if arguments else None)
+    class Values(Calibration):
+        def run_node(self, n: fx.Node) -> Any:
+            wanted[n] = super().run_node(n)
+            return wanted[n]
 
-            def after(module: nn.Module, _: Any, out: Any) -> None:
-                seen.setdefault((module, "out"), []).append(out)
-
-            stack.callback(module.register_forward_pre_hook(before).remove)
-            stack.callback(module.register_forward_hook(after).remove)
-        model(images)
+    Values(captured.module, (), False).run(images)
+    computed = captured.compute(images)
     last = "the images"
-    for name, want in steps:
-        path, _, side = name.rpartition(":")
-        calls = seen.get((modules[path], side))
-        if not calls:
-            return f"{path} is not called, behind {last}"
-        got = calls.pop(0)
-        where = f"the input of {path}" if side == "in" else f"what {path} ({type(modules[path]).__name__}) returns"
-        if not isinstance(got, torch.Tensor) or got.numel() != want.numel():
-            return f"It first differs in the size of {where}, behind {last}"
-        if not (db := sqnr_db(got, want)) >= LEAST_READ_DB:
-            return f"It first differs at {where} ({db:.1f} dB), behind {last}"
+    for operation in captured.operations[1:]:
+        want, got = wanted[operation.node], computed[id(operation)]
+        where = f"{operation.kind} of {operation.name or 'the model'}"
+        if operation.kind != "attention" and want.numel() == got.numel():
+            got = got.reshape(want.shape)
+            if not (db := sqnr_db(want, got)) >= LEAST_READ_DB and operation.kind not in ("linear",):
+                return f"It first differs at {where} ({db:.1f} dB), behind {last}"
         last = where
-    return f"All parts that it knows agree; something differs behind {last}"
+    return "The traced graph and its operations agree; the model computes something else than torch.export traced"
 
 
 class _Saturation(TorchDispatchMode):
@@ -205,60 +195,58 @@ class _Saturation(TorchDispatchMode):
 
 
 def judge(
-    network: IntegerNetwork,
-    plan: FloatNetwork,
-    images: torch.Tensor,
-    normalised: torch.Tensor,
-    want: torch.Tensor,
-    held_out: bool,
-    min_sqnr: float | None,
-) -> Quality:
+    network: IntegerNetwork, lowering: Lowering, images: torch.Tensor, normalised: torch.Tensor,
+    wanted: dict[str, torch.Tensor], held_out: bool, min_sqnr: float | None,
+) -> Quality:  # fmt: skip
     """Compare an integer network with its float model.
 
     Args:
         network: to judge.
-        plan: what was read of the model.
+        lowering: that it was made of.
         images: uint8.
         normalised: the same for the float network.
-        want: the model's output for them.
+        wanted: the model's outputs for them.
         held_out: whether the network's ranges are of other images.
         min_sqnr: least SQNR in dB; None for any.
 
     Raises:
-        ValueError: the network is not as close; the message names the parts that lose most.
+        ValueError: the network is not as close; the message names the nodes that lose most.
     """
     with torch.inference_mode():
         with _Saturation() as saturation:
-            out = _run(network, images)
-        got = network.dequantize(out)
+            parts = [network.run(part) for part in images.split(_BATCH)]
+        outs = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+        found = {name: out.to(torch.float32) * network.scales[name] for name, out in outs.items()}
+        # of several outputs the worst
         quality = Quality(
-            sqnr_db(want, got), min(map(sqnr_db, want, got)), saturation.clipped / max(1, saturation.total), len(images),
-            held_out, tuple(network.float_parts()),
+            min(sqnr_db(wanted[name], got) for name, got in found.items()),
+            min(sqnr_db(want, got) for name in found for want, got in zip(wanted[name], found[name], strict=True)),
+            saturation.clipped / max(1, saturation.total), len(images), held_out, tuple(network.float_parts()),
         )  # fmt: skip
         if quality.sqnr_db >= WARN_DB and (min_sqnr is None or quality.sqnr_db >= min_sqnr):
-            if is_constant(out):
+            if any(is_constant(out) for out in outs.values()):
                 warnings.warn(
                     f"the integer network gives all {len(images)} calibration images the same output: they differ by less than "
                     f"its error, {quality.sqnr_db:.1f} dB", stacklevel=3,
                 )  # fmt: skip
             return quality
         with exact_floats():
-            worst = _worst_parts(network, plan, images[:_BATCH], normalised[:_BATCH], quality.sqnr_db)
-    found = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images"
+            worst = _worst_parts(network, lowering, images[:_BATCH], normalised[:_BATCH], quality.sqnr_db)
+    said = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images"
     if min_sqnr is not None and not quality.sqnr_db >= min_sqnr:
         raise ValueError(
-            f"{found}, and min_sqnr={min_sqnr:g} asks for more (None accepts any). Most is lost in {worst}. keep_float leaves "
+            f"{said}, and min_sqnr={min_sqnr:g} asks for more (None accepts any). Most is lost in {worst}. keep_float leaves "
             "parts in floating point"
         )
-    warnings.warn(f"{found}; most is lost in {worst}", stacklevel=3)
+    warnings.warn(f"{said}; most is lost in {worst}", stacklevel=3)
     return quality
 
 
 def _worst_parts(
-    network: IntegerNetwork, plan: FloatNetwork, images: torch.Tensor, normalised: torch.Tensor, sqnr: float
+    network: IntegerNetwork, lowering: Lowering, images: torch.Tensor, normalised: torch.Tensor, sqnr: float
 ) -> str:
-    """Name the parts behind which the error has grown most, with the SQNR before and behind."""
-    rows = [(row.name, row.sqnr_db) for row in layer_errors(network, plan, images, normalised)]
+    """Name the nodes behind which the error of the residual stream has grown most, with the SQNR behind each."""
+    rows = [(row.name, row.sqnr_db) for row in node_errors(network, lowering, images, normalised) if row.is_stream]
     rows.append(("the last normalisation and the head", sqnr))
     before = [float("inf"), *(db for _, db in rows)]
     grown = [10 ** (-db / 10) - 10 ** (-first / 10) for (_, db), first in zip(rows, before, strict=False)]

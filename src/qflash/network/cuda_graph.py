@@ -1,4 +1,4 @@
-"""A network's forward pass as a CUDA graph: :meth:`.models.IntegerNetwork.graph`."""
+"""A network's forward pass as a CUDA graph: :meth:`.graph.IntegerNetwork.graph`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NetworkGraph:
     """
 
     def __init__(self, network: Any, batch: int) -> None:
-        """Warm up and capture; see :meth:`.models.IntegerNetwork.graph`."""
+        """Warm up and capture; see :meth:`.graph.IntegerNetwork.graph`."""
         batch = whole_number("batch", batch)
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
@@ -34,10 +34,9 @@ class NetworkGraph:
         self.batch = batch
         # held, as is what the graph reads
         self._network = network
-        size = network.shape.image_channels, *network.shape.image_size
         # every call writes to the input, also outside of an inference mode that is on now
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            self._images = torch.zeros((batch, *size), dtype=torch.uint8, device=device)
+            self._images = torch.zeros((batch, *network.image), dtype=torch.uint8, device=device)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -49,15 +48,16 @@ class NetworkGraph:
             with torch.cuda.graph(self._graph, stream=side):
                 self._output = network(self._images)
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with what the network makes of uint8 images (batch, channels, height, width), of any device.
+    def __call__(self, images: torch.Tensor) -> Any:
+        """Return new tensors with what the network makes of uint8 images (batch, channels, height, width), of any device.
 
         Raises:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
         """
-        check_images(images, self._network.shape.image_channels, self._network.shape.image_size)
+        check_images(images, self._network.image[0], self._network.image[1:])
         if len(images) != self.batch:
             raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")
         self._images.copy_(images)
         self._graph.replay()
-        return self._output.clone()
+        out = self._output
+        return {name: x.clone() for name, x in out.items()} if isinstance(out, dict) else out.clone()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from .. import fixed_point as fp
 from ..recipe import Recipe
+from ..validation import resolve_softmax_scale
 from . import operators as op
 
 
@@ -48,14 +49,46 @@ LOADED = object()
 """What stands in a state_dict for a tensor that the whole network has taken from it or refused."""
 
 
+def _require_sizes(least: int = 1, **sizes: Any) -> None:
+    """Require whole numbers from ``least`` to 2^24."""
+    for name, size in sizes.items():
+        if type(size) is not int or not least <= size <= 1 << 24:
+            raise ValueError(f"{name} must be whole and from {least} to {1 << 24}, got {size!r}")
+
+
+def _require_lists(length: int, least: int = 1, **lists: Any) -> None:
+    """Require None or so many whole numbers."""
+    for name, found in lists.items():
+        if found is not None and (not isinstance(found, (list, tuple)) or len(found) != length):
+            raise ValueError(f"{name} must be None or have {length} numbers, got {found!r}")
+        for number in found or []:
+            _require_sizes(least, **{name: number})
+
+
+def _require_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
 class IntegerModule(nn.Module):
     """A module whose state is integer buffers and the Python integers named in ``constants``.
 
-    Only a whole :class:`.models.IntegerNetwork` takes a ``state_dict``: the integers of its parts are in units that the parts
+    Only a whole :class:`.graph.IntegerNetwork` takes a ``state_dict``: the integers of its parts are in units that the parts
     share, and ``constants`` are in the network's entry.
+
+    Attributes:
+        sizes: what it was made with, as JSON holds it: ``type(module)(**sizes)`` is an empty one of the same shapes.
+
+    Raises:
+        ValueError: on construction, a size is not a whole number in its range.
     """
 
     constants: tuple[str, ...] = ()
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.sizes = sizes
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
@@ -87,17 +120,24 @@ class IntegerModule(nn.Module):
             ValueError: one does not; the message names it. With it sums would not fit their types.
         """
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, persistent: bool = True) -> None:
-        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=_device.get()), persistent=persistent)
-
-    def _table(self, name: str, shape: tuple[int, ...], make: Callable[..., torch.Tensor], *arguments: Any) -> None:
-        """Register ``make(*arguments)``, int32 of this shape, as a buffer that no file has."""
-        meta = _device.get() == "meta"
-        x = torch.empty(shape, dtype=torch.int32, device="meta") if meta else make(*arguments)
-        self.register_buffer(name, x, persistent=False)
+    def _buffer(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+        self.register_buffer(name, None if shape is None else torch.zeros(shape, dtype=dtype, device=_device.get()))
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)}" for name in self.constants)
+        values = {**self.sizes, **{name: getattr(self, name) for name in self.constants}}
+        return ", ".join(
+            f"{name}={value}" for name, value in values.items() if value not in (None, 0, False) and name != "recipe"
+        )
+
+
+DTYPES = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
+"""Types of activations, by name."""
+
+
+def _type(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
 
 
 class Linear(IntegerModule):
@@ -108,19 +148,31 @@ class Linear(IntegerModule):
         bias: int32 (outputs,), b of :func:`.operators.rescale`; holds the zero points of inputs and outputs as well.
         multiplier: int32 (outputs,), R of it.
         left: its shift.
+        scatter: int32 (tokens,), to which token of an image each row goes, or None.
     """
 
     constants: tuple[str, ...] = ("left",)
     weight: torch.Tensor
     bias: torch.Tensor
     multiplier: torch.Tensor
+    scatter: torch.Tensor | None
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.left = dtype, 0
+    def __init__(self, inputs: int, outputs: int, dtype: str, tokens: int = 0) -> None:
+        """Make it empty.
+
+        Args:
+            inputs, outputs: channels.
+            dtype: of the outputs.
+            tokens: how many rows of an image :attr:`scatter` brings to other places; 0 for none.
+        """
+        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, tokens=tokens)
+        _require_sizes(inputs=inputs, outputs=outputs)
+        _require_sizes(0, tokens=tokens)
+        self.dtype, self.left = _type(dtype), 0
         self._buffer("weight", (outputs, inputs), torch.int8)
         self._buffer("bias", (outputs,), torch.int32)
         self._buffer("multiplier", (outputs,), torch.int32)
+        self._buffer("scatter", (tokens,) if tokens else None, torch.int32)
 
     def check_values(self) -> None:
         require_within("left", self.left, 0, 30)
@@ -128,23 +180,16 @@ class Linear(IntegerModule):
         sums = self.weight.to(torch.int64).abs().sum(dim=1) * 128
         require_within("the largest sum of an output", (sums << self.left) + self.bias.to(torch.int64).abs(), 0, op.INT32[1])
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        backend: str = "auto",
-        scatter: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
         """Return (..., outputs) of the module's dtype.
 
         Args:
             x: int8 (..., inputs).
             residual: int16 (..., outputs), added after the change of unit and before saturation; only for int16 outputs.
             backend: see :func:`qflash.attention`.
-            scatter: int32 (tokens,), where output and residual have the tokens of x (batch, tokens, inputs).
         """
         out: torch.Tensor = torch.ops.qflash.int8_linear(
-            x, self.weight, self.bias, self.multiplier, self.left, residual, scatter, self.dtype, backend
+            x, self.weight, self.bias, self.multiplier, self.left, residual, self.scatter, self.dtype, backend
         )
         return out
 
@@ -154,25 +199,59 @@ class PatchEmbedding(Linear):
 
     Attributes:
         patch_size: (height, width) in pixels.
+        position_words, prefix_words: int32, the int16 numbers of :attr:`position` and :attr:`prefix` two by two, since
+            ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; None where there are none.
     """
 
-    def __init__(self, image_channels: int, patch_size: tuple[int, int], outputs: int) -> None:
-        super().__init__(image_channels * patch_size[0] * patch_size[1], outputs, torch.int16)
-        self.patch_size = patch_size
+    position_words: torch.Tensor | None
+    prefix_words: torch.Tensor | None
 
-    def forward(  # type: ignore[override]
-        self, images: torch.Tensor, position: torch.Tensor | None, prefix: torch.Tensor | None, backend: str = "auto"
-    ) -> torch.Tensor:
-        """Return int16 (batch, tokens, outputs).
+    def __init__(
+        self, image_channels: int, patch_size: Sequence[int], outputs: int, positions: int, prefix_tokens: int
+    ) -> None:
+        """Make it empty.
 
         Args:
-            images: uint8 (batch, channels, height, width).
-            position: int16 (1, patches, outputs), added to the patches after the change of unit.
-            prefix: int16 (1, tokens, outputs), put before them.
-            backend: see :func:`qflash.attention`.
+            image_channels: of the images.
+            patch_size, outputs: see there.
+            positions: patches of an image, of which each has a position embedding; 0 for none.
+            prefix_tokens: class token and registers.
         """
+        _require_sizes(image_channels=image_channels)
+        _require_lists(2, patch_size=patch_size)
+        _require_sizes(0, positions=positions, prefix_tokens=prefix_tokens)
+        high, wide = patch_size
+        super().__init__(image_channels * high * wide, outputs, "int16")
+        self.sizes = {
+            "image_channels": image_channels, "patch_size": [high, wide], "outputs": outputs, "positions": positions,
+            "prefix_tokens": prefix_tokens,
+        }  # fmt: skip
+        self.patch_size = high, wide
+        self._tokens = {"position": positions, "prefix": prefix_tokens}
+        for name, tokens in self._tokens.items():
+            self._buffer(f"{name}_words", ((tokens * outputs + 1) // 2,) if tokens else None, torch.int32)
+
+    def _tokens_of(self, name: str) -> torch.Tensor | None:
+        words: torch.Tensor | None = getattr(self, f"{name}_words")
+        if words is None:
+            return None
+        shape = 1, self._tokens[name], self.bias.numel()
+        return words.view(torch.int16)[: shape[1] * shape[2]].view(shape)
+
+    @property
+    def position(self) -> torch.Tensor | None:
+        """int16 (1, patches, outputs), added to the patches after the change of unit, or None."""
+        return self._tokens_of("position")
+
+    @property
+    def prefix(self) -> torch.Tensor | None:
+        """int16 (1, tokens, outputs), put before them, or None: class token and registers."""
+        return self._tokens_of("prefix")
+
+    def forward(self, images: torch.Tensor, backend: str = "auto") -> torch.Tensor:  # type: ignore[override]
+        """Return int16 (batch, tokens, outputs) of uint8 images (batch, channels, height, width)."""
         out: torch.Tensor = torch.ops.qflash.patch_embedding(
-            images, self.patch_size, self.weight, self.bias, self.multiplier, self.left, position, prefix, backend
+            images, self.patch_size, self.weight, self.bias, self.multiplier, self.left, self.position, self.prefix, backend
         )
         return out
 
@@ -190,7 +269,8 @@ class LinearGelu(Linear):
     gelu_offset: torch.Tensor
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, torch.int8)
+        super().__init__(inputs, outputs, "int8")
+        self.sizes = {"inputs": inputs, "outputs": outputs}
         self.gelu_shift = 0
         self._buffer("gelu_multiplier", (outputs,), torch.int32)
         self._buffer("gelu_offset", (outputs,), torch.int32)
@@ -217,17 +297,39 @@ class LayerNorm(IntegerModule):
         gain, offset: int32 (channels,), G and B of :func:`.operators.layer_norm`.
         epsilon: E of :func:`.operators.normalise`.
         shift: see :func:`.operators.layer_norm`.
+        gather: int32 (new tokens, pieces), of which tokens of an image each row is made, or None for all in their order.
+        single: whether the one row of an image comes as (batch, channels).
+        part: (first channel, heads): the rows are heads of some channels of the input, which come as (batch, tokens, heads,
+            channels).
     """
 
     constants = ("epsilon", "shift")
     gain: torch.Tensor
     offset: torch.Tensor
+    gather: torch.Tensor | None
 
-    def __init__(self, channels: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.epsilon, self.shift = dtype, 0, 1
+    def __init__(
+        self, channels: int, dtype: str, gather: Sequence[int] | None = None, single: bool = False,
+        part: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Make it empty.
+
+        Args:
+            channels: of a row.
+            dtype: of the outputs.
+            gather: shape of :attr:`gather`.
+            single, part: see there.
+        """
+        _require_sizes(channels=channels)
+        _require_lists(2, gather=gather)
+        _require_lists(2, 0, part=part)
+        sizes = {"channels": channels, "dtype": dtype, "gather": gather and list(gather), "single": single}
+        super().__init__(**sizes, part=part and list(part))
+        _require_flags(single=single)
+        self.dtype, self.epsilon, self.shift, self.single, self.part = _type(dtype), 0, 1, single, part
         self._buffer("gain", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
+        self._buffer("gather", tuple(gather) if gather else None, torch.int32)
 
     def check_values(self) -> None:
         require_within("the number of channels", self.gain.numel(), 1, op.MAX_CHANNELS)
@@ -235,18 +337,15 @@ class LayerNorm(IntegerModule):
         require_within("epsilon", self.epsilon, 0, op.MAX_EPSILON)
         require_within("shift", self.shift, 1, 29)
 
-    def forward(self, h: torch.Tensor, backend: str = "auto", gather: torch.Tensor | None = None) -> torch.Tensor:
-        """Return rows of the module's dtype from int16 ones, (..., channels).
-
-        Args:
-            h: int16.
-            backend: see :func:`qflash.attention`.
-            gather: int32 (new tokens, pieces), of which tokens of h (batch, tokens, channels) each row is made.
-        """
+    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return rows of the module's dtype from int16 (batch, tokens, channels)."""
+        if self.part is not None:
+            first, heads = self.part
+            h = h[..., first : first + heads * self.gain.numel()].unflatten(-1, (heads, -1))
         out: torch.Tensor = torch.ops.qflash.integer_layer_norm(
-            h, self.epsilon, self.gain, self.offset, self.shift, gather, self.dtype, backend
+            h, self.epsilon, self.gain, self.offset, self.shift, self.gather, self.dtype, backend
         )
-        return out
+        return out[:, 0] if self.single else out
 
 
 class Mean(IntegerModule):
@@ -257,15 +356,18 @@ class Mean(IntegerModule):
         multiplier: int32 (channels,), R of :func:`.operators.rescale` for sums over all tokens.
         left: its shift.
         offset: int32 (channels,), b of it.
+        first: the first token that counts.
     """
 
     constants: tuple[str, ...] = ("left",)
     multiplier: torch.Tensor
     offset: torch.Tensor
 
-    def __init__(self, tokens: int, channels: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.tokens, self.dtype, self.left = tokens, dtype, 0
+    def __init__(self, tokens: int, channels: int, dtype: str, first: int = 0) -> None:
+        super().__init__(tokens=tokens, channels=channels, dtype=dtype, first=first)
+        _require_sizes(tokens=tokens, channels=channels)
+        _require_sizes(0, first=first)
+        self.tokens, self.dtype, self.first, self.left = tokens, _type(dtype), first, 0
         self._buffer("multiplier", (channels,), torch.int32)
         self._buffer("offset", (channels,), torch.int32)
 
@@ -277,58 +379,61 @@ class Mean(IntegerModule):
 
     def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return (batch, channels) of the module's dtype from int16 (batch, tokens, channels)."""
+        if x.shape[1] != self.tokens:
+            x = x[:, self.first : self.first + self.tokens]
         out: torch.Tensor = torch.ops.qflash.integer_mean(x, self.multiplier, self.left, self.offset, self.dtype, backend)
         return out
 
 
 class Attention(IntegerModule):
-    """Self-attention: query, key and value by one product, integer attention, projection.
-
-    With ``qk_norm`` a head's query and key are normalised over its channels before. They then come as int16 from a product
-    of their own.
+    """Integer attention between the linear layers of query, key and value, and the projection.
 
     Attributes:
-        qkv: to int8, (query, key, value) x heads x channels; None with ``qk_norm``.
-        qk: to int16, (query, key) x heads x channels; None without.
-        v: to int8, heads x channels; None without.
-        q_norm, k_norm: to int8, of heads; None without.
-        proj: to the residual stream.
         query_scale, key_scale: (1, heads, 1, 1); value_scale, output_scale: (1, heads, 1, channels): the bits of float32
             scales as int32. The integer arithmetic takes mantissa and exponent of them and computes nothing in floating point.
         bias: int32 (1 or windows, heads, tokens, tokens) in fixed point (:func:`qflash.quantize_bias`), or None.
         softmax_scale: the factor of the scores, a constant of the network.
+        tokens: of a window; 0 where all tokens of an image attend to each other.
+        query: int8 (1, heads, queries, channels), queries that are a constant of the network, or None.
+        first: how many of the first tokens ask; 0 for all.
     """
 
-    constants = ()
+    is_integer_attention = True
+    """For :func:`qflash.coverage`."""
     query_scale: torch.Tensor
     key_scale: torch.Tensor
     value_scale: torch.Tensor
     output_scale: torch.Tensor
     bias: torch.Tensor | None
+    query: torch.Tensor | None
 
     def __init__(
-        self,
-        channels: int,
-        heads: int,
-        head_dim: int,
-        softmax_scale: float,
-        recipe: Recipe,
-        bias_shape: tuple[int, ...] | None,
-        qk_norm: bool = False,
-    ) -> None:
-        super().__init__()
+        self, heads: int, head_dim: int, softmax_scale: float, recipe: str, bias: Sequence[int] | None = None, tokens: int = 0,
+        queries: int = 0, first: int = 0,
+    ) -> None:  # fmt: skip
+        """Make it empty.
+
+        Args:
+            heads, head_dim, softmax_scale, tokens, first: see there.
+            recipe: :attr:`qflash.Recipe.key`.
+            bias: shape of :attr:`bias`.
+            queries: how many constant ones there are; 0 where they are computed.
+        """
+        _require_sizes(heads=heads, head_dim=head_dim)
+        _require_sizes(0, tokens=tokens, queries=queries, first=first)
+        _require_lists(4, bias=bias)
+        sizes = {"heads": heads, "head_dim": head_dim, "softmax_scale": softmax_scale, "recipe": recipe}
+        super().__init__(**sizes, bias=bias and list(bias), tokens=tokens, queries=queries, first=first)
+        if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+            raise ValueError(f"softmax_scale must be a number, got {softmax_scale!r}")
+        resolve_softmax_scale(softmax_scale, head_dim)
+        Recipe.from_key(recipe)
         self.heads, self.head_dim, self.softmax_scale, self.recipe = heads, head_dim, softmax_scale, recipe
-        self.qkv = None if qk_norm else Linear(channels, 3 * heads * head_dim, torch.int8)
-        self.qk = Linear(channels, 2 * heads * head_dim, torch.int16) if qk_norm else None
-        self.v = Linear(channels, heads * head_dim, torch.int8) if qk_norm else None
-        self.q_norm, self.k_norm = (LayerNorm(head_dim, torch.int8) if qk_norm else None for _ in range(2))
-        self.proj = Linear(heads * head_dim, channels, torch.int16)
+        self.tokens, self.first = tokens, first
         for name, width in (("query", 1), ("key", 1), ("value", head_dim), ("output", head_dim)):
             self._buffer(f"{name}_scale", (1, heads, 1, width), torch.int32)
-        if bias_shape is None:
-            self.register_buffer("bias", None)
-        else:
-            self._buffer("bias", bias_shape, torch.int32)
+        self._buffer("bias", tuple(bias) if bias else None, torch.int32)
+        self._buffer("query", (1, heads, queries, head_dim) if queries else None, torch.int8)
 
     def check_values(self) -> None:
         if not 0 < self.softmax_scale < math.inf:
@@ -340,125 +445,80 @@ class Attention(IntegerModule):
             marks = torch.tensor([fp.BIAS_MASKED, fp.BIAS_EVEN, fp.BIAS_POISON], dtype=torch.int32, device=self.bias.device)
             require_within("bias", self.bias.masked_fill(torch.isin(self.bias, marks), 0), -fp.BIAS_LIMIT, fp.BIAS_LIMIT)
 
-    def project(self, x: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query, key and value, int8 (batch, heads, tokens, head_dim), of int8 (batch, tokens, channels)."""
-        each = self.heads, self.head_dim
-        if self.qkv is not None:
-            query, key, value = self.qkv(x, None, backend).unflatten(-1, (3, *each)).unbind(-3)
-        else:
-            assert self.qk is not None and self.v is not None and self.q_norm is not None and self.k_norm is not None
-            query, key = self.qk(x, None, backend).unflatten(-1, (2, *each)).unbind(-3)
-            query, key = self.q_norm(query, backend), self.k_norm(key, backend)
-            value = self.v(x, None, backend).unflatten(-1, each)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    def heads_of(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return query, key and value, each (batch or windows, heads, tokens, channels), of what :meth:`forward` takes."""
+        batch = len(parts[0])
+        views = [] if self.query is None else [self.query.expand(batch, -1, -1, -1)]
+        for part in parts:
+            tokens = self.tokens or part.shape[1]
+            x = part.reshape(-1, tokens, math.prod(part.shape[2:]) // (self.heads * self.head_dim), self.heads, self.head_dim)
+            views += [each.transpose(1, 2) for each in x.unbind(2)]
+        if self.first:
+            views[0] = views[0][:, :, : self.first]
+        return views
 
-    def attend(self, x: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return int8 (batch, tokens, heads * head_dim) of int8 (batch, tokens, channels)."""
-        query, key, value = self.project(x, backend)
-        scales = (each.view(torch.float32) for each in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
+    def forward(self, *parts: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return int8 (batch, tokens, heads * head_dim).
+
+        Args:
+            parts: int8 (batch, tokens, n * heads * head_dim), n of query, key and value side by side, or one of them as (batch,
+                tokens, heads, head_dim); all together query, key and value, or key and value where the query is a constant.
+            backend: see :func:`qflash.attention`.
+        """
+        query, key, value = self.heads_of(parts)
+        scales = (x.view(torch.float32) for x in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
         query_scale, key_scale, value_scale, output_scale = scales
         out = torch.ops.qflash.int8_attention(
             query, query_scale, key, key_scale, value, value_scale, self.bias, False, self.softmax_scale, output_scale,
-            torch.int8, self.recipe.key, backend,
+            torch.int8, self.recipe, backend,
         )  # fmt: skip
-        return out.transpose(1, 2).flatten(2)
+        return out.transpose(1, 2).reshape(len(parts[0]), -1, self.heads * self.head_dim)
 
 
-class Block(IntegerModule):
-    """A transformer block with normalisation first, on the int16 residual stream.
+class First(IntegerModule):
+    """The first tokens of an image.
 
     Attributes:
-        float_attention, float_mlp: stand in for a part that is kept in floating point, int16 to int16; None as a rule.
+        count: how many.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        heads: int,
-        head_dim: int,
-        hidden: int,
-        softmax_scale: float,
-        recipe: Recipe,
-        bias_shape: tuple[int, ...] | None = None,
-        qk_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.norm1 = LayerNorm(channels, torch.int8)
-        self.attn = Attention(channels, heads, head_dim, softmax_scale, recipe, bias_shape, qk_norm)
-        self.norm2 = LayerNorm(channels, torch.int8)
-        self.fc1 = LinearGelu(channels, hidden)
-        self.fc2 = Linear(hidden, channels, torch.int16)
-        self.float_attention: nn.Module | None = None
-        self.float_mlp: nn.Module | None = None
-
-    @property
-    def integer_attention(self) -> Attention | None:
-        """The attention that runs in integers, for :func:`qflash.coverage`; None where a float part stands in."""
-        return self.attn if self.float_attention is None else None
-
-    def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the residual stream after attention."""
-        if self.float_attention is not None:
-            return self.float_attention(h)
-        return self.attn.proj(self.attn.attend(self.norm1(h, backend), backend), h, backend)
-
-    def mlp_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the residual stream after the MLP."""
-        if self.float_mlp is not None:
-            return self.float_mlp(h)
-        return self.fc2(self.fc1(self.norm2(h, backend), backend), h, backend)
+    def __init__(self, count: int) -> None:
+        super().__init__(count=count)
+        _require_sizes(count=count)
+        self.count = count
 
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """Return int16 (batch, tokens, channels)."""
-        return self.mlp_part(self.attention_part(h, backend), backend)
+        """Return (batch, count, channels) of (batch, tokens, channels)."""
+        return h[:, : self.count]
 
 
-class WindowBlock(Block):
-    """A Swin block: attention inside windows of the grid of tokens, which may be shifted.
+class Join(IntegerModule):
+    """Channels of int8 tensors side by side."""
 
-    Attributes:
-        window: (rows, columns) of tokens in a window.
-        order: int32 (tokens, 1), the tokens as windows have them (:func:`.operators.window_order`); no part of a file.
-    """
-
-    order: torch.Tensor
-
-    def __init__(
-        self, grid: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], channels: int, heads: int, head_dim: int,
-        hidden: int, softmax_scale: float, recipe: Recipe,
-    ) -> None:  # fmt: skip
-        tokens, windows = window[0] * window[1], grid[0] * grid[1] // (window[0] * window[1])
-        bias_shape = (windows if any(shift) else 1, heads, tokens, tokens)
-        super().__init__(channels, heads, head_dim, hidden, softmax_scale, recipe, bias_shape)
-        self.grid, self.window = grid, window
-        self._table("order", (grid[0] * grid[1], 1), op.window_order, grid, window, shift)
-
-    def attention_part(self, h: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the residual stream after attention."""
-        if self.float_attention is not None:
-            return self.float_attention(h)
-        x = self.norm1(h, backend, self.order)
-        windows = x.view(-1, self.window[0] * self.window[1], x.shape[2])
-        x = self.attn.attend(windows, backend).view(*x.shape[:2], self.attn.heads * self.attn.head_dim)
-        return self.attn.proj(x, h, backend, self.order.flatten())
+    def forward(self, *parts: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return int8 (batch, channels of all)."""
+        return torch.cat(parts, dim=-1)
 
 
-class Merge(IntegerModule):
-    """Swin's patch merging: two by two tokens become one, on the int16 residual stream, which takes another unit.
+class Widen(IntegerModule):
+    """A token of the residual stream, or all, as an output.
 
     Attributes:
-        order: int32 (tokens / 4, 4), which tokens become one (:func:`.operators.merge_order`); no part of a file.
+        token: its number; None for all.
     """
 
-    order: torch.Tensor
-
-    def __init__(self, grid: tuple[int, int], channels: int, outputs: int) -> None:
-        super().__init__()
-        self.norm = LayerNorm(4 * channels, torch.int8)
-        self.reduction = Linear(4 * channels, outputs, torch.int16)
-        self._table("order", (grid[0] * grid[1] // 4, 4), op.merge_order, grid)
+    def __init__(self, token: int | None) -> None:
+        super().__init__(token=token)
+        if token is not None:
+            _require_sizes(0, token=token)
+        self.token = token
 
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """Return int16 (batch, a quarter of the tokens, outputs) of (batch, rows * columns, channels)."""
-        out: torch.Tensor = self.reduction(self.norm(h, backend, self.order), None, backend)
-        return out
+        """Return int32 (batch, channels) or (batch, tokens, channels) of int16 (batch, tokens, channels)."""
+        return (h if self.token is None else h[:, self.token]).to(torch.int32)
+
+
+OPERATORS: dict[str, type[IntegerModule]] = {
+    kind.__name__: kind for kind in (PatchEmbedding, LayerNorm, Linear, LinearGelu, Attention, Mean, First, Join, Widen)
+}
+"""Kinds of node of an integer network, by name."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .models import IntegerNetwork
+    from .graph import IntegerNetwork
 
 INPUT, OUTPUT = "images", "logits"
 """Names of the model's input and output."""
@@ -43,16 +43,20 @@ def self_test_images(count: int, channels: int, height: int, width: int) -> torc
     return ((3 * _mix(blocks) + _mix(pixels)) >> 2).to(torch.uint8)
 
 
+def output_names(network: IntegerNetwork) -> list[str]:
+    """Return the names of a network's outputs in its ONNX file: ``"logits"`` of one, their own of several."""
+    return [OUTPUT] if len(network.outputs) == 1 else list(network.outputs)
+
+
 def self_test(network: IntegerNetwork) -> str:
-    """Return the self-test of a network as its file holds it: JSON with the logits of each image."""
-    shape = network.shape
-    images = self_test_images(COUNT, shape.image_channels, *shape.image_size)
+    """Return the self-test of a network as its file holds it: JSON with the outputs of each image, by name."""
+    images = self_test_images(COUNT, *network.image)
     # the caller's choice of a back end may be for another device
     twin = copy.copy(network)
     twin.backend = "auto"
     with torch.inference_mode():
-        logits = twin(images.to(next(network.buffers()).device))
-    return json.dumps({"logits": logits.tolist()})
+        found = twin.run(images.to(next(network.buffers()).device))
+    return json.dumps({name: x.tolist() for name, x in zip(output_names(network), found.values(), strict=True)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +96,22 @@ def check_onnx(
     needed = {"onnx", *(packages[name] for name in runtimes or ()), *(["onnxruntime"] if providers else [])}
     require_packages("check-onnx", *sorted(needed))
     path = Path(path)
-    images, logits = _read(path)
+    images, wanted = _read(path)
     outcomes = []
     for name in runtimes or [name for name in RUNTIMES if importlib.util.find_spec(packages[name]) is not None]:
         for runtime, run in _WAYS[name](path, providers):
             try:
-                problem = _difference(logits, run(images.numpy()))
+                found = run(images.numpy(), list(wanted))
+                problems = [_difference(name, x, got) for (name, x), got in zip(wanted.items(), found, strict=True)]
+                problem = "; ".join(filter(None, problems)) or None
             except Exception as error:
                 problem = f"cannot run it: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             outcomes.append(Outcome(runtime, problem))
     return outcomes
 
 
-def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images and logits of a file's self-test."""
+def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the images of a file's self-test and what it wants of them, by the output's name."""
     import onnx
 
     with path.open("rb") as file:
@@ -118,28 +124,40 @@ def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     if "self_test" not in texts:
         raise ValueError(f"{path} has no self-test: it is none of qflash.export_onnx, or of an earlier QFlash")
     try:
-        logits = torch.tensor(json.loads(texts["self_test"])["logits"], dtype=torch.int32, device="cpu")
+        entries = json.loads(texts["self_test"])
+        wanted = {name: torch.tensor(x, dtype=torch.int32, device="cpu") for name, x in entries.items()}
         sizes = next(x for x in model.graph.input if x.name == INPUT).type.tensor_type.shape.dim
         batch, channels, height, width = (size.dim_value for size in sizes)
-        if logits.dim() != 2 or len(logits) != COUNT or min(channels, height, width) < 1 or channels * height * width > 1 << 31:
-            raise ValueError(f"logits of shape {tuple(logits.shape)} for images of {channels} x {height} x {width}")
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, RecursionError, StopIteration) as error:
+        odd = [tuple(x.shape) for x in wanted.values() if x.dim() < 2 or len(x) != COUNT]
+        if not wanted or odd or min(channels, height, width) < 1 or channels * height * width > 1 << 31:
+            raise ValueError(f"outputs of shape {odd} for images of {channels} x {height} x {width}")
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+        RecursionError,
+        StopIteration,
+    ) as error:
         raise ValueError(f"{path} has a self-test that is damaged: {type(error).__name__}: {error}") from error
     which = torch.arange(batch or COUNT, dtype=torch.int64, device="cpu") % COUNT
-    return self_test_images(COUNT, channels, height, width)[which], logits[which]
+    return self_test_images(COUNT, channels, height, width)[which], {name: x[which] for name, x in wanted.items()}
 
 
-def _difference(want: torch.Tensor, found: Any) -> str | None:
-    """Say how logits differ from those wanted; None if they are the same."""
+def _difference(name: str, want: torch.Tensor, found: Any) -> str | None:
+    """Say how an output differs from the one wanted; None if they are the same."""
     got = torch.as_tensor(found)
     if got.dtype != want.dtype or got.shape != want.shape:
-        return f"logits must be {want.dtype} {tuple(want.shape)}, are {got.dtype} {tuple(got.shape)}"
+        return f"{name} must be {want.dtype} {tuple(want.shape)}, are {got.dtype} {tuple(got.shape)}"
     wrong = int((got != want).sum())
     most = int((got.long() - want.long()).abs().max()) if wrong else 0
-    return f"{wrong} of {want.numel()} logits differ, by up to {most}" if wrong else None
+    return f"{wrong} of {want.numel()} {name} differ, by up to {most}" if wrong else None
 
 
-_Way = Iterator[tuple[str, Callable[[Any], Any]]]
+_Way = Iterator[tuple[str, Callable[[Any, list[str]], Any]]]
+"""Names of runtimes, and functions of images and names of outputs."""
 
 
 def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
@@ -154,13 +172,13 @@ def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
     for provider in providers or [name for name in here if name != "AzureExecutionProvider"]:
         for level in onnxruntime.GraphOptimizationLevel.__members__.values():
 
-            def run(images: Any, provider: str = provider, level: Any = level) -> Any:
+            def run(images: Any, names: list[str], provider: str = provider, level: Any = level) -> Any:
                 options = onnxruntime.SessionOptions()
                 options.graph_optimization_level = level
                 # errors are raised as well
                 options.log_severity_level = 4
                 with_cpu = list(dict.fromkeys((provider, "CPUExecutionProvider")))
-                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run([OUTPUT], {INPUT: images})[0]
+                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run(names, {INPUT: images})
 
             yield f"onnxruntime {onnxruntime.__version__}, {provider}, {level.name}", run
 
@@ -171,7 +189,7 @@ def _reference(path: Path, _: Sequence[str] | None) -> _Way:
 
     yield (
         f"onnx {onnx.__version__}, reference evaluator",
-        lambda images: ReferenceEvaluator(str(path)).run([OUTPUT], {INPUT: images})[0],
+        lambda images, names: ReferenceEvaluator(str(path)).run(names, {INPUT: images}),
     )
 
 
@@ -180,7 +198,7 @@ def _openvino(path: Path, _: Sequence[str] | None) -> _Way:
 
     yield (
         f"openvino {openvino.__version__.partition('-')[0]}, CPU",
-        lambda images: openvino.Core().compile_model(str(path), "CPU")([images])[OUTPUT],
+        lambda images, names: [openvino.Core().compile_model(str(path), "CPU")([images])[name] for name in names],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 from ..reference import ARITHMETIC_VERSION
 from ..scalars import unboxed
-from .models import IntegerNetwork, check_integer
-from .onnx_check import INPUT, OUTPUT, self_test
+from .graph import IntegerNetwork, check_integer
+from .onnx_check import INPUT, output_names, self_test
 
 BATCH = "batch"
 """Name of a batch dimension that is left open."""
@@ -71,23 +72,28 @@ def export_onnx(
     import numpy as np
 
     from .. import __version__
-    from ..recipe import Recipe
     from .onnx_graph import Graph, Value
     from .onnx_operators import check_recipe, whole_network
 
-    shape = network.shape
-    check_recipe(Recipe.from_key(shape.recipe))
+    check_recipe(network.recipe)
     graph = Graph()
     images = Value(INPUT, np.dtype(np.uint8))
-    logits, outputs = whole_network(graph, network, images)
     size = BATCH if batch == "dynamic" else batch
+    shapes = network.shapes()
+    found = whole_network(graph, network, images)
+    outputs = [
+        (graph.node("Identity", value), public, (size, *shapes[network.outputs[name]][1:]))
+        for (name, value), public in zip(found.items(), output_names(network), strict=True)
+    ]
     model = graph.model(
-        [(images, (size, shape.image_channels, *shape.image_size))],
-        [(logits, OUTPUT, (size, outputs))],
+        [(images, (size, *network.image))],
+        outputs,
         type(network).__name__,
         __version__,
         {
-            "output_scale": repr(network.output_scale),
+            "output_scale": json.dumps(dict(zip(output_names(network), network.scales.values(), strict=True)))
+            if len(outputs) > 1
+            else repr(network.output_scale),
             "arithmetic_version": str(ARITHMETIC_VERSION),
             "kind": type(network).__name__,
             "qflash_version": __version__,

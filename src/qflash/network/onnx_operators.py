@@ -9,6 +9,7 @@ int32 clipped to int16, because onnxruntime adds no int16.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,12 @@ import torch
 from .. import fixed_point as fp
 from ..recipe import Recipe
 from . import operators as op
-from .models import IntegerNetwork, SwinTransformer, VisionTransformer
-from .modules import Attention, Block, LayerNorm, Linear, LinearGelu, Mean, Merge, WindowBlock
+from .graph import IMAGES, IntegerNetwork
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
 from .onnx_graph import ZERO_POINT, Graph, Value
+
+Shape = tuple[int, ...]
+"""Of a value of the network, for one image."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -174,14 +178,14 @@ def _probability_table(recipe: Recipe, exact: bool) -> np.ndarray:
     return _array(p)[: int(p.nonzero().max()) + 2]
 
 
-def _scores(graph: Graph, module: Attention, query: Value, key: Value) -> tuple[Value, np.ndarray]:
+def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: Value) -> tuple[Value, np.ndarray]:
     """Return the exponents t, int32 (..., heads, queries, keys), and their fraction bits (heads, 1, 1)."""
     biased = module.bias is not None
     query_scale, key_scale = (fp.split_scale(x.view(torch.float32)) for x in (module.query_scale, module.key_scale))
     constant = fp.split_float(module.softmax_scale * math.log2(math.e))
     mantissa, exponent = fp.combine_scales(query_scale, key_scale, constant)
     multiplier, fraction_bits = fp.narrow_multiplier(mantissa, exponent, module.head_dim, biased)
-    offset, _, _ = fp.probability_constants(module.recipe.exponential, module.recipe.probability_bits)
+    offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     products = graph.multiply(graph.matmul(query, key), multiplier[0])
     if module.bias is not None:
         drop = (fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0)
@@ -223,28 +227,36 @@ def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
     return bits, x
 
 
-def attention(graph: Graph, module: Attention, x: Value, tokens: int, windows: int | None = None) -> Value:
-    """Write :meth:`.modules.Attention.attend`: uint8 (batch, [windows,] tokens, channels)."""
-    recipe, heads, width = module.recipe, module.heads, module.head_dim
-    lead = (0,) if windows is None else (0, windows)
+def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: Sequence[Shape]) -> Value:
+    """Write a :class:`.modules.Attention`: uint8 (batch, tokens, channels).
+
+    Args:
+        graph: to add to.
+        module: to write.
+        parts: what it takes, uint8.
+        shapes: theirs, for one image.
+    """
+    recipe, heads, width = Recipe.from_key(module.recipe), module.heads, module.head_dim
+    windows = shapes[0][1] // module.tokens if module.tokens else 0
+    lead = (0, windows) if windows else (0,)
     axes = tuple(range(len(lead)))
     token, head, channel = (len(lead) + i for i in range(3))
-    shape = *lead, tokens, heads, width
-    if module.qkv is not None:
-        with graph.scope("qkv"):
-            query, key, value = (graph.reshape(part, *shape) for part in graph.split(linear(graph, module.qkv, x), 3))
+    each: list[Value] = []
+    for part, shape in zip(parts, shapes, strict=True):
+        count = math.prod(shape[2:]) // (heads * width)
+        size = (*lead, module.tokens or shape[1], heads, width)
+        each += [graph.reshape(x, *size) for x in (graph.split(part, count) if count > 1 else [part])]
+    tokens = module.tokens or shapes[-1][1]
+    if module.query is None:
+        query = graph.transpose(each[0], *axes, head, token, channel)
+        queries = module.tokens or shapes[0][1]
     else:
-        assert module.qk is not None and module.v is not None and module.q_norm is not None and module.k_norm is not None
-        with graph.scope("qk"):
-            query, key = (graph.reshape(part, *shape) for part in graph.split(linear(graph, module.qk, x), 2))
-        with graph.scope("q_norm"):
-            query = layer_norm(graph, module.q_norm, query)
-        with graph.scope("k_norm"):
-            key = layer_norm(graph, module.k_norm, key)
-        with graph.scope("v"):
-            value = graph.reshape(linear(graph, module.v, x), *shape)
-    query, value = (graph.transpose(part, *axes, head, token, channel) for part in (query, value))
-    t, fraction_bits = _scores(graph, module, query, graph.transpose(key, *axes, head, channel, token))
+        query = graph.constant(module.query.to(torch.int16) + ZERO_POINT, np.uint8, "query")
+        queries = module.query.shape[2]
+    if module.first:
+        query, queries = _cut(graph, query, 0, module.first, head), module.first
+    key, value = each[-2], graph.transpose(each[-1], *axes, head, token, channel)
+    t, fraction_bits = _scores(graph, module, recipe, query, graph.transpose(key, *axes, head, channel, token))
 
     exact = recipe.takes_exact_sum(tokens)
     table = _probability_table(recipe, exact)
@@ -269,7 +281,7 @@ def attention(graph: Graph, module: Attention, x: Value, tokens: int, windows: i
         numerator = graph.add(numerator, graph.multiply(missing, _twice_mean(graph, value, tokens)))
         denominator = total
     out = _finish(graph, module, numerator, denominator, fp.FINE_BITS if exact else 0)
-    return graph.reshape(graph.transpose(out, *axes, head, token, channel), *lead, tokens, heads * width)
+    return graph.reshape(graph.transpose(out, *axes, head, token, channel), 0, max(windows, 1) * queries, heads * width)
 
 
 def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Value, fine_bits: int) -> Value:
@@ -289,115 +301,89 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
 
 
 def _order(graph: Graph, x: Value, order: torch.Tensor) -> Value:
-    """Permute the tokens, axis 1."""
+    """Take tokens, axis 1, by their numbers."""
     return graph.gather(x, graph.constant(order.flatten(), np.int64, "order"), axis=1)
 
 
-def block(graph: Graph, module: Block, h: Value, tokens: int) -> Value:
-    """Write a :class:`.modules.Block` or :class:`.modules.WindowBlock`."""
-    with graph.scope("norm1"):
-        x = layer_norm(graph, module.norm1, h)
-    with graph.scope("attn"):
-        if isinstance(module, WindowBlock):
-            each = module.window[0] * module.window[1]
-            windows, channels = tokens // each, module.norm1.gain.numel()
-            x = graph.reshape(_order(graph, x, module.order), 0, windows, each, channels)
-            x = attention(graph, module.attn, x, each, windows)
-            x = graph.reshape(x, 0, tokens, module.attn.heads * module.attn.head_dim)
-            x = _order(graph, x, module.order.flatten().argsort())
-        else:
-            x = attention(graph, module.attn, x, tokens)
-        with graph.scope("proj"):
-            h = linear(graph, module.attn.proj, x, h)
-    with graph.scope("norm2"):
-        x = layer_norm(graph, module.norm2, h)
-    with graph.scope("fc1"):
-        x = linear(graph, module.fc1, x)
-    with graph.scope("fc2"):
-        return linear(graph, module.fc2, x, h)
+def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[int]) -> Value:
+    """Write a :class:`.modules.PatchEmbedding`; as uint8 with a zero point of 128 pixels stay as they are."""
+    high, wide = module.patch_size
+    channels, rows, columns = image[0], image[1] // high, image[2] // wide
+    x = graph.reshape(images, 0, channels, rows, high, columns, wide)
+    x = graph.reshape(graph.transpose(x, 0, 2, 4, 1, 3, 5), 0, rows * columns, channels * high * wide)
+    position = None
+    if module.position is not None:
+        position = graph.cast(graph.constant(module.position, np.int16, "position"), np.int32)
+    h = linear(graph, module, x, position)
+    if module.prefix is None:
+        return h
+    prefix = graph.cast(graph.constant(module.prefix, np.int16, "prefix"), np.int32)
+    batch = graph.node("Shape", images, dtype=np.int64, start=0, end=1)
+    size = graph.node("Concat", batch, graph.constant(module.prefix.shape[1:], np.int64), axis=0)
+    return graph.node("Concat", graph.node("Expand", prefix, size), h, axis=1)
 
 
-def merge(graph: Graph, module: Merge, h: Value) -> Value:
-    """Write a :class:`.modules.Merge`."""
-    x = graph.reshape(_order(graph, h, module.order), 0, module.order.shape[0], module.norm.gain.numel())
-    with graph.scope("norm"):
-        x = layer_norm(graph, module.norm, x)
-    with graph.scope("reduction"):
-        return linear(graph, module.reduction, x)
+def _cut(graph: Graph, x: Value, first: int, last: int, axis: int) -> Value:
+    """Take a stretch of an axis."""
+    return graph.node("Slice", x, *(graph.constant([number], np.int64) for number in (first, last, axis)))
 
 
-def _patches(graph: Graph, images: Value, shape: Any) -> Value:
-    """Cut images into patches (batch, patches, values); as uint8 with a zero point of 128 pixels stay as they are."""
-    high, wide = shape.patch_size
-    rows, columns = shape.image_size[0] // high, shape.image_size[1] // wide
-    x = graph.reshape(images, 0, shape.image_channels, rows, high, columns, wide)
-    x = graph.transpose(x, 0, 2, 4, 1, 3, 5)
-    return graph.reshape(x, 0, rows * columns, shape.image_channels * high * wide)
+def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
+    """Write a :class:`.modules.LayerNorm` with the tokens that it takes."""
+    channels = module.gain.numel()
+    if module.part is not None:
+        first, heads = module.part
+        h = graph.reshape(_cut(graph, h, first, first + heads * channels, 2), 0, shape[1], heads, channels)
+    if module.gather is not None:
+        h = _order(graph, h, module.gather)
+        rows = module.gather.shape[0]
+        h = graph.reshape(h, 0, channels) if module.single else graph.reshape(h, 0, rows, channels)
+    elif module.single:
+        h = graph.reshape(h, 0, channels)
+    return layer_norm(graph, module, h)
 
 
-def _vision_transformer(graph: Graph, network: VisionTransformer, images: Value) -> Value:
-    shape = network.shape
-    patches = shape.grid[0] * shape.grid[1]
-    tokens = patches + shape.prefix_tokens
-    with graph.scope("embed"):
-        position = graph.cast(graph.constant(network.position, np.int16, "position"), np.int32)
-        h = linear(graph, network.embed, _patches(graph, images, shape), position)
-        if shape.prefix_tokens:
-            prefix = graph.cast(graph.constant(network.prefix, np.int16, "prefix"), np.int32)
-            batch = graph.node("Shape", images, dtype=np.int64, start=0, end=1)
-            size = graph.node("Concat", batch, graph.constant([shape.prefix_tokens, shape.channels], np.int64), axis=0)
-            h = graph.node("Concat", graph.node("Expand", prefix, size), h, axis=1)
-    if network.norm_pre is not None:
-        with graph.scope("norm_pre"):
-            h = layer_norm(graph, network.norm_pre, h)
-    for index, each in enumerate(network.blocks):
-        with graph.scope(f"blocks.{index}"):
-            h = block(graph, each, h, tokens)
-    if network.mean is None:
-        x = graph.gather(h, graph.constant(0, np.int64), axis=1)
-        with graph.scope("norm"):
-            return layer_norm(graph, network.norm, x)
-    if shape.prefix_tokens:
-        h = graph.node("Slice", h, *(graph.constant([end], np.int64) for end in (shape.prefix_tokens, tokens, 1)))
-    for name in ("mean", "norm") if shape.pool == "mean_then_norm" else ("norm", "mean"):
-        with graph.scope(name):
-            h = mean(graph, network.mean, h) if name == "mean" else layer_norm(graph, network.norm, h)
-    return h
+def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Shape], image: Sequence[int]) -> Value:
+    """Write one node of a network.
 
-
-def _swin_transformer(graph: Graph, network: SwinTransformer, images: Value) -> Value:
-    with graph.scope("embed"):
-        h = linear(graph, network.embed, _patches(graph, images, network.shape))
-    with graph.scope("embed_norm"):
-        h = layer_norm(graph, network.embed_norm, h)
-    tokens = 0
-    for index, (stage, sizes) in enumerate(zip(network.stages, network.shape.stages, strict=True)):
-        if index:
-            with graph.scope(f"merges.{index - 1}"):
-                h = merge(graph, network.merges[index - 1], h)
-        tokens = sizes.grid[0] * sizes.grid[1]
-        for number, each in enumerate(stage):
-            with graph.scope(f"stages.{index}.{number}"):
-                h = block(graph, each, h, tokens)
-    with graph.scope("norm"):
-        h = layer_norm(graph, network.norm, h)
-    with graph.scope("mean"):
-        return mean(graph, network.mean, h)
-
-
-def whole_network(graph: Graph, network: IntegerNetwork, images: Value) -> tuple[Value, int]:
-    """Write a network; return its int32 logits or features (batch, outputs) and how many outputs there are.
-
-    Raises:
-        TypeError: it is of a kind that has no form in ONNX.
+    Args:
+        graph: to add to.
+        module: of the node.
+        inputs: what it takes.
+        shapes: theirs, for one image.
+        image: (channels, height, width).
     """
-    if isinstance(network, VisionTransformer):
-        x = _vision_transformer(graph, network, images)
-    elif isinstance(network, SwinTransformer):
-        x = _swin_transformer(graph, network, images)
-    else:
-        raise TypeError(f"network must be a VisionTransformer or SwinTransformer, got {type(network).__name__}")
-    if network.head is None:
-        return x, network.norm.gain.numel()
-    with graph.scope("head"):
-        return linear(graph, network.head, x), network.head.bias.numel()
+    x, shape = inputs[0], shapes[0]
+    if isinstance(module, PatchEmbedding):
+        return _embed(graph, module, x, image)
+    if isinstance(module, LayerNorm):
+        return _norm(graph, module, x, shape)
+    if isinstance(module, Linear):
+        if module.scatter is not None:
+            x = _order(graph, x, module.scatter.argsort())
+        return linear(graph, module, x, *inputs[1:])
+    if isinstance(module, Attention):
+        return attention(graph, module, inputs, shapes)
+    if isinstance(module, Mean):
+        if len(shape) == 3 and shape[1] != module.tokens:
+            x = _cut(graph, x, module.first, module.first + module.tokens, 1)
+        return mean(graph, module, x)
+    if isinstance(module, First):
+        return _cut(graph, x, 0, module.count, 1)
+    if isinstance(module, Join):
+        return graph.node("Concat", *inputs, axis=-1)
+    assert isinstance(module, Widen)
+    return x if module.token is None else graph.gather(x, graph.constant(module.token, np.int64), axis=1)
+
+
+def whole_network(graph: Graph, network: IntegerNetwork, images: Value) -> dict[str, Value]:
+    """Write a network; return its int32 outputs by name."""
+    shapes = network.shapes()
+    values = {IMAGES: images}
+    for each in network.nodes:
+        with graph.scope(each.name):
+            inputs = [values[name] for name in each.inputs]
+            values[each.name] = node(
+                graph, network.part(each.name), inputs, [shapes[name] for name in each.inputs], network.image
+            )
+    return {name: values[made] for name, made in network.outputs.items()}

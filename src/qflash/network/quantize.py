@@ -12,28 +12,28 @@ from torch import nn
 
 from ..integrations.inspection import listed
 from ..recipe import Recipe, resolve_recipe
-from .calibration import check_method, make_observers, observing, progress_bar
-from .checks import check_read, is_constant, judge
-from .conversion import observed
+from .calibration import Calibration, check_method, progress_bar
+from .capture import BATCH, capture, drop_unread_rows
+from .checks import check_captured, is_constant, judge
 from .execution import check_images
-from .families import family_of
-from .float_network import FloatNetwork
-from .mixed import keep_in_float
-from .models import IntegerNetwork
-from .reading import part
+from .float_parts import kept_nodes, with_float_parts
+from .graph import IntegerNetwork
+from .patterns import Lowering
 
 HELD_OUT = 8
 """Images that the ranges do not see where there are twice as many; the network is judged on them."""
 
 
 def _check_model(model: nn.Module) -> None:
-    """Require a model in eval mode that is not patched, outside :class:`qflash.sdpa`."""
+    """Require a model with weights in eval mode that is not patched."""
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise TypeError(f"model must be a torch.nn.Module with parameters, got {type(model).__name__}")
     if patched := [name for name, module in model.named_modules() if hasattr(type(module), "_qflash_base")]:
         raise ValueError(f"model must not be patched, call qflash.unpatch(model); patched are {listed(patched)}")
     if model.training:
         raise ValueError("model must be in eval mode, call model.eval()")
     for name, module in model.named_modules():
-        rate = getattr(module, "p", 0) if isinstance(module, nn.modules.dropout._DropoutNd) else part(module, "drop_prob")
+        rate = getattr(module, "p", 0) if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module).get("drop_prob")
         if module.training and (rate or isinstance(module, nn.modules.batchnorm._BatchNorm)):
             raise ValueError(f"model must be in eval mode as a whole, call model.eval(); {name} is in training mode")
 
@@ -48,9 +48,14 @@ def _check_weights(model: nn.Module) -> None:
             raise ValueError(f"model must have finite weights, NaN or infinity is in {name}")
 
 
-def _statistics(
+def find_statistics(
     model: nn.Module, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[list[float], list[float]]:
+    """Return the mean and the deviation of each channel: those given, or the model's.
+
+    Raises:
+        ValueError: there are none, or they are not of pixels from 0 to 1.
+    """
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     found = []
     for name, given in (("mean", mean), ("std", std)):
@@ -87,8 +92,8 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _stream(batches: Iterable[Any], channels: int, size: tuple[int, int], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield the images of batches that hold any, on a device.
+def _stream(batches: Iterable[Any], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the images of batches that hold any, on a device; all have the size of the first.
 
     Raises:
         TypeError, ValueError: they are something else; the message names it.
@@ -98,9 +103,12 @@ def _stream(batches: Iterable[Any], channels: int, size: tuple[int, int], device
             f"calibration_batches must be a list or another iterable of batches, got {_described(batches)}; write [images] "
             "for one batch"
         )
+    size: tuple[int, ...] | None = None
     for batch in batches:
         images = _images_of(batch)
-        check_images(images, channels, size)
+        if size is None:
+            size = tuple(images.shape[1:]) if isinstance(images, torch.Tensor) and images.dim() == 4 else (3, 0, 0)
+        check_images(images, size[0], (size[1], size[2]))
         if len(images):
             yield images.to(device)
 
@@ -128,6 +136,16 @@ def _begin(stream: Iterator[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
         rest.append(images[left:])
         left = max(0, left - len(images))
     return first, [images for images in rest if len(images)], True
+
+
+class Normalise:
+    """Turns uint8 images into what a float model takes: ``(images / 255 - mean) / std`` for each channel, float32."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
+        self.mean, self.std = (torch.tensor(x, dtype=torch.float32, device=device).view(1, -1, 1, 1) for x in (mean, std))
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return (images.to(torch.float32) / 255 - self.mean) / self.std
 
 
 class _Variety:
@@ -169,6 +187,7 @@ def quantize_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     keep_float: Sequence[str] = (),
+    outputs: Sequence[str] | None = None,
     progress: bool = True,
     min_sqnr: float | None = 10.0,
 ) -> IntegerNetwork:
@@ -186,16 +205,16 @@ def quantize_model(
         model: timm's ``VisionTransformer`` (ViT, DeiT, DINOv2) or ``SwinTransformer``, float, in eval mode. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
-            tensor. 32 to 64 images are enough; they have to differ. The model runs on one at a time, so that the same images
-            give the same network however they are divided into batches.
+            tensor. 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
-            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy. They look at up
-            to 4096 tokens of each tensor.
+            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
         percentile: for that method, above 50 and at most 100.
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
-        keep_float: parts that stay in floating point, to find what costs accuracy: ``"blocks.3.attention"``,
-            ``"blocks.3.mlp"`` (``"stages.1.0.mlp"`` of a Swin). Such a network cannot be saved.
+        keep_float: names of submodules whose nodes compute in floating point, to find what costs accuracy:
+            ``"blocks.3.attn"``, ``"blocks.3.mlp"``, ``"blocks.3"``. Such a network cannot be saved.
+        outputs: names of the outputs that are wanted, of a model that returns several; ``"logits"`` if there are such,
+            otherwise all. A network of several returns a dictionary.
         progress: show a bar.
         min_sqnr: least signal-to-quantisation-noise ratio of the output in dB; None accepts any. Below 20 dB there is a
             UserWarning in any case, and where the integer network gives all images the same output.
@@ -208,44 +227,45 @@ def quantize_model(
             gives different images the same output, or the integer network has less than ``min_sqnr`` (the worst parts are
             named). An argument is none of its choices.
     """
-    family = family_of(model)
     _check_model(model)
     percentile = check_method(method, percentile)
     choices = resolve_recipe(recipe)
     if min_sqnr is not None and (not isinstance(min_sqnr, int | float) or not math.isfinite(min_sqnr)):
         raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
-    plan: FloatNetwork = family.read(model)
     _check_weights(model)
-    means, deviations = _statistics(model, plan.image_channels, mean, std)
     parameter = next(model.parameters())
-    device = parameter.device
-    shift, factor = (torch.tensor(x, dtype=torch.float32, device=device).view(1, -1, 1, 1) for x in (means, deviations))
-
-    def normalise(images: torch.Tensor) -> torch.Tensor:
-        return (images.to(torch.float32) / 255 - shift) / factor
-
-    stream = _stream(calibration_batches, plan.image_channels, plan.image_size, device)
+    stream = _stream(calibration_batches, parameter.device)
     judged, begun, held_out = _begin(stream)
+    channels, height, width = judged.shape[1:]
+    image = (channels, height, width)
+    means, deviations = find_statistics(model, image[0], mean, std)
+    normalise = Normalise(means, deviations, parameter.device)
+    captured = capture(model, normalise(judged[:1].repeat(BATCH, 1, 1, 1)).to(parameter.dtype), outputs)
     # of a float64 model in its own type
     exact = normalise(judged).to(torch.promote_types(parameter.dtype, torch.float32))
     variety = _Variety()
-    with torch.inference_mode():
-        want = check_read(plan, model, exact)
-        observers = make_observers(*observed(plan), method != "minmax")
+    with torch.no_grad():
+        wanted = check_captured(captured, model, exact)
+        drop_unread_rows(captured)
+        lowering = Lowering(captured, choices, image)
+        network = lowering.lower()
+        calibration = Calibration(captured.module, lowering.observed, method != "minmax")
         with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)
-                with observing(model, observers):
-                    # one at a time: a float product of another number of rows may round otherwise
-                    for image in images:
-                        model(normalise(image[None]).to(parameter.dtype))
-                        tick(1)
+                # one at a time: a float product of another number of rows may round otherwise
+                for one in images:
+                    calibration.run(normalise(one[None]).to(parameter.dtype))
+                    tick(1)
     variety.check()
-    if is_constant(want) and not is_constant(judged):
-        raise ValueError(f"model gives {len(judged)} different calibration images the same output: {want[0, :4].tolist()}, ...")
-    ranges = {name: observer.range(method, percentile) for name, observer in observers.items() if observer.count}
-    network: IntegerNetwork = family.convert(plan, ranges, means, deviations, choices)
-    keep_in_float(network, plan, model, keep_float)
-    network.to(device)
-    network.quality = judge(network, plan, judged, exact, want, held_out, min_sqnr)
+    for name, want in wanted.items():
+        if is_constant(want) and not is_constant(judged):
+            shown = want[0].flatten()[:4].tolist()
+            raise ValueError(f"model gives {len(judged)} different calibration images the same {name}: {shown}, ...")
+    lowering.fill(network, calibration.ranges(method, percentile), means, deviations)
+    network.to(parameter.device).eval()
+    if keep_float:
+        network = with_float_parts(network, lowering.twins, lowering.grids, kept_nodes(network, lowering.twins, keep_float))
+    network.lowering = lowering
+    network.quality = judge(network, lowering, judged, exact, wanted, held_out, min_sqnr)
     return network

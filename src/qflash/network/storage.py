@@ -15,30 +15,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..recipe import Recipe
 from ..reference import ARITHMETIC_VERSION
 from ..validation import check_flags
-from .models import (
-    IntegerNetwork,
-    SwinStage,
-    SwinTransformer,
-    SwinTransformerShape,
-    VisionTransformer,
-    VisionTransformerShape,
-    check_integer,
-)
-from .modules import EXTRA_STATE, IntegerModule, shapes_only
+from .first_form import from_first_form, is_first_form
+from .graph import IntegerNetwork, Node, check_integer
+from .modules import EXTRA_STATE, OPERATORS, IntegerModule, shapes_only
 from .quality import Quality
 
 KEY = "qflash integer network"
 """Where the file's header has ours."""
-VERSION = 1
+VERSION = 2
 """Of the file's form."""
 DIGEST = "sha256"
 """The entry with the digest of all else, which files have."""
-_KINDS: dict[str, tuple[type[Any], type[Any]]] = {
-    "VisionTransformer": (VisionTransformer, VisionTransformerShape),
-    "SwinTransformer": (SwinTransformer, SwinTransformerShape),
-}
 _TYPES = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 """What safetensors calls the types that networks have."""
 _FLOAT32 = torch.finfo(torch.float32)
@@ -62,8 +52,8 @@ class HeaderEntry(NamedTuple):
 
 
 def _parts(network: IntegerNetwork) -> dict[str, IntegerModule]:
-    """Return the parts of a network that have constants."""
-    return {name: part for name, part in network.named_modules() if isinstance(part, IntegerModule) and part.constants}
+    """Return the nodes of a network that have constants."""
+    return {node.name: network.part(node.name) for node in network.nodes if network.part(node.name).constants}
 
 
 def _write_constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
@@ -89,13 +79,14 @@ def _scale(name: str, value: Any) -> float:
     return float(value)
 
 
-def _read_output_scale(network: IntegerNetwork, found: Any) -> None:
-    network.output_scale = _scale("output_scale", found)
+def _read_scales(network: IntegerNetwork, found: Any) -> None:
+    _check_names("scales", found, network.outputs)
+    network.scales = {name: _scale(f"the scale of {name}", found[name]) for name in network.outputs}
 
 
 def _read_units(network: IntegerNetwork, found: Any) -> None:
-    if type(found) is not list or len(found) != network.shape.streams:
-        raise ValueError(f"units must be a list of {network.shape.streams} numbers, is {_shown(found)}")
+    if type(found) is not list or not 0 < len(found) <= len(network.nodes):
+        raise ValueError(f"units must be a list of 1 to {len(network.nodes)} numbers, is {_shown(found)}")
     network.units = tuple(_scale("units", x) for x in found)
 
 
@@ -111,12 +102,12 @@ def _read_quality(network: IntegerNetwork, found: Any) -> None:
 
 ENTRIES: dict[str, HeaderEntry] = {
     "constants": HeaderEntry(_write_constants, _read_constants),
-    "output_scale": HeaderEntry(lambda network: network.output_scale, _read_output_scale),
+    "scales": HeaderEntry(lambda network: network.scales, _read_scales),
     "units": HeaderEntry(lambda network: list(network.units), _read_units),
     "quality": HeaderEntry(_write_quality, _read_quality, required=False),
 }
 """By their names in the header. A new one that older files lack is not required."""
-_MADE_OF = ("version", "arithmetic_version", "kind", "shape")
+_MADE_OF = ("version", "arithmetic_version", "image", "recipe", "nodes", "outputs")
 """Entries that say which network to make."""
 
 
@@ -135,41 +126,79 @@ def _check_names(what: str, found: Any, required: Any, optional: Any = ()) -> No
         raise ValueError(f"{what} must fit the network: {_shown(odd)} are missing or not known")
 
 
-def _dataclass(what: str, kind: type[Any], found: Any) -> Any:
-    """Return a dataclass that JSON holds as an object; what its fields may be it says itself."""
-    fields = dataclasses.fields(kind)
-    required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    _check_names(what, found, required, [field.name for field in fields])
-    values = {name: _tuples(value) for name, value in found.items()}
-    if "stages" in values and type(found["stages"]) is list:
-        values["stages"] = tuple(_dataclass("a stage", SwinStage, stage) for stage in found["stages"])
-    return kind(**values)
-
-
-def _tuples(x: Any) -> Any:
-    return tuple(_tuples(each) for each in x) if isinstance(x, list) else x
+def _strings(what: str, found: Any) -> None:
+    """Require an object of JSON whose values are strings."""
+    if type(found) is not dict or not all(type(x) is str for x in found.values()):
+        raise ValueError(f"{what} must be an object of JSON with strings, is {_shown(found)}")
 
 
 def network_tensors(network: IntegerNetwork) -> dict[str, torch.Tensor]:
-    """Return the integers of a network by their names."""
-    return {
-        f"{name}.{own}" if name else own: x
-        for name, part in network.named_modules()
-        if isinstance(part, IntegerModule)
-        for own, x in part.integers().items()
-    }
+    """Return the integers of a network by the names of nodes and their tensors."""
+    return {f"{node.name}.{own}": x for node in network.nodes for own, x in network.part(node.name).integers().items()}
 
 
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
     """Return what a header says of a network, as JSON holds it."""
     entries = {name: entry.write(network) for name, entry in ENTRIES.items()}
+    nodes = []
+    for node in network.nodes:
+        part = network.part(node.name)
+        nodes.append({"name": node.name, "operator": type(part).__name__, "inputs": list(node.inputs), "sizes": part.sizes})
     return {
         "version": VERSION,
         "arithmetic_version": ARITHMETIC_VERSION,
-        "kind": type(network).__name__,
-        "shape": dataclasses.asdict(network.shape),
+        "image": list(network.image),
+        "recipe": network.recipe.key,
+        "nodes": nodes,
+        "outputs": network.outputs,
         **{name: value for name, value in entries.items() if value is not None},
     }
+
+
+def _network(header: Mapping[str, Any], most: int) -> IntegerNetwork:
+    """Return the network of a header's nodes, all zeros.
+
+    Args:
+        header: parsed.
+        most: nodes that there may be.
+    """
+    nodes, modules = [], {}
+    recipe = _recipe(header["recipe"])
+    if type(header["nodes"]) is not list or not 0 < len(header["nodes"]) <= most:
+        raise ValueError(f"nodes must be a list of 1 to {most}, is {_shown(header['nodes'])}")
+    for entry in header["nodes"]:
+        _check_names("a node", entry, ("name", "operator", "inputs", "sizes"))
+        name, operator, inputs, sizes = (entry[each] for each in ("name", "operator", "inputs", "sizes"))
+        if type(name) is not str or type(operator) is not str or operator not in OPERATORS or type(sizes) is not dict:
+            raise ValueError(f"a node must have a name, sizes and one of the operators {sorted(OPERATORS)}, is {_shown(entry)}")
+        if type(inputs) is not list or not inputs or not all(type(each) is str for each in inputs):
+            raise ValueError(f"inputs of {name} must be names, are {_shown(inputs)}")
+        try:
+            modules[name] = OPERATORS[operator](**sizes)
+        except TypeError as error:
+            raise ValueError(f"sizes of {name} do not fit {operator}: {error}") from error
+        except (ValueError, RecursionError, OverflowError, RuntimeError) as error:  # sizes beyond 64 bits are the last
+            raise ValueError(f"{name}: {error}") from error
+        if sizes.get("recipe", recipe.key) != recipe.key:
+            raise ValueError(f"recipe of {name} must be the network's, is {_shown(sizes['recipe'])}")
+        nodes.append(Node(name, tuple(inputs)))
+    _strings("outputs", header["outputs"])
+    if type(header["image"]) is not list:
+        raise ValueError(f"image must be a list, is {_shown(header['image'])}")
+    try:
+        return IntegerNetwork(nodes, modules, header["image"], recipe, header["outputs"])
+    except KeyError as error:
+        raise ValueError(f"nodes must have other names, {error} is taken") from error
+
+
+def _recipe(key: Any) -> Recipe:
+    try:
+        recipe = Recipe.from_key(key) if type(key) is str else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"recipe must be the key of a qflash.Recipe, is {_shown(key)}: {error}") from error
+    if recipe is None or recipe.key != key:
+        raise ValueError(f"recipe must be the key of a qflash.Recipe, which names all of its fields, is {_shown(key)}")
+    return recipe
 
 
 def _digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
@@ -199,7 +228,7 @@ def _parsed(text: str | bytes) -> Any:
         raise ValueError("its header is nested too deeply") from error
 
 
-def _made(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
+def make_network(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
     """Make the network of a header, all zeros, if it is one that such tensors fill. Before that nothing is allocated.
 
     Args:
@@ -209,7 +238,7 @@ def _made(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
     if type(header) is not dict or type(header.get("version")) is not int:
         raise ValueError(f"its header must be an object of JSON with a version, is {_shown(header)}")
     if header["version"] != VERSION:
-        raise ValueError(f"it is of version {header['version']}, this QFlash reads {VERSION}; quantise the model again")
+        raise ValueError(f"it is of version {header['version']}, this QFlash reads 1 and {VERSION}; quantise the model again")
     # files from before the entry are of the first
     arithmetic = header.get("arithmetic_version", 1)
     if type(arithmetic) is not int or arithmetic != ARITHMETIC_VERSION:
@@ -219,26 +248,20 @@ def _made(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
         )
     required = [name for name, entry in ENTRIES.items() if entry.required]
     _check_names("its header", header, (*_MADE_OF, *required), (*ENTRIES, DIGEST))
-    if type(header["kind"]) is not str or header["kind"] not in _KINDS:
-        raise ValueError(f"kind must be one of {sorted(_KINDS)}, is {_shown(header['kind'])}")
-    kind, shape_type = _KINDS[header["kind"]]
-    shape = _dataclass("shape", shape_type, header["shape"])
-    # a block has tensors of its own; so a header cannot ask for blocks without end
-    if shape.blocks > len(forms):
-        raise ValueError(f"{shape.blocks} blocks cannot come of {len(forms)} tensors")
+    # most nodes have several tensors; so a header cannot ask for nodes without end
+    most = 2 * len(forms) + 8
     with shapes_only():
-        wanted = {name: (x.dtype, tuple(x.shape)) for name, x in network_tensors(kind(shape)).items()}
+        wanted = {name: (x.dtype, tuple(x.shape)) for name, x in network_tensors(_network(header, most)).items()}
     if odd := sorted(wanted.keys() ^ forms.keys()):
         raise ValueError(f"tensors {odd[:3]} are missing or not known")
     for name, form in forms.items():
         if form != wanted[name]:
             raise ValueError(f"{name} must be {wanted[name][0]} {wanted[name][1]}, is {form[0]} {form[1]}")
-    network: IntegerNetwork = kind(shape)
-    return network
+    return _network(header, most)
 
 
-def _filled(network: IntegerNetwork, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> IntegerNetwork:
-    """Fill in a network that :func:`_made` has made for a header, and look whether its integers keep their bounds."""
+def fill_network(network: IntegerNetwork, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> IntegerNetwork:
+    """Fill in a network that :func:`make_network` has made for a header, and look whether its integers keep their bounds."""
     for name, x in network_tensors(network).items():
         x.copy_(tensors[name])
     _read_entries(network, header)
@@ -257,9 +280,9 @@ def network_from_header(header: Any, tensors: Mapping[str, torch.Tensor]) -> Int
 
     Raises:
         ValueError: the header has an entry that is wrong, is missing or not known; tensors are missing, not known, or do not
-            fit it; or integers do not keep their bounds (:meth:`.models.IntegerNetwork.check_values`).
+            fit it; or integers do not keep their bounds (:meth:`.graph.IntegerNetwork.check_values`).
     """
-    return _filled(_made(header, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}), header, tensors)
+    return fill_network(make_network(header, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}), header, tensors)
 
 
 def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
@@ -314,11 +337,20 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu",
                 raise ValueError(f"it is no integer network of QFlash, its header has no {KEY!r}")
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
             header = _parsed(metadata[KEY])
-            network = _made(header, {name: _form(x.get_dtype(), x.get_shape()) for name, x in slices.items()})
-            tensors = {name: file.get_tensor(name) for name in slices}
-        if verify:
-            _check_digest(header, tensors)
-        _filled(network, header, tensors)
+            forms = {name: _form(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+            tensors: dict[str, torch.Tensor] = {}
+
+            def read() -> dict[str, torch.Tensor]:
+                tensors.update({name: file.get_tensor(name) for name in slices})
+                if verify:
+                    _check_digest(header, tensors)
+                return tensors
+
+            if is_first_form(header):
+                network = from_first_form(header, forms, read)
+            else:
+                network = make_network(header, forms)
+                fill_network(network, header, read())
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except ValueError as error:
@@ -369,15 +401,14 @@ def load_state(network: IntegerNetwork, state: Mapping[str, Any], assign: bool) 
             raise ValueError(f"{name} in the state_dict must be a tensor with numbers, is {_shown(x)}")
     header = _parsed(bytes(text.cpu().numpy()))
     other = network_from_header(header, tensors)
-    if type(other) is not type(network) or other.shape != network.shape:
-        raise ValueError(
-            f"the state_dict is of a {type(other).__name__} with {other.shape}, and it is one with {network.shape}"
-        )
+    own, given = network_header(network), network_header(other)
+    if any(own[name] != given[name] for name in _MADE_OF):
+        raise ValueError("the state_dict is of a network with other nodes")
     with torch.no_grad():
         for name, x in network_tensors(network).items():
             if assign:
-                where, _, own = name.rpartition(".")
-                setattr(network.get_submodule(where), own, tensors[name])
+                where, _, buffer = name.rpartition(".")
+                setattr(network.part(where), buffer, tensors[name])
             else:
                 x.copy_(tensors[name])
     _read_entries(network, header)

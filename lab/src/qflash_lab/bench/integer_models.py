@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qflash import export_onnx
-from qflash.network.models import IntegerNetwork
+from qflash.network.graph import IntegerNetwork
 from qflash.network.quantize import quantize_model
 
 from . import console as bench_console
@@ -273,8 +273,8 @@ def run_integer_models(
         what ``models_integer.json`` holds: environment, timing (in words) and rows.
 
     Raises:
-        TypeError: a model has no integer form here.
-        ValueError: an unknown model, one with layers without an integer form, fewer than one round, or energy without a GPU.
+        ValueError: an unknown model, something in one without an integer form, fewer than one round, or
+            energy without a GPU.
         ImportError: timm is not installed.
     """
     runner.check_rounds(rounds)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from qflash.network.models import IntegerNetwork
+from qflash.network.graph import IntegerNetwork
 from qflash.network.quantize import quantize_model
 from qflash.recipe import PRESETS
 

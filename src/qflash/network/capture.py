@@ -1,0 +1,900 @@
+"""From any float module to a list of its computing operations: :func:`capture`.
+
+``torch.export`` traces the module. Its graph is then interpreted with symbolic tensors: each is a rearrangement of the output
+of one operation, times a constant, plus a constant (:class:`View`). So reshapes, transposes, window partitions, rolls, class
+tokens, position embeddings, layer scale and dropout are no operations: they are the way from one operation to the next,
+however a model spells them. What only depends on constants is computed once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import operator
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree
+from torch import fx, nn
+
+BATCH = 2
+"""Images that are traced: enough to see that each is treated alike."""
+aten = torch.ops.aten
+
+
+class UnsupportedError(ValueError):
+    """An operation has no integer form here; the message names it, the submodule and the line of source."""
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """One computing operation of the float network.
+
+    Attributes:
+        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"`` or
+            ``"join"``, which puts channels side by side.
+        inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
+            (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
+        seen: for each input the node of the traced graph whose value it is, for calibration.
+        node: of the traced graph, whose value is this operation's output.
+        rows, channels: of its output.
+        name: of the submodule that computes it.
+        weight, bias: float64 constants of a linear layer or a normalisation, or None.
+        epsilon: of a normalisation.
+        scale: of attention, the factor of the scores.
+        mask: of attention, what is added to the scores, float64 (windows of an image or 1, heads or 1, queries, keys), or None.
+        is_causal: of attention.
+        query: of attention whose query is a constant, float64 (heads, queries, channels).
+        approximate: of GELU, as :func:`torch.nn.functional.gelu` has it.
+    """
+
+    kind: str
+    inputs: list[View]
+    seen: list[fx.Node]
+    node: fx.Node
+    rows: int
+    channels: int
+    name: str
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    epsilon: float = 0.0
+    scale: float = 1.0
+    mask: torch.Tensor | None = None
+    is_causal: bool = False
+    query: torch.Tensor | None = None
+    approximate: str = "none"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """A tensor whose elements are ``factor * source[index] + term``.
+
+    Attributes:
+        source: the operation whose output, (rows, channels), the elements come from.
+        shape: of the tensor.
+        index: int64, of the tensor's shape: places in the flat output, or -1 where there is only ``term``. None for all
+            places in their order.
+        factor, term: float64 tensors that broadcast to the shape, or None for 1 and 0.
+    """
+
+    source: Operation
+    shape: tuple[int, ...]
+    index: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    term: torch.Tensor | None = None
+
+    def places(self) -> torch.Tensor:
+        """Return :attr:`index`, spelled out."""
+        if self.index is not None:
+            return self.index
+        return torch.arange(math.prod(self.shape)).view(self.shape)
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor], *, in_order: bool = False) -> View:
+        """Return the view behind a rearrangement of elements.
+
+        Args:
+            move: takes a tensor of this shape.
+            in_order: whether it leaves the elements in their order.
+        """
+        if in_order and self.index is None:
+            index, shape = None, tuple(move(torch.empty(self.shape, device="meta")).shape)
+        else:
+            index = move(self.places())
+            shape = tuple(index.shape)
+        factor, term = (None if x is None else move(x.expand(self.shape)) for x in (self.factor, self.term))
+        return View(self.source, shape, index, factor, term)
+
+    def scaled(self, factor: torch.Tensor) -> View:
+        """Return the view times a constant."""
+        shape = tuple(torch.broadcast_shapes(self.shape, factor.shape))
+        view = self if shape == self.shape else self.moved(lambda x: x.expand(shape))
+        term = None if view.term is None else view.term * factor
+        return dataclasses.replace(view, factor=factor if view.factor is None else view.factor * factor, term=term)
+
+    def plus(self, term: torch.Tensor) -> View:
+        """Return the view plus a constant."""
+        shape = tuple(torch.broadcast_shapes(self.shape, term.shape))
+        view = self if shape == self.shape else self.moved(lambda x: x.expand(shape))
+        return dataclasses.replace(view, term=term if view.term is None else view.term + term)
+
+    def evaluate(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for any number of images.
+
+        Args:
+            output: of the source, (images, elements of an image).
+        """
+        images = len(output)
+        shape = (self.shape[0] // BATCH, *self.shape[1:])
+        if self.index is None:
+            x = output.reshape(images, *shape)
+        else:
+            index = self.index[: shape[0]].to(output.device)
+            x = torch.where(index < 0, 0, output[:, index.clamp(min=0).flatten()].view(images, *shape))
+        for constant, combine in ((self.factor, torch.mul), (self.term, torch.add)):
+            if constant is not None:
+                x = combine(x, constant.expand(self.shape)[: shape[0]].to(x))
+        return x.flatten(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of attention on their way to its output: ``factor * (query @ key) + term``, or their softmax.
+
+    Attributes:
+        query, key: (batch, heads, tokens, channels).
+        shape: of this tensor; the order of elements is that of (batch, heads, queries, keys).
+        factor: a number.
+        term: float64 that broadcasts to the shape, or None.
+        weights: whether softmax has been taken.
+    """
+
+    query: View
+    key: View
+    shape: tuple[int, ...]
+    factor: float = 1.0
+    term: torch.Tensor | None = None
+    weights: bool = False
+
+    def reshaped(self, shape: Sequence[int]) -> Scores:
+        """Return the same elements in another shape."""
+        term = None if self.term is None else self.term.expand(self.shape).reshape(tuple(shape))
+        return dataclasses.replace(self, shape=tuple(shape), term=term)
+
+    def plus(self, term: torch.Tensor) -> Scores:
+        """Return the scores plus a constant."""
+        return dataclasses.replace(self, term=term if self.term is None else self.term + term)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A linear layer that is not yet an operation: ``view @ weight.T + bias``.
+
+    Attributes:
+        view: (..., inputs).
+        seen: the node of the traced graph whose value it is.
+        weight, bias: float64 (outputs, inputs) and (outputs,) or None.
+    """
+
+    view: View
+    seen: list[fx.Node]
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+def _product_of(x: View) -> Product | None:
+    """Return a view of a linear layer's output as a linear layer of its own, or None where it is something else."""
+    layer, channels = x.source, x.shape[-1]
+    if layer.kind != "linear" or layer.weight is None or channels != layer.channels:
+        return None
+    places = x.places().reshape(-1, channels)
+    rows = places[:, 0] // channels
+    constants = [None if each is None else each.expand(x.shape).reshape(-1, channels) for each in (x.factor, x.term)]
+    if not torch.equal(places, rows[:, None] * channels + torch.arange(channels)) or int(rows.min()) < 0:
+        return None
+    if any(each is not None and not bool((each == each[:1]).all()) for each in constants):
+        return None
+    view, weight, bias = layer.inputs[0], layer.weight, layer.bias
+    view = view.moved(lambda y: y.reshape(layer.rows, -1)[rows].reshape(*x.shape[:-1], -1))
+    factor, term = constants
+    if factor is not None:
+        weight, bias = weight * factor[0][:, None], None if bias is None else bias * factor[0]
+    if term is not None:
+        bias = term[0] if bias is None else bias + term[0]
+    return Product(view, layer.seen, weight, bias)
+
+
+def _sum_of_linear(a: View, b: View) -> Product | None:
+    """Return the linear layer that the sum of two with the same input is, or None where it is something else."""
+    if not a.source.kind == b.source.kind == "linear" or a.source.inputs[0].source is not b.source.inputs[0].source:
+        return None
+    one, other = _product_of(a), _product_of(b)
+    if one is None or other is None or not torch.equal(one.view.places(), other.view.places()):
+        return None
+    for first, second in ((one.view.factor, other.view.factor), (one.view.term, other.view.term)):
+        if (first is None) != (second is None) or (first is not None and second is not None and not torch.equal(first, second)):
+            return None
+    biases = [each.bias for each in (one, other) if each.bias is not None]
+    return Product(one.view, one.seen, one.weight + other.weight, sum(biases) if biases else None)  # type: ignore[arg-type]
+
+
+_IN_ORDER = {
+    aten.view, aten.reshape, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze, aten.contiguous, aten.clone,
+    aten._unsafe_view,
+}  # fmt: skip
+"""Rearrangements that leave elements in their order."""
+_MOVES = {
+    aten.transpose, aten.permute, aten.t, aten.expand, aten.select, aten.slice, aten.unbind, aten.split, aten.chunk,
+    aten.split_with_sizes, aten.roll, aten.index, aten.index_select, aten.flip, aten.repeat, aten.narrow, aten.movedim,
+    aten.swapaxes, aten.numpy_T, aten.unfold, aten.squeeze, aten.expand_as, aten.view_as, aten.diagonal, aten.tile,
+    aten.repeat_interleave, aten.moveaxis, aten.tensor_split, aten.mT,
+}  # fmt: skip
+"""Other rearrangements of one tensor."""
+_SAME = {
+    aten.alias,
+    aten.detach,
+    aten.lift_fresh_copy,
+    aten._to_copy,
+    aten.to,
+    aten.type_as,
+    aten.detach_,
+    aten._assert_tensor_metadata,
+}
+"""Leave the values as they are."""
+
+
+_OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty}
+"""Constants that take their shape from a tensor."""
+
+
+def _has_view(x: Any) -> bool:
+    if isinstance(x, (list, tuple)):
+        return any(_has_view(each) for each in x)
+    return isinstance(x, (View, Scores))
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _wide(x: Any) -> torch.Tensor:
+    """Return a constant as float64 on the CPU."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to("cpu", torch.float64)
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
+
+
+class _Tracer(fx.Interpreter):
+    """Interprets a traced graph with symbolic tensors."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.operations: list[Operation] = []
+        self.node: fx.Node
+        self.handlers: dict[Any, Callable[..., Any]] = {
+            aten.linear: self.linear, aten.conv2d: self.convolution, aten.convolution: self.convolution,
+            aten.addmm: self.addmm, aten.matmul: self.matmul, aten.mm: self.matmul, aten.bmm: self.matmul,
+            aten.layer_norm: self.layer_norm, aten.gelu: self.gelu, aten.add: self.add, aten.add_: self.add, aten.sub: self.sub,
+            aten.mul: self.mul, aten.mul_: self.mul, aten.div: self.div, aten.neg: self.neg, aten.softmax: self.softmax,
+            aten._softmax: self.softmax, aten.scaled_dot_product_attention: self.attention, aten.cat: self.cat,
+            aten.mean: self.mean, aten.dropout: self.dropout, aten.pad: self.pad, aten.constant_pad_nd: self.pad,
+            aten.adaptive_avg_pool1d: self.pool_all, aten.adaptive_avg_pool2d: self.pool_all,
+            aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack,
+        }  # fmt: skip
+
+    # --- the machine -----------------------------------------------------------------------------------------
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if str(target).endswith("_guards_fn"):
+            return None
+        raise self.refusal(f"submodule {target}")
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        packet = getattr(target, "overloadpacket", target)
+        if packet is aten.sym_size and not isinstance(args[0], torch.Tensor):
+            return _shape_of(args[0])[args[1]]
+        if not _has_view(args) and not _has_view(tuple(kwargs.values())):
+            return super().call_function(target, args, kwargs)
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if packet in _SAME:
+            return args[0]
+        if packet in _OF_SHAPE:
+            like = torch.empty(args[0].shape)
+            kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
+            return target(like, *args[1:], **kwargs)
+        if packet in self.handlers:
+            return self.handlers[packet](*args, **kwargs)
+        if packet in _IN_ORDER or packet in _MOVES:
+            return self.move(target, packet in _IN_ORDER, *args, **kwargs)
+        raise self.refusal(str(packet))
+
+    def refusal(self, what: str) -> UnsupportedError:
+        """Return the error that names the current node."""
+        line = ""
+        if trace := self.node.meta.get("stack_trace"):
+            frames = [text.strip() for text in trace.strip().splitlines() if text.strip()]
+            line = f" ({' '.join(frames[-2:])})"
+        return UnsupportedError(f"{what} in {self.owner() or 'the model'}{line} has no integer form")
+
+    def owner(self) -> str:
+        """Return the name of the submodule that the current node belongs to."""
+        stack = self.node.meta.get("nn_module_stack") or {}
+        names = [path for path, _ in stack.values()]
+        return str(names[-1]) if names else ""
+
+    def made(self, kind: str, inputs: Sequence[View], seen: Sequence[fx.Node], shape: Sequence[int], **constants: Any) -> View:
+        """Add an operation whose output has a shape, and return its output."""
+        channels, rows = shape[-1], math.prod(shape[:-1])
+        order = None
+        if kind in ("linear", "norm", "gelu", "add") and (order := _image_order(inputs[0])) is not None:
+            # rows of one image after the other, whichever way the model lays batches out
+            inputs = [x.moved(lambda y: y.reshape(rows, -1)[order]) for x in inputs]
+        self.operations.append(Operation(kind, list(inputs), list(seen), self.node, rows, channels, self.owner(), **constants))
+        view = View(self.operations[-1], tuple(shape))
+        if order is None:
+            return view
+        return view.moved(lambda y: y.reshape(rows, channels)[order.argsort()].reshape(tuple(shape)))
+
+    def seen(self, *places: int) -> list[fx.Node]:
+        """Return the nodes behind arguments of the current node."""
+        return [x for x in (self.node.args[place] for place in places) if isinstance(x, fx.Node)]
+
+    # --- rearrangements ---------------------------------------------------------------------------------------
+
+    def move(self, target: Any, in_order: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, (View, Scores)) or _has_view(args):
+            raise self.refusal(f"{target} that depends on what is computed")
+        if isinstance(x, Scores):
+            if not in_order:
+                raise self.refusal(f"{target} of scores")
+            return x.reshaped(target(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
+        kwargs.pop("memory_format", None)
+        found = target(torch.empty(x.shape, device="meta"), *args, **kwargs) if not in_order else None
+        if isinstance(found, (list, tuple)):
+
+            def piece(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+                return lambda y: target(y, *args, **kwargs)[number]
+
+            return [x.moved(piece(number)) for number in range(len(found))]
+        return x.moved(lambda y: target(y, *args, **kwargs), in_order=in_order)
+
+    def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
+        views = [x for x in tensors if isinstance(x, View)]
+        if any(isinstance(x, Scores) for x in tensors):
+            raise self.refusal("cat of scores")
+        if len({id(view.source) for view in views}) != 1:
+            shape = list(tensors[0].shape)
+            if len(views) != len(tensors) or dim % len(shape) != len(shape) - 1:
+                raise self.refusal("cat of what different operations compute")
+            nodes = self.node.args[0]
+            assert isinstance(nodes, (list, tuple))
+            shape[-1] = sum(x.shape[-1] for x in views)
+            return self.made("join", views, [x for x in nodes if isinstance(x, fx.Node)], shape)
+        parts = [x if isinstance(x, View) else _constant_view(views[0].source, x) for x in tensors]
+        index = torch.cat([x.places() for x in parts], dim)
+        terms = factors = None
+        if any(x.term is not None for x in parts):
+            zero = torch.zeros((), dtype=torch.float64)
+            terms = torch.cat([(zero if x.term is None else x.term).expand(x.shape) for x in parts], dim)
+        if any(x.factor is not None for x in parts):
+            one = torch.ones((), dtype=torch.float64)
+            factors = torch.cat([(one if x.factor is None else x.factor).expand(x.shape) for x in parts], dim)
+        return View(views[0].source, tuple(index.shape), index, factors, terms)
+
+    def stack(self, tensors: Sequence[Any], dim: int = 0) -> Any:
+        wide = [x.moved(lambda y: y.unsqueeze(dim)) if isinstance(x, View) else x.unsqueeze(dim) for x in tensors]
+        return self.cat(wide, dim)
+
+    def pad(self, x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+        if not any(amounts):
+            return x
+        raise self.refusal("padding")
+
+    def dropout(self, x: Any, rate: float, train: bool = False) -> Any:
+        return x
+
+    # --- element by element -----------------------------------------------------------------------------------
+
+    def add(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+        if not _has_view(a):
+            a, b = b, a
+            if alpha != 1:
+                raise self.refusal("add with alpha")
+        if not _has_view(b):
+            return a.plus(_wide(b) * alpha)
+        if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
+            raise self.refusal("sum of scores")
+        if a.shape != b.shape:
+            raise self.refusal(f"sum of shapes {a.shape} and {b.shape}")
+        if (both := _sum_of_linear(a, b)) is not None:
+            return self.product(both)
+        return self.made("add", (a, b), self.seen(0, 1), a.shape)
+
+    def sub(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+        if _has_view(b):
+            raise self.refusal("difference")
+        return a.plus(-_wide(b) * alpha)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        if _has_view(a) and _has_view(b):
+            raise self.refusal("product of two computed tensors")
+        if not _has_view(a):
+            a, b = b, a
+        if isinstance(a, Scores):
+            number = _wide(b)
+            if number.numel() != 1 or a.weights:
+                raise self.refusal("product of scores with a tensor")
+            return dataclasses.replace(
+                a, factor=a.factor * float(number), term=None if a.term is None else a.term * float(number)
+            )
+        return a.scaled(_wide(b))
+
+    def div(self, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
+        if _has_view(b) or rounding_mode is not None:
+            raise self.refusal("division")
+        return self.mul(a, 1 / _wide(b))
+
+    def neg(self, a: Any) -> Any:
+        return self.mul(a, -1.0)
+
+    def gelu(self, x: Any, *, approximate: str = "none") -> Any:
+        return self.made("gelu", (x,), self.seen(0), x.shape, approximate=approximate)
+
+    # --- products ---------------------------------------------------------------------------------------------
+
+    def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        if not isinstance(x, View) or _has_view(weight) or _has_view(bias):
+            raise self.refusal("linear layer with computed weights")
+        return self.product(Product(x, self.seen(0), _wide(weight), None if bias is None else _wide(bias)))
+
+    def product(self, layer: Product) -> View:
+        """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
+        if (first := _product_of(layer.view)) is not None:
+            bias = layer.bias
+            if first.bias is not None:
+                bias = layer.weight @ first.bias + (0 if bias is None else bias)
+            layer = Product(first.view, first.seen, layer.weight @ first.weight, bias)
+        shape = *layer.view.shape[:-1], len(layer.weight)
+        return self.made("linear", (layer.view,), layer.seen, shape, weight=layer.weight, bias=layer.bias)
+
+    def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
+            raise self.refusal("addmm")
+        return self.product(Product(x, self.seen(1), _wide(weight).t().contiguous(), _wide(bias)))
+
+    def convolution(
+        self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
+    ) -> Any:
+        """A convolution is a linear layer on patches."""
+        sizes = weight.shape[2:]
+        each = [(x_,) * len(sizes) if isinstance(x_, int) else tuple(x_) for x_ in (stride, padding, dilation)]
+        steps, pads, gaps = (e * len(sizes) if len(e) == 1 else e for e in each)
+        groups = rest[-1] if rest else 1
+        if not isinstance(x, View) or any(pads) or any(g != 1 for g in gaps) or groups != 1 or (len(rest) > 1 and rest[0]):
+            raise self.refusal("convolution with padding, dilation or groups")
+        moved = x.places()
+        for dim, (size, step) in enumerate(zip(sizes, steps, strict=True), 2):
+            moved = moved.unfold(dim, size, step)
+        grid = moved.shape[2 : 2 + len(sizes)]
+        # (batch, channels, *grid, *sizes) -> (batch, *grid, channels, *sizes)
+        order = (0, *range(2, 2 + len(sizes)), 1, *range(2 + len(sizes), 2 + 2 * len(sizes)))
+        patches = moved.permute(order).reshape(x.shape[0], *grid, -1)
+        if x.factor is not None or x.term is not None:
+            raise self.refusal("convolution of what a constant was added to")
+        view = View(x.source, tuple(patches.shape), patches)
+        out = self.product(Product(view, self.seen(0), _wide(weight).flatten(1), None if bias is None else _wide(bias)))
+        return out.moved(lambda y: y.movedim(-1, 1))
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        if isinstance(a, View) and not _has_view(b) and b.dim() == 2:
+            return self.product(Product(a, self.seen(0), _wide(b).t().contiguous()))
+        if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
+            query = a if isinstance(a, View) else _constant_view(b.source, a)
+            key = b.moved(lambda y: y.transpose(-1, -2))
+            return Scores(_with_heads(query), _with_heads(key), (*query.shape[:-1], b.shape[-1]))
+        if isinstance(a, Scores) and a.weights and isinstance(b, View):
+            value = _with_heads(b)
+            out = self.attend(a.query, a.key, value, a.factor, a.term, a.shape, False)
+            return out.moved(lambda y: y.reshape(*a.shape[:-1], b.shape[-1]))
+        raise self.refusal("matrix product")
+
+    def baddbmm(self, term: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        scores = self.matmul(a, b)
+        if _has_view(term) or not isinstance(scores, Scores):
+            raise self.refusal("baddbmm")
+        scores = self.mul(scores, alpha)
+        return scores if beta == 0 else scores.plus(_wide(term) * beta)
+
+    def masked_fill(self, x: Any, mask: Any, value: Any) -> Any:
+        if not isinstance(x, Scores) or _has_view(mask) or x.weights:
+            raise self.refusal("masked_fill")
+        term = torch.zeros((), dtype=torch.float64) if x.term is None else x.term
+        return dataclasses.replace(x, term=torch.where(mask.cpu(), _wide(value), term))
+
+    def softmax(self, x: Any, dim: int, *rest: Any, **more: Any) -> Any:
+        if not isinstance(x, Scores) or x.weights or dim not in (-1, len(x.shape) - 1):
+            raise self.refusal("softmax of what are no scores of attention")
+        return dataclasses.replace(x, weights=True)
+
+    def attention(
+        self, query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if not all(isinstance(x, View) for x in (key, value)) or _has_view(mask):
+            raise self.refusal("attention of constants, or with a computed mask")
+        if not isinstance(query, View):
+            query = _constant_view(key.source, query)
+        shape = query.shape
+        factor = shape[-1] ** -0.5 if scale is None else float(scale)
+        scores_shape = (*shape[:-1], key.shape[-2])
+        term = None
+        if mask is not None:
+            mask = mask.detach().cpu()
+            term = torch.where(mask, 0.0, -math.inf).to(torch.float64) if mask.dtype == torch.bool else _wide(mask)
+            if not term.any():
+                term = None
+        q, k, v = (_with_heads(x) for x in (query, key, value))
+        out = self.attend(q, k, v, factor, term, scores_shape, is_causal)
+        return out.moved(lambda y: y.reshape(*shape[:-1], value.shape[-1]))
+
+    def attend(
+        self, query: View, key: View, value: View, factor: float, term: torch.Tensor | None, shape: tuple[int, ...],
+        is_causal: bool,
+    ) -> View:  # fmt: skip
+        """Add attention and return its output, in the shape of the query."""
+        before = (*query.shape[:-1], value.shape[-1])
+        query, key, value = _split_heads(query, key, value)
+        constant = None
+        if query.index is not None and bool((query.index < 0).all()):
+            assert query.term is not None
+            constant = query.term.expand(query.shape)
+            if query.factor is not None or not bool((constant == constant[:1]).all()):
+                raise self.refusal("attention whose constant query differs from image to image")
+            constant = constant[0]
+            query = dataclasses.replace(query, term=None)
+        for x in (query, key, value):
+            if x.term is not None or (x.factor is not None and x.factor.unique().numel() != 1):
+                raise self.refusal("attention whose query, key or value had a tensor added or multiplied")
+        for x in (query, key):
+            if x.factor is not None:
+                factor *= float(x.factor.flatten()[0])
+        if value.factor is not None:
+            raise self.refusal("attention whose value was multiplied")
+        batch, heads, queries, _ = query.shape
+        if term is not None:
+            term = term.expand(shape).reshape(batch, heads, queries, key.shape[2])
+            each = batch // BATCH
+            if not torch.equal(term[:each], term[each : 2 * each]):
+                raise self.refusal("attention with a mask that differs from image to image")
+            term = _least(term[:each])
+        width = value.shape[-1]
+        out = self.made(
+            "attention", [dataclasses.replace(x, factor=None) for x in (query, key, value)], (),
+            (batch, queries, heads * width), scale=factor, mask=term, is_causal=is_causal, query=constant,
+        )  # fmt: skip
+        return out.moved(lambda y: y.view(batch, queries, heads, width).transpose(1, 2).reshape(before))
+
+    # --- rows -------------------------------------------------------------------------------------------------
+
+    def layer_norm(self, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+        if not isinstance(x, View) or len(shape) != 1:
+            raise self.refusal("layer normalisation over several dimensions")
+        return self.made(
+            "norm", (x,), self.seen(0), x.shape, weight=None if weight is None else _wide(weight),
+            bias=None if bias is None else _wide(bias), epsilon=float(eps),
+        )  # fmt: skip
+
+    def mean(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
+        if not isinstance(x, View) or dims is None:
+            raise self.refusal("mean of everything")
+        dims = sorted(d % len(x.shape) for d in ([dims] if isinstance(dims, int) else dims))
+        kept = [d for d in range(len(x.shape)) if d not in dims]
+        if len(kept) != 2 or kept[0] != 0:
+            raise self.refusal(f"mean over dimensions {dims} of {x.shape}")
+        rows = x.moved(lambda y: y.permute(kept[0], *dims, kept[1]).flatten(1, -2))
+        out = self.made("mean", (rows,), self.seen(0), (rows.shape[0], rows.shape[2]))
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else out.shape
+        return out.moved(lambda y: y.reshape(tuple(shape)), in_order=True)
+
+    def pool_all(self, x: Any, size: Any) -> Any:
+        if not isinstance(x, View) or any(s != 1 for s in ([size] if isinstance(size, int) else size)):
+            raise self.refusal("pooling")
+        dims = list(range(2, len(x.shape)))
+        return self.mean(x, dims, True)
+
+
+def _image_order(view: View) -> torch.Tensor | None:
+    """Return an order of a view's rows (..., channels) that has one image after the other, or None where they lie so."""
+    if view.index is None:
+        return None
+    places = view.index.reshape(-1, view.shape[-1])[:, 0]
+    image = places // (view.source.rows * view.source.channels // BATCH)
+    if bool((places < 0).any()) or bool((image.diff() >= 0).all()):
+        return None
+    return image.argsort(stable=True)
+
+
+def _constant_view(source: Operation, x: torch.Tensor) -> View:
+    return View(source, tuple(x.shape), torch.full(tuple(x.shape), -1), None, _wide(x))
+
+
+def _with_heads(x: View) -> View:
+    """Return a view as (batch, heads, tokens, channels)."""
+    if len(x.shape) == 4:
+        return x
+    if len(x.shape) == 3:
+        return x.moved(lambda y: y.unsqueeze(1), in_order=True)
+    return x.moved(lambda y: y.flatten(0, -4), in_order=True)
+
+
+def _split_heads(query: View, key: View, value: View) -> tuple[View, View, View]:
+    """Return (batch, heads, tokens, channels) where batch and heads are one dimension."""
+    if key.shape[1] != 1:
+        return query, key, value
+    rows = key.places()[:, 0, :, 0] // key.source.channels
+    heads = int((rows == rows[:1]).all(dim=1).sum())
+    if heads == 1 or len(rows) % heads:
+        return query, key, value
+    query, key, value = (x.moved(lambda y: y.squeeze(1).unflatten(0, (-1, heads)), in_order=True) for x in (query, key, value))
+    return query, key, value
+
+
+def _least(term: torch.Tensor) -> torch.Tensor:
+    """Return a mask with one row where all windows, or all heads, have the same."""
+    for dim in (0, 1):
+        if term.shape[dim] > 1 and bool((term == term.narrow(dim, 0, 1)).all()):
+            term = term.narrow(dim, 0, 1)
+    return term.contiguous()
+
+
+@dataclasses.dataclass
+class Output:
+    """One output of the float network.
+
+    Attributes:
+        name: of it.
+        view: what it is.
+        node: of the traced graph.
+        place: of it among all tensors that the model returns.
+    """
+
+    name: str
+    view: View
+    node: fx.Node
+    place: int
+
+
+@dataclasses.dataclass
+class Captured:
+    """A float network as operations.
+
+    Attributes:
+        module: the traced graph, which runs: images to outputs, for any batch.
+        operations: in order; the first is the images.
+        outputs: of the network.
+    """
+
+    module: fx.GraphModule
+    operations: list[Operation]
+    outputs: list[Output]
+
+    def pick(self, returned: Any) -> dict[str, torch.Tensor]:
+        """Return the outputs, by name, of what the model returned."""
+        leaves = torch.utils._pytree.tree_leaves(returned)
+        return {output.name: leaves[output.place] for output in self.outputs}
+
+    def compute(self, images: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Compute every operation without the model's own code.
+
+        Args:
+            images: as the model takes them, any number.
+
+        Returns:
+            By the operation's ``id``, (images, elements of an image).
+        """
+        computed: dict[int, torch.Tensor] = {}
+        for operation in self.operations:
+            inputs = [x.evaluate(computed[id(x.source)]) for x in operation.inputs]
+            computed[id(operation)] = _compute(operation, inputs, images).reshape(len(images), -1)
+        return computed
+
+    def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the outputs, by name, from the operations alone."""
+        computed = self.compute(images)
+        return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
+
+
+def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    """Return an operation's output."""
+    weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
+    if operation.kind == "images":
+        return images
+    if operation.kind == "linear":
+        assert weight is not None
+        return nn.functional.linear(inputs[0], weight, bias)
+    if operation.kind == "norm":
+        return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
+    if operation.kind == "gelu":
+        return nn.functional.gelu(inputs[0], approximate=operation.approximate)
+    if operation.kind == "add":
+        return inputs[0] + inputs[1]
+    if operation.kind == "mean":
+        return inputs[0].mean(dim=1)
+    if operation.kind == "join":
+        return torch.cat(inputs, dim=-1)
+    query, key, value = inputs
+    if operation.query is not None:
+        query = operation.query.to(images).expand(query.shape)
+    mask = operation.mask
+    if mask is not None:
+        mask = mask.to(images).repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=operation.is_causal, scale=operation.scale
+    )
+    return out.transpose(1, 2)
+
+
+def drop_unread_rows(captured: Captured) -> None:
+    """Leave out what no output depends on in the last block: a class token's head needs no other token's query and MLP.
+
+    Every row that stays has the values it had.
+    """
+    for place in range(len(captured.operations) - 1, 0, -1):
+        operation = captured.operations[place]
+        users = [(each.inputs, number) for each in captured.operations[place + 1 :]
+                 for number, view in enumerate(each.inputs) if view.source is operation]  # fmt: skip
+        ends = [output for output in captured.outputs if output.view.source is operation]
+        views = [inputs[number] for inputs, number in users] + [output.view for output in ends]
+        count = operation.rows // BATCH
+        whole = not views or any(view.index is None for view in views)
+        if operation.kind in ("mean", "join") or (whole and operation.kind != "attention"):
+            continue
+        if whole:
+            return
+        read = torch.cat([view.index[: view.shape[0] // BATCH].flatten() for view in views if view.index is not None])
+        keep = (read[read >= 0] // operation.channels).unique()
+        heads = operation.inputs[0].shape if operation.kind == "attention" else (BATCH,)
+        # the first tokens alone, where that saves much
+        few = 2 * len(keep) <= count and torch.equal(keep, torch.arange(len(keep)))
+        if not few or operation.inputs[0].source.kind == "images" or heads[0] != BATCH:
+            if operation.kind == "attention":
+                return
+            continue
+        if operation.kind == "attention":
+            if operation.query is not None or operation.inputs[0].source.kind != "linear":
+                return
+            operation.inputs[0] = operation.inputs[0].moved(_queries_of(keep))
+            operation.mask = None if operation.mask is None else operation.mask[:, :, keep]
+        else:
+            fewer = [x.moved(_rows_of(count, keep)) for x in operation.inputs]
+            if any(x.index is not None and bool((x.index < 0).all()) for x in fewer):
+                continue  # what a lone block makes of its class token, a constant: no part of a stream
+            operation.inputs = fewer
+        operation.rows = BATCH * len(keep)
+        position = torch.full((count,), -1)
+        position[keep] = torch.arange(len(keep))
+
+        def renumbered(view: View, operation: Operation = operation, position: torch.Tensor = position) -> View:
+            assert view.index is not None
+            row, column = view.index // operation.channels, view.index % operation.channels
+            image, row = row // len(position), position[row % len(position)]
+            index = (image * (operation.rows // BATCH) + row) * operation.channels + column
+            return dataclasses.replace(view, index=torch.where(view.index < 0, -1, index))
+
+        for inputs, number in users:
+            inputs[number] = renumbered(inputs[number])
+        for output in ends:
+            output.view = renumbered(output.view)
+        if operation.kind == "attention":
+            return
+
+
+def _queries_of(keep: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes some tokens of (batch, heads, tokens, channels)."""
+    return lambda x: x[:, :, keep]
+
+
+def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes some of an image's rows of (..., channels)."""
+    return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
+
+
+def _outside_inference_mode(model: nn.Module) -> nn.Module:
+    """Return a model, or a copy where it was made in inference mode, whose tensors cannot be traced."""
+    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
+        return copy.deepcopy(model)
+    return model
+
+
+def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
+    """Trace a module in eval mode and list its operations.
+
+    Args:
+        model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
+        images: of the model's dtype and device, :data:`BATCH` of them.
+        outputs: names of those that are wanted; ``"logits"`` if there are such, otherwise all.
+
+    Raises:
+        UnsupportedError: an operation has no integer form.
+        ValueError: an output is unknown.
+    """
+    with torch.no_grad():
+        try:
+            program = torch.export.export(
+                _outside_inference_mode(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+            )
+        except Exception as error:
+            reason = traceback.format_exception_only(error)[-1].strip()[:500]
+            raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error
+        module: Any = program.module()
+        last = next(n for n in module.graph.nodes if n.op == "output")
+        nodes = dict(zip(_output_names(program), last.args[0], strict=True))
+        names = (
+            list(outputs)
+            if outputs is not None
+            else ["logits"]
+            if "logits" in nodes
+            else [x for x in nodes if nodes[x] is not None]
+        )
+        for name in names:
+            if nodes.get(name) is None:
+                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, got {name!r}")
+        last.args = (tuple(nodes[name] for name in names),)
+        module.graph.eliminate_dead_code()
+        # takes images and returns a tuple, whatever the model's own arguments and results are
+        module.graph.set_codegen(fx.graph.CodeGen())
+        module.recompile()
+        tracer = _Tracer(module)
+        places = [n for n in module.graph.nodes if n.op == "placeholder"]
+        tracer.node = places[0]
+        view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
+        try:
+            found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
+        except UnsupportedError as error:
+            raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+            # an operation with arguments that nobody has thought of
+            reason = str(error).partition("\n\nWhile executing")[0]
+            raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
+    for name, each in zip(names, found, strict=True):
+        if not isinstance(each, View):
+            raise UnsupportedError(f"output {name!r} does not depend on the images")
+        if each.source.kind == "images":
+            raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
+    return Captured(
+        module,
+        _used(tracer.operations, found),
+        [Output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+    )
+
+
+def _used(operations: Sequence[Operation], outputs: Sequence[View]) -> list[Operation]:
+    """Return the operations that outputs depend on, and the images."""
+    used = {id(operations[0]), *(id(view.source) for view in outputs)}
+    for operation in reversed(operations):
+        if id(operation) in used:
+            used.update(id(view.source) for view in operation.inputs)
+    return [operation for operation in operations if id(operation) in used]
+
+
+def _output_names(program: torch.export.ExportedProgram) -> list[str]:
+    """Return names of a program's outputs: fields, or ``"output"`` with a number where there are several."""
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    count = spec.num_leaves
+    made = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
+    if isinstance(made, dict):
+        names = [""] * count
+        for name, x in made.items():
+            leaves = torch.utils._pytree.tree_leaves(x)
+            for number, leaf in enumerate(leaves):
+                names[leaf] = name if len(leaves) == 1 else f"{name}.{number}"
+        return names
+    return ["output"] if count == 1 else [f"output{number}" for number in range(count)]

@@ -1,0 +1,304 @@
+"""An integer network: an ordered list of operators between named values, :class:`IntegerNetwork`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe
+from .cuda_graph import NetworkGraph
+from .execution import check_images
+from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
+from .quality import Quality
+
+IMAGES = "images"
+"""Name of the network's input."""
+_NAME = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)*")
+MOST_PIXELS = 1 << 26
+"""Of an image; tables of tokens grow with them."""
+
+
+class Node(NamedTuple):
+    """One operator of a network.
+
+    Attributes:
+        name: of its module, and of its output.
+        inputs: names of the values it takes, of earlier nodes or :data:`IMAGES`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+
+
+class IntegerNetwork(IntegerModule):
+    """A quantised network: uint8 images in, int32 out, integers between.
+
+    Its nodes are run in their order, and everything that runs, saves, exports or compares a network goes through this list.
+
+    Attributes:
+        nodes: its operators.
+        parts: the module of each node, by its name.
+        image: (channels, height, width) of an image.
+        recipe: of attention.
+        outputs: the node of each output, by the output's name.
+        scales: what a unit of each output stands for, a float: ``logits.float() * scale``. A network computes nothing with it.
+        units: what a unit of each residual stream stands for; nothing is computed with them either.
+        backend: of every operator, see :func:`qflash.attention`.
+        quality: how close it is to the float model (:class:`.quality.Quality`), as found when it was quantised; None where that
+            is not known, as of a file that does not say it.
+        lowering: what the network was made of, for :func:`qflash.compare`; None of a network from a file, or a copy.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], modules: Mapping[str, IntegerModule], image: Sequence[int], recipe: Recipe,
+        outputs: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """Put modules together.
+
+        Raises:
+            ValueError: names are not unique or unknown, or the image has no size.
+        """
+        super().__init__()
+        self.nodes = tuple(nodes)
+        self.image: tuple[int, int, int] = tuple(image)  # type: ignore[assignment]
+        self.recipe = recipe
+        self.outputs = dict(outputs)
+        self.scales = dict.fromkeys(outputs, 1.0)
+        self.units: tuple[float, ...] = ()
+        self.backend = "auto"
+        self.quality: Quality | None = None
+        self.lowering: Any = None
+        self.parts = nn.Module()
+        self._check_names()
+        for node in self.nodes:
+            place: nn.Module = self.parts
+            *parents, last = node.name.split(".")
+            for parent in parents:
+                if parent not in place._modules:
+                    place.add_module(parent, nn.Module())
+                place = place._modules[parent]  # type: ignore[assignment]
+            place.add_module(last, modules[node.name])
+        self._last_use = {name: index for index, node in enumerate(self.nodes) for name in node.inputs}
+        self._last_use.update(dict.fromkeys(outputs.values(), len(self.nodes)))
+
+    def _check_names(self) -> None:
+        sizes = self.image
+        if len(sizes) != 3 or not all(type(x) is int and x > 0 for x in sizes) or sizes[1] * sizes[2] > MOST_PIXELS:
+            raise ValueError(f"image must be (channels, height, width) of at most {MOST_PIXELS} pixels, got {sizes}")
+        known = {IMAGES}
+        for node in self.nodes:
+            if not _NAME.fullmatch(node.name) or node.name in known:
+                raise ValueError(f"nodes must have names of their own, of letters, digits, _ and dots, got {node.name!r}")
+            if missing := [name for name in node.inputs if name not in known]:
+                raise ValueError(f"node {node.name!r} must take earlier values, takes {missing[0]!r}")
+            known.add(node.name)
+        if not self.outputs or not set(self.outputs.values()) <= known - {IMAGES}:
+            raise ValueError(f"outputs must name nodes, got {self.outputs}")
+
+    def part(self, name: str) -> IntegerModule:
+        """Return the module of a node."""
+        module = self.parts.get_submodule(name)
+        assert isinstance(module, IntegerModule)
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what the network was made of holds the float model's weights
+        return {**self.__dict__, "lowering": None}
+
+    def extra_repr(self) -> str:
+        return "quality unknown" if self.quality is None else f"quality: {self.quality}"
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise TypeError("torch.jit.script cannot take an integer network: use torch.export or torch.compile")
+
+    @property
+    def output_scale(self) -> float:
+        """What a unit of the output stands for, of a network with one.
+
+        Raises:
+            ValueError: there are several; :attr:`scales` has them by name.
+        """
+        if len(self.scales) != 1:
+            raise ValueError(f"the network has several outputs, whose units scales has: {', '.join(self.scales)}")
+        return next(iter(self.scales.values()))
+
+    def float_parts(self) -> list[str]:
+        """Name the nodes that are kept in floating point; none in a network that is ready."""
+        from .float_parts import float_nodes
+
+        return float_nodes(self)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Classify images.
+
+        Args:
+            images: uint8 (batch, image channels, height, width), RGB, not normalised.
+
+        Returns:
+            int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
+            unit. Of a network with several outputs a dictionary of them, whose units :attr:`scales` has.
+
+        Raises:
+            TypeError, ValueError: images are of another type or size.
+        """
+        found = self.run(images)
+        return found if len(found) > 1 else next(iter(found.values()))
+
+    def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
+        """Return the outputs by name, of images as :meth:`forward` takes them.
+
+        Args:
+            images: uint8 (batch, image channels, height, width).
+            seen: is called with each node's name and output.
+        """
+        check_images(images, self.image[0], self.image[1:])
+        values = {IMAGES: images}
+        for index, node in enumerate(self.nodes):
+            values[node.name] = self.part(node.name)(*(values[x] for x in node.inputs), backend=self.backend)
+            if seen is not None:
+                seen(node.name, values[node.name])
+            for name in node.inputs:
+                if self._last_use[name] == index:
+                    values.pop(name, None)
+        return {name: values[node] for name, node in self.outputs.items()}
+
+    def check_values(self) -> None:
+        """Look whether all integers keep their bounds, and whether the operators fit each other.
+
+        Raises:
+            ValueError: something does not; the message names the node.
+        """
+        for node in self.nodes:
+            try:
+                self.part(node.name).check_values()
+            except ValueError as error:
+                raise ValueError(f"{node.name}: {error}") from error
+        for name, made in self.outputs.items():
+            part = self.part(made)
+            if not isinstance(part, Widen) and getattr(part, "dtype", None) != torch.int32:
+                raise ValueError(f"output {name!r} must be of int32, is of {made}")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Require tokens that are gathered or scattered to be there, and operators to take what they are given."""
+        try:
+            shapes = self.shapes()
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise ValueError(f"its operators do not fit each other: {str(error).splitlines()[0]}") from error
+        for node in self.nodes:
+            part, taken = self.part(node.name), shapes[node.inputs[0]]
+            for name in ("gather", "scatter"):
+                table = getattr(part, name, None)
+                if not isinstance(table, torch.Tensor):
+                    continue
+                count = taken[1]
+                if table.numel() and not (int(table.min()) >= 0 and int(table.max()) < count):
+                    raise ValueError(f"{node.name}: {name} must be tokens from 0 to {count - 1}")
+                if name == "scatter" and len(table.unique()) != count:
+                    raise ValueError(f"{node.name}: scatter must bring every token to a place of its own")
+            if isinstance(part, Widen) and part.token is not None and part.token >= taken[1]:
+                raise ValueError(f"{node.name}: token must be from 0 to {taken[1] - 1}, got {part.token}")
+            if isinstance(part, Mean) and len(taken) == 3 and part.first + part.tokens > taken[1]:
+                raise ValueError(f"{node.name}: it averages tokens up to {part.first + part.tokens} of {taken[1]}")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every value for one image, by the name of its node."""
+        found: dict[str, tuple[int, ...]] = {IMAGES: (1, *self.image)}
+        images = torch.empty(found[IMAGES], dtype=torch.uint8, device="meta")
+        self._on_meta().run(images, lambda name, x: found.update({name: tuple(x.shape)}))
+        return found
+
+    def _on_meta(self) -> IntegerNetwork:
+        """Return a network of the same shapes, without numbers."""
+        from .modules import shapes_only
+
+        with shapes_only():
+            modules = {node.name: type(self.part(node.name))(**self.part(node.name).sizes) for node in self.nodes}
+            for name, module in modules.items():
+                for constant in module.constants:
+                    setattr(module, constant, getattr(self.part(name), constant))
+            return IntegerNetwork(self.nodes, modules, self.image, self.recipe, self.outputs)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return what a ``state_dict`` holds beside the tensors: the header of a file, JSON as a uint8 tensor."""
+        from .storage import header_tensor
+
+        return header_tensor(self)
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        from .storage import load_state, network_tensors
+
+        names = {f"parts.{name}": name for name in network_tensors(self)} | {EXTRA_STATE: EXTRA_STATE}
+        given = {name: state_dict[prefix + key] for key, name in names.items() if prefix + key in state_dict}
+        if given:
+            try:
+                load_state(self, given, assign=local_metadata.get("assign_to_params_buffers", False))
+            except ValueError as error:
+                error_msgs.append(
+                    f"{prefix.rstrip('.') or type(self).__name__} stays as it is: {error}; network.save and qflash.load_model "
+                    "keep all of an integer network"
+                )
+            state_dict.update({prefix + key: LOADED for key, name in names.items() if name in given})
+        elif strict:
+            missing_keys.append(prefix + EXTRA_STATE)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def graph(self, batch: int) -> NetworkGraph:
+        """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
+
+        The network stays as it is. A graph knows nothing of later changes: moved, or loaded with other weights, capture it
+        again.
+
+        Args:
+            batch: images a call, at least 1.
+
+        Raises:
+            TypeError, ValueError: ``batch`` is no such number, or the network is not on an NVIDIA GPU.
+
+        Example::
+
+            run = network.cuda().graph(64)
+            logits = run(images)
+        """
+        return NetworkGraph(self, batch)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the network to a file; see :func:`qflash.load_model`."""
+        from .storage import save_model
+
+        save_model(self, path)
+
+    def export_onnx(
+        self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000
+    ) -> None:
+        """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
+        from .onnx_export import export_onnx
+
+        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold)
+
+    def dequantize(self, output: Any) -> Any:
+        """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""
+        if isinstance(output, dict):
+            return {name: x.to(torch.float32) * self.scales[name] for name, x in output.items()}
+        return output.to(torch.float32) * self.output_scale
+
+
+def check_integer(network: object) -> None:
+    """Require a network without parts in floating point, as files hold them.
+
+    Raises:
+        TypeError: ``network`` is not an IntegerNetwork.
+        ValueError: it has such parts; the message names them.
+    """
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    if parts := network.float_parts():
+        raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")

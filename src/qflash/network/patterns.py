@@ -1,0 +1,900 @@
+"""From captured operations to the nodes of an integer network: which operator computes what, and on which grid.
+
+The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, GELU, linear, +`` on
+an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order that the
+operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it needs, and
+leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..quantization import bias_to_fixed
+from ..recipe import Recipe
+from . import conversion as cv
+from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View
+from .conversion import Grid, Range
+from .float_parts import FloatTwin
+from .graph import IntegerNetwork, Node
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
+
+Ranges = dict[fx.Node, Range]
+"""What calibration saw, by node of the traced graph."""
+
+
+def _refuse(operation: Operation, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{operation.kind} of {operation.name or 'the model'} has no integer form: {why}")
+
+
+@dataclasses.dataclass(eq=False)
+class Rows:
+    """A view as rows of its source: ``row i`` is made of ``pieces`` rows, of one image after the other.
+
+    Attributes:
+        view: what it is of.
+        source: the operation that makes the rows.
+        table: int64 (rows of an image, pieces): rows of an image of the source, -1 where a row is constant.
+        columns: int64 (channels of a piece,): channels of the source.
+        factor: float64 (channels,) or None.
+        term: float64 (rows of an image, channels), or None.
+    """
+
+    view: View
+    source: Operation
+    table: torch.Tensor
+    columns: torch.Tensor
+    factor: torch.Tensor | None
+    term: torch.Tensor | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows and channels of the source, in their order."""
+        return (
+            self.table.shape[1] == 1
+            and torch.equal(self.table[:, 0], torch.arange(self.source.rows // BATCH))
+            and self.has_all_columns
+        )
+
+    @property
+    def has_all_columns(self) -> bool:
+        """Whether a piece is a whole row of the source."""
+        return torch.equal(self.columns, torch.arange(self.source.channels))
+
+
+def rows_of(view: View, user: Operation) -> Rows:
+    """Return a view (..., channels) as rows.
+
+    Raises:
+        UnsupportedError: it is something else.
+    """
+    source, channels = view.source, view.shape[-1]
+    per_image = source.rows // BATCH
+    places = view.places().reshape(-1, channels)
+    if source.rows % BATCH or len(places) % BATCH:
+        raise _refuse(user, "rows are shared between images")
+    count = len(places) // BATCH
+    first, second = places[:count], places[count : 2 * count]
+    stride = per_image * source.channels
+    if not torch.equal(torch.where(first < 0, first, first + stride), second):
+        raise _refuse(user, "images are not treated alike")
+    known = first[(first >= 0).all(dim=1)]
+    if not len(known):
+        raise _refuse(user, "it takes constants")
+    row, column = known // source.channels, known % source.channels
+    # where the row of the source changes, or a channel comes again, a piece ends
+    new = (row[0, 1:] != row[0, :-1]) | (column[0, 1:] == column[0, 0])
+    width = int(new.nonzero()[0]) + 1 if bool(new.any()) else channels
+    if channels % width:
+        raise _refuse(user, "channels come from several rows in an irregular way")
+    row, column = row.view(len(row), -1, width), column.view(len(column), -1, width)
+    if not bool((row == row[..., :1]).all()) or not bool((column == column[:1, :1]).all()):
+        raise _refuse(user, "channels come from several rows in an irregular way")
+    table = torch.full((count, channels // width), -1)
+    table[(first >= 0).all(dim=1)] = row[..., 0]
+    if bool(((first < 0).any(dim=1) & (first >= 0).any(dim=1)).any()):
+        raise _refuse(user, "rows are constant in part")
+    return Rows(view, source, table, column[0, 0], _channels(view, user), _terms(view, count, user))
+
+
+def _channels(view: View, user: Operation) -> torch.Tensor | None:
+    """Return the factor of each channel."""
+    if view.factor is None:
+        return None
+    factor = view.factor.expand(view.shape).reshape(-1, view.shape[-1])
+    if not bool((factor == factor[:1]).all()):
+        raise _refuse(user, "tokens are multiplied by different factors")
+    return None if bool((factor[0] == 1).all()) else factor[0].clone()
+
+
+def _terms(view: View, count: int, user: Operation) -> torch.Tensor | None:
+    """Return what is added to each row of an image."""
+    if view.term is None:
+        return None
+    term = view.term.expand(view.shape).reshape(-1, view.shape[-1])
+    if not torch.equal(term[:count], term[count : 2 * count]):
+        raise _refuse(user, "images are not treated alike")
+    return term[:count].clone() if bool(term[:count].any()) else None
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    """An int16 tensor (images, tokens, channels) of the integer network.
+
+    Attributes:
+        node: its name in the network.
+        rows, channels: of an image.
+        group: streams that share a unit.
+        is_flat: whether it is (images, channels): the mean of an image.
+    """
+
+    node: str
+    rows: int
+    channels: int
+    group: Group
+    is_flat: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Streams with one unit.
+
+    Attributes:
+        seen: nodes of the traced graph whose ranges the unit must hold.
+        unit: once the ranges are known.
+    """
+
+    seen: list[fx.Node] = dataclasses.field(default_factory=list)
+    unit: float = 0.0
+
+
+class Lowering:
+    """Makes the nodes of an integer network out of captured operations.
+
+    Attributes:
+        grids: where the int8 output of a node lies, once it is filled in.
+        twins: what nodes stand for in floating point.
+        references: by node what its output stands for: a float tensor, and the group of a residual stream.
+    """
+
+    def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, int, int]) -> None:
+        self.captured, self.recipe, self.image = captured, recipe, image
+        self.users: dict[int, list[tuple[Operation, int]]] = defaultdict(list)
+        for operation in captured.operations:
+            for place, view in enumerate(operation.inputs):
+                self.users[id(view.source)].append((operation, place))
+        self.nodes: list[Node] = []
+        self.modules: dict[str, Any] = {}
+        self.fillers: list[Callable[[Ranges], None]] = []
+        self.groups: list[Group] = []
+        self.streams: dict[tuple[int, ...], Stream] = {}
+        self.observed: dict[fx.Node, None] = {}
+        self.values: dict[int, str] = {}
+        self.grids: dict[str, Grid] = {}
+        self.scales: dict[str, float] = {}
+        self.references: dict[str, tuple[View, Group | None]] = {}
+        self.twins: dict[str, FloatTwin] = {}
+        self.selected: dict[str, str] = {}
+
+    # --- helpers ----------------------------------------------------------------------------------------------
+
+    def kinds_behind(self, operation: Operation) -> set[str]:
+        """Return which kinds of operation take an operation's output; ``"output"`` stands for the network's."""
+        kinds = {user.kind for user, _ in self.users[id(operation)]}
+        if any(output.view.source is operation for output in self.captured.outputs):
+            kinds.add("output")
+        return kinds
+
+    def watch(self, *nodes: fx.Node) -> None:
+        """Have calibration look at nodes of the traced graph."""
+        self.observed.update(dict.fromkeys(nodes))
+
+    def add(self, name: str, module: Any, *inputs: str) -> str:
+        """Add a node; return its name, which no other has, and which is not below another's."""
+        for other in self.modules:
+            if name.startswith(f"{other}."):
+                name = f"{other}_{name[len(other) + 1 :]}"
+        unique, number = name, 1
+        while unique in self.modules or any(each.startswith(f"{unique}.") for each in self.modules):
+            number += 1
+            unique = f"{name}_{number}"
+        self.modules[unique] = module
+        self.nodes.append(Node(unique, tuple(inputs)))
+        return unique
+
+    def group(self) -> Group:
+        """Return a new group of streams."""
+        self.groups.append(Group())
+        return self.groups[-1]
+
+    def see(self, group: Group, node: fx.Node) -> None:
+        """Note that a node's values lie in a group's unit."""
+        group.seen.append(node)
+        self.watch(node)
+
+    # --- streams ----------------------------------------------------------------------------------------------
+
+    def stream(self, view: View, seen: fx.Node, user: Operation) -> tuple[Stream, Rows]:
+        """Return the stream that a view is of, made if it is patches with constants around them; and its rows there."""
+        rows = rows_of(view, user)
+        key = (id(rows.source),)
+        if rows.source.kind == "linear" and rows.source.inputs[0].source.kind == "images":
+            if rows.factor is not None or not rows.has_all_columns:
+                raise _refuse(user, "patch embeddings are multiplied")
+            tokens = rows.table[:, 0]
+            prefix = int((tokens < 0).sum())
+            if not torch.equal(tokens[prefix:], torch.arange(len(tokens) - prefix)) or rows.table.shape[1] != 1:
+                raise _refuse(user, "tokens are not class tokens, then patches in their order")
+            made = self.streams.get(key)
+            if made is None:
+                made = self.streams[key] = self.embed(rows, prefix)
+                self.embedded = rows
+            elif not _same(rows.term, self.embedded.term) or not torch.equal(rows.table, self.embedded.table):
+                raise _refuse(user, "patches are used with different constants around them")
+            self.see(made.group, seen)
+            whole = torch.arange(len(tokens))[:, None]
+            return made, Rows(view, rows.source, whole, rows.columns, None, None)
+        if key not in self.streams:
+            raise _refuse(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
+        if rows.term is not None or rows.factor is not None or not rows.has_all_columns:
+            raise _refuse(user, "constants are added to, or multiplied with, the residual stream")
+        self.see(self.streams[key].group, seen)
+        return self.streams[key], rows
+
+    def begin(self, node: str, view: View, group: Group, *, is_flat: bool = False) -> Stream:
+        """Return the stream that a node makes."""
+        self.references[node] = view, group
+        return Stream(node, math.prod(view.shape[:-1]) // BATCH, view.shape[-1], group, is_flat)
+
+    def embed(self, rows: Rows, prefix: int) -> Stream:
+        """Add the patch embedding: patches, position embeddings, class tokens."""
+        operation = rows.source
+        patch = self.patch_size(operation)
+        count = len(rows.table) - prefix
+        module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
+        group = self.group()
+        name = self.add(operation.name or "embed", module, "images")
+        term = rows.term
+
+        def fill(ranges: Ranges) -> None:
+            cv.convert_pixels(module, operation.weight, operation.bias, self.mean, self.deviation, group.unit)
+            if term is not None and module.position is not None:
+                module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
+            if term is not None and module.prefix is not None:
+                module.prefix.copy_(cv.to_int16(term[:prefix], group.unit)[None])
+
+        self.fillers.append(fill)
+        return self.begin(name, rows.view, group)
+
+    def patch_size(self, operation: Operation) -> tuple[int, int]:
+        """Return the (height, width) of patches that a linear layer takes, which cut the image without overlap or rest."""
+        view = operation.inputs[0]
+        channels, height, width = self.image
+        pixels = torch.arange(channels * height * width).view(1, channels, height, width)
+        places = view.places()
+        one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
+        for high in range(1, height + 1):
+            area = places.shape[-1] // channels
+            if height % high or area % high or area * channels != places.shape[-1] or width % (area // high):
+                continue
+            wide = area // high
+            cut = pixels.unfold(2, high, high).unfold(3, wide, wide).permute(0, 2, 3, 1, 4, 5).reshape(-1, places.shape[-1])
+            if torch.equal(cut, one):
+                return high, wide
+        raise _refuse(operation, "it takes pixels, but not in patches that tile the image")
+
+    # --- the walk over operations ------------------------------------------------------------------------------
+
+    def lower(self) -> IntegerNetwork:
+        """Return the network with empty modules.
+
+        Raises:
+            UnsupportedError: an operation fits into no pattern.
+        """
+        for operation in self.captured.operations:
+            if operation.kind not in ("images", "join"):
+                getattr(self, f"lower_{operation.kind}")(operation)
+        ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
+        return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
+
+    def lower_norm(self, operation: Operation) -> None:
+        kinds = self.kinds_behind(operation)
+        if kinds <= {"attention"} and operation.inputs[0].source.kind == "linear":
+            return  # of query or key, which attention takes
+        if kinds & {"norm", "add"}:
+            if kinds - {"norm", "add", "mean", "output"}:
+                raise _refuse(operation, "it is both a residual stream and what a linear layer takes")
+            self.stream_norm(operation)
+        # else where it is used: linear layers, means and outputs choose its grid
+
+    def first(self, node: str, tokens: torch.Tensor, user: Operation) -> str:
+        """Add a node that takes the first tokens of another's output."""
+        if not torch.equal(tokens, torch.arange(len(tokens))):
+            raise _refuse(user, "it takes some tokens that are not the first ones")
+        name = self.add(f"{node}_first", First(len(tokens)), node)
+        self.selected[name] = node
+        return name
+
+    def stream_norm(self, operation: Operation) -> None:
+        """Add a normalisation whose output is the residual stream."""
+        stream, rows = self.stream(operation.inputs[0], operation.seen[0], operation)
+        gather = None if rows.is_whole else rows.table
+        module = _norm_module(operation.channels, "int16", gather)
+        group = self.group()
+        name = self.add(operation.name or "norm", module, stream.node)
+        self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
+        self.fillers.append(lambda ranges: cv.finish_norm(module, _norm(operation), stream.group.unit, group.unit))
+
+    def norm_before(
+        self, rows: Rows, user: Operation, dtype: str, *, single: bool = False
+    ) -> tuple[str, LayerNorm, Any, Group]:
+        """Add the normalisation whose rows a linear layer (or a mean, or the output) takes, in the order it takes them.
+
+        Returns:
+            name of the node, the module, the float normalisation with what is multiplied and added behind it, the group of
+            its input.
+        """
+        operation = rows.source
+        if operation.kind != "norm":
+            raise _refuse(
+                user, f"it takes what {operation.kind} of {operation.name or 'the model'} computes, not a normalisation"
+            )
+        stream, before = self.stream(operation.inputs[0], operation.seen[0], operation)
+        if not rows.has_all_columns:
+            raise _refuse(user, "it takes some channels of a normalisation")
+        # rows of the normalisation, each made of rows of the stream
+        table = before.table[rows.table.flatten()].view(len(rows.table), -1)
+        if rows.table.shape[1] > 1 and before.table.shape[1] > 1:
+            raise _refuse(user, "tokens are merged on both sides of a normalisation")
+        if rows.table.shape[1] > 1:
+            raise _refuse(user, "tokens are merged behind a normalisation")
+        gather = None if torch.equal(table, torch.arange(stream.rows)[:, None]) else table
+        module = _norm_module(operation.channels, dtype, gather, single and not stream.is_flat)
+        name = self.add(operation.name or "norm", module, stream.node)
+        term = None
+        if rows.term is not None:
+            if not bool((rows.term == rows.term[:1]).all()):
+                raise _refuse(user, "position embeddings are added behind a normalisation")
+            term = rows.term[0]
+        float_norm = _norm(operation, rows.factor, term)
+        self.twins[name] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+        return name, module, float_norm, stream.group
+
+    def take(
+        self, rows: Rows, user: Operation, seen: fx.Node, weight: torch.Tensor, layer: str, room: float = 1.0, *,
+        single: bool = False,
+    ) -> tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]:  # fmt: skip
+        """Return the node whose int8 output a linear layer takes, and a function that fills it in.
+
+        Args:
+            rows: that the layer takes.
+            user: the layer.
+            seen: node of the traced graph with its input.
+            weight: of the layer.
+            layer: of :data:`.conversion.SPREADS`.
+            room: how much wider than what calibration saw the range is taken.
+            single: whether the layer takes one token of an image, (batch, channels).
+
+        Returns:
+            The node, and what returns where its output lies and the mean of it.
+        """
+        self.watch(seen)
+        source = rows.source
+        if id(source) in self.values:
+            tokens = rows.table[:, 0]
+            if rows.table.shape[1] != 1 or not rows.has_all_columns or rows.term is not None or rows.factor is not None:
+                raise _refuse(user, f"it takes a part of what {source.kind} of {source.name or 'the model'} computes")
+            whole = self.values[id(source)]
+            node = whole
+            if not torch.equal(tokens, torch.arange(source.rows // BATCH)):
+                node = self.first(whole, tokens, user)
+            return node, lambda ranges: (self.grids[whole], ranges[seen].mean)
+        if source.kind == "norm" and (id(source),) not in self.streams:
+            name, norm, float_norm, group = self.norm_before(rows, user, "int8", single=single)
+            self.references[name] = rows.view, None
+
+            def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
+                inputs = ranges[seen] if room == 1.0 else ranges[seen].widened(room)
+                self.grids[name] = cv.convert_norm_linear(norm, float_norm, group.unit, weight, inputs, cv.SPREADS[layer])
+                return self.grids[name], ranges[seen].mean
+
+            return name, fill
+        if rows.table.shape != (1, 1) or not single:
+            raise _refuse(user, f"it takes what {source.kind} of {source.name or 'the model'} computes, not a normalisation")
+        # one token of the residual stream, whose mean is itself
+        stream, there = self.stream(rows.view, seen, user)
+        module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
+        name = self.add(f"{stream.node}_token", module, stream.node)
+
+        def fill_token(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
+            inputs = ranges[seen].widened(room)
+            grid = Grid(cv.SPREADS[layer].steps(inputs.half, weight), inputs.middle)
+            cv.finish_mean(module, torch.full_like(grid.step, stream.group.unit), grid.step, grid.middle)
+            self.grids[name] = grid
+            return grid, ranges[seen].mean
+
+        return name, fill_token
+
+    def lower_gelu(self, operation: Operation) -> None:
+        """norm, linear, GELU: the first half of an MLP."""
+        rows = rows_of(operation.inputs[0], operation)
+        first = rows.source
+        if (
+            first.kind != "linear"
+            or first.weight is None
+            or not rows.is_whole
+            or rows.term is not None
+            or rows.factor is not None
+        ):
+            raise _refuse(operation, "it follows no linear layer")
+        (second, _), *others = self.users[id(operation)] or [(operation, 0)]
+        if others or second.kind != "linear" or self.users[id(first)] != [(operation, 0)]:
+            raise _refuse(operation, "it stands before something else than one linear layer")
+        weight = first.weight
+        name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], weight, "fc1")
+        module = LinearGelu(weight.shape[1], weight.shape[0])
+        node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
+        self.references[node] = _whole(operation), None
+        self.twins[node] = FloatTwin(weight, first.bias)
+        self.watch(second.seen[0])
+        after, _ = self.scaled(second)
+
+        def fill(ranges: Ranges) -> None:
+            cv.quantize_linear(module, weight, first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
+            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after)
+
+        self.fillers.append(fill)
+
+    def scaled(self, linear: Operation) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of a linear layer with what its one user multiplies and adds (layer scale)."""
+        assert linear.weight is not None
+        users = self.users[id(linear)]
+        weight, bias = linear.weight, linear.bias
+        if len(users) == 1 and users[0][0].kind == "add":
+            user, place = users[0]
+            rows = rows_of(user.inputs[place], user)
+            if not rows.has_all_columns:
+                raise _refuse(user, "it adds some channels of a linear layer")
+            if rows.factor is not None:
+                weight, bias = weight * rows.factor[:, None], None if bias is None else bias * rows.factor
+            if rows.term is not None:
+                if not bool((rows.term == rows.term[:1]).all()):
+                    raise _refuse(user, "what is added to tokens differs")
+                bias = rows.term[0] if bias is None else bias + rows.term[0]
+        return weight, bias
+
+    def lower_linear(self, operation: Operation) -> None:
+        kinds = self.kinds_behind(operation)
+        if operation.inputs[0].source.kind == "images" or kinds in ({"gelu"}, {"attention"}, {"add"}, {"output"}):
+            return  # where it is used
+        behind = {kind for user, _ in self.users[id(operation)] if user.kind == "norm" for kind in self.kinds_behind(user)}
+        if kinds <= {"norm", "attention"} and behind == {"attention"}:
+            return
+        if not kinds <= {"norm", "add", "output"}:
+            raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
+        self.begin_stream(operation)
+
+    def begin_stream(self, operation: Operation) -> None:
+        """A linear layer whose output is a residual stream: patch merging, the projection of a pooling by attention."""
+        weight = operation.weight
+        assert weight is not None
+        name, grid_of = self.take(rows_of(operation.inputs[0], operation), operation, operation.seen[0], weight, "fc1")
+        module = Linear(weight.shape[1], weight.shape[0], "int16")
+        node = self.add(operation.name or "reduction", module, name)
+        group = self.group()
+        self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
+        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, operation.bias, *grid_of(ranges), group.unit))
+
+    def lower_add(self, operation: Operation) -> None:
+        """A residual connection: a linear layer that adds to the stream."""
+        branches = [place for place in (0, 1) if operation.inputs[place].source.kind == "linear"
+                    and self.kinds_behind(operation.inputs[place].source) == {"add"}
+                    and (id(operation.inputs[place].source),) not in self.streams
+                    and operation.inputs[place].source.inputs[0].source.kind != "images"]  # fmt: skip
+        if self.kinds_behind(operation) == {"output"} and len(branches) == 2 and operation.rows == BATCH:
+            return  # two heads, of which the output is the sum
+        if not branches:
+            raise _refuse(operation, "neither side is a linear layer")
+        place = branches[-1]
+        stream, old = self.stream(operation.inputs[1 - place], operation.seen[1 - place], operation)
+        linear = operation.inputs[place].source
+        rows = rows_of(operation.inputs[place], operation)
+        if rows.table.shape[1] != 1 or not bool((old.table.diff(dim=0) > 0).all()):
+            raise _refuse(operation, "tokens of the residual stream are rearranged before the sum")
+        residual, count = stream.node, len(old.table)
+        if count != stream.rows:
+            residual = self.first(stream.node, old.table[:, 0], operation)
+        weight, bias = self.scaled(linear)
+        scatter = None
+        if not torch.equal(rows.table[:, 0], torch.arange(count)):
+            scatter = torch.empty(count, dtype=torch.int64)
+            scatter[rows.table[:, 0]] = torch.arange(count)
+        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], weight, "fc1")
+        module = Linear(weight.shape[1], weight.shape[0], "int16", 0 if scatter is None else len(scatter))
+        if scatter is not None and module.scatter is not None:
+            module.scatter.copy_(scatter)
+        node = self.add(linear.name or "projection", module, source, residual)
+        self.streams[(id(operation),)] = self.begin(node, _whole(operation), stream.group)
+        self.twins[node] = FloatTwin(weight, bias)
+        self.see(stream.group, operation.node)
+        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, bias, *grid_of(ranges), stream.group.unit))
+
+    # --- attention --------------------------------------------------------------------------------------------
+
+    def lower_attention(self, operation: Operation) -> None:
+        """norm, linear(s), attention. The projection behind it comes with what takes it."""
+        query, key, value = operation.inputs
+        batch, heads, queries, width = query.shape
+        tokens = key.shape[2]
+        if operation.is_causal:
+            raise _refuse(operation, "it is causal")
+        if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != width:
+            raise _refuse(operation, "query, key and value have different heads or channels")
+        users = self.users[id(operation)]
+        if [user.kind for user, _ in users] != ["linear"] or "output" in self.kinds_behind(operation):
+            raise _refuse(operation, "it stands before something else than one linear layer")
+        projection = users[0][0]
+        parts = [self.heads_of(view, operation) for view in (operation.inputs if operation.query is None else (key, value))]
+        with_norms = [part for part in parts if part.norm is not None]
+        if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
+            raise _refuse(operation, "only query and key together can be normalised")
+        if any(not torch.equal(part.tokens, torch.arange(len(part.tokens))) for part in parts):
+            raise _refuse(operation, "it takes some tokens of its linear layers that are not the first ones")
+        if any(len(part.tokens) != part.linear.rows // batch for part in parts[-2:]):
+            raise _refuse(operation, "keys or values are some tokens of those that its linear layers take")
+        rows = rows_of(parts[0].linear.inputs[0], parts[0].linear)
+        for part in parts:
+            other = rows_of(part.linear.inputs[0], part.linear)
+            if other.source is not rows.source or not torch.equal(other.table, rows.table):
+                raise _refuse(operation, "query, key and value are not of the same tokens")
+            if any(user.kind not in ("attention", "norm") for user, _ in self.users[id(part.linear)]):
+                raise _refuse(operation, "query, key or value are used elsewhere, too")
+        weight = torch.cat([part.weight for part in parts])
+        bias = None
+        if any(part.bias is not None for part in parts):
+            zeros = [torch.zeros(len(part.weight), dtype=torch.float64) for part in parts]
+            bias = torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
+        first = parts[0].linear
+        source, grid_of = self.take(rows, operation, first.seen[0], weight, "qkv")
+        prefix = operation.name or "attention"
+        mask = operation.mask
+        shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
+        window = tokens if batch > BATCH else 0
+        module = Attention(
+            heads, width, operation.scale, self.recipe.key, shape, window, 0 if operation.query is None else queries,
+            queries if operation.query is None and queries != tokens else 0,
+        )  # fmt: skip
+        norms: list[LayerNorm] = []
+        if with_norms:
+            # in a unit each, for the normalisations; values need none
+            layers = [Linear(weight.shape[1], 2 * heads * width, "int16"), Linear(weight.shape[1], heads * width, "int8")]
+            both = self.add(f"{prefix}.qk", layers[0], source)
+            norms = [LayerNorm(width, "int8", part=(number * heads * width, heads)) for number in range(2)]
+            names = []
+            for part, each in zip(with_norms, norms, strict=True):
+                names.append(self.add((part.norm and part.norm.name) or f"{prefix}.norm", each, both))
+            names.append(self.add(f"{prefix}.v", layers[1], source))
+        else:
+            layers = [Linear(weight.shape[1], len(weight), "int8")]
+            alone = all(part.linear is first for part in parts)
+            names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
+        node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
+        self.references[node] = _whole(operation), None
+        if operation.query is None and not norms:
+            self.twins[node] = FloatTwin(mask=None if mask is None or shape is None else mask.expand(shape))
+            for made, rows_made in self.split_rows(names, layers):
+                self.twins[made] = FloatTwin(weight[rows_made], None if bias is None else bias[rows_made])
+        for part in parts:
+            self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
+        self.watch(projection.seen[0])
+        after, _ = self.scaled(projection)
+        constant = operation.query
+
+        def fill(ranges: Ranges) -> None:
+            grid, mean = grid_of(ranges)
+            ends = [part.ends(ranges) for part in parts]
+            if constant is not None:
+                ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
+            grids = cv.attention_grids(*ends)
+            values = grids.value_step.flatten(), grids.value_middle.flatten()
+            if norms:
+                # the normalisations have the same weights in all heads, whose rows they take in one unit
+                units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
+                split = 2 * heads * width
+                biases = (None, None) if bias is None else (bias[:split], bias[split:])
+                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, cv.each(units, heads * width))
+                cv.quantize_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
+                floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
+                cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
+                cv.finish_norm(norms[1], floats[1], units[1], grids.key_step[0], grids.key_middle[0])
+            else:
+                steps, middles = [grids.key_step, grids.value_step], [grids.key_middle, grids.value_middle]
+                if constant is None:
+                    steps.insert(0, grids.query_step)
+                    middles.insert(0, torch.zeros_like(grids.query_step))
+                step, middle = torch.cat(steps).flatten(), torch.cat(middles).flatten()
+                whole = cv.quantized_linear(weight, bias, grid, mean, step, middle)
+                for layer, (name, part) in zip(layers, self.split_rows(names, layers), strict=True):
+                    whole.fill(layer, part)
+                    self.grids[name] = Grid(step[part], middle[part])
+            if constant is not None and module.query is not None:
+                values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
+                module.query.copy_(values8.to(torch.int8)[None])
+            grids.fill(module)
+            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after)
+            if mask is not None and module.bias is not None:
+                module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
+
+        self.fillers.append(fill)
+
+    def split_rows(self, names: Sequence[str], layers: Sequence[Linear]) -> Iterator[tuple[str, slice]]:
+        """Yield nodes of linear layers that follow each other in one matrix, and their rows of it."""
+        first = 0
+        for name, layer in zip(names, layers, strict=True):
+            last = first + layer.bias.numel()
+            yield name, slice(first, last)
+            first = last
+
+    def heads_of(self, view: View, user: Operation) -> Part:
+        """Return the linear layer behind query, key or value, and which of its channels each head takes."""
+        batch, _, _, width = view.shape
+        norm = None
+        if view.source.kind == "norm":
+            norm = view.source
+            # (batch, heads, tokens, channels) of rows (batch x heads x tokens), in any order
+            inner, outer = norm.inputs[0].places().reshape(norm.rows, norm.channels), view.places()
+            rows = outer // norm.channels
+            if not bool((outer % norm.channels == torch.arange(width)).all()):
+                raise _refuse(user, "heads of query or key are not what was normalised")
+            view = View(norm.inputs[0].source, view.shape, inner[rows[..., 0]])
+            if norm.inputs[0].factor is not None or norm.inputs[0].term is not None:
+                raise _refuse(norm, "constants stand before it")
+        linear = view.source
+        if linear.kind != "linear" or linear.weight is None:
+            raise _refuse(user, f"its input comes of {linear.kind} of {linear.name or 'the model'}, no linear layer")
+        places = view.places()
+        row, column = places // linear.channels, places % linear.channels
+        per_batch = linear.rows // batch
+        some = row[0, 0, :, 0]
+        same = (row == some[None, None, :, None] + per_batch * torch.arange(batch)[:, None, None, None]).all()
+        if int(places.min()) < 0 or linear.rows % batch or not bool(same) or not bool((some.diff() > 0).all()):
+            raise _refuse(user, "tokens are rearranged between its linear layers and its scores")
+        if not bool((column == column[:1, :, :1]).all()):
+            raise _refuse(user, "heads take different channels for different tokens")
+        columns = column[0, :, 0]
+        flat = columns.flatten()
+        return Part(linear, norm, some, columns, linear.weight[flat], None if linear.bias is None else linear.bias[flat])
+
+    # --- behind the blocks ------------------------------------------------------------------------------------
+
+    def lower_mean(self, operation: Operation) -> None:
+        """A mean over tokens: of a normalisation behind the blocks, or of the stream before one."""
+        view = operation.inputs[0]
+        rows = rows_of(view, operation)
+        kinds = self.kinds_behind(operation)
+        if rows.table.shape[1] != 1 or not rows.has_all_columns or len(kinds) != 1:
+            raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
+        tokens = rows.table[:, 0]
+        first = int(tokens[0])
+        if not torch.equal(tokens, torch.arange(first, first + len(tokens))):
+            order = tokens.sort().values
+            first = int(order[0])
+            if not torch.equal(order, torch.arange(first, first + len(tokens))):
+                raise _refuse(operation, "it averages tokens that do not lie side by side")
+        if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
+            stream, _ = self.stream(view, operation.seen[0], operation)
+            if kinds != {"norm"}:
+                raise _refuse(operation, "only a normalisation can follow it")
+            module = Mean(len(tokens), operation.channels, "int16", first)
+            group = self.group()
+            name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)
+            self.streams[(id(operation),)] = self.begin(name, _whole(operation), group, is_flat=True)
+
+            def fill_first(ranges: Ranges) -> None:
+                units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64)
+                cv.finish_mean(module, units, units * (group.unit / stream.group.unit))
+
+            self.fillers.append(fill_first)
+            return
+        norm_rows = Rows(
+            view, rows.source, torch.arange(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term
+        )
+        name, norm, float_norm, group = self.norm_before(norm_rows, operation, "int16")
+        weight, seen = self.weight_behind(operation)
+        if kinds not in ({"linear"}, {"join"}, {"output"}):
+            raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
+        module = Mean(len(tokens), operation.channels, "int32" if weight is None else "int8", first)
+        node = self.values[id(operation)] = self.add(f"{operation.name}.mean".lstrip("."), module, name)
+        self.watch(rows.source.node, *(() if seen is None else (seen,)))
+
+        def fill(ranges: Ranges) -> None:
+            inputs = None if seen is None else ranges[seen]
+            made = ranges[rows.source.node]
+            grid, scale = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
+            if grid is None:
+                self.scales[node] = scale
+            else:
+                self.grids[node] = grid
+
+        self.fillers.append(fill)
+
+    def weight_behind(self, operation: Operation) -> tuple[torch.Tensor | None, fx.Node | None]:
+        """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes."""
+        users = self.users[id(operation)]
+        if len(users) != 1:
+            return None, None
+        user, place = users[0]
+        if user.kind == "linear":
+            return user.weight, user.seen[0]
+        if user.kind == "join" and [each.kind for each, _ in self.users[id(user)]] == ["linear"]:
+            first = sum(x.shape[-1] for x in user.inputs[:place])
+            head = self.users[id(user)][0][0]
+            assert head.weight is not None
+            return head.weight[:, first : first + operation.channels], user.seen[place]
+        return None, None
+
+    # --- outputs ----------------------------------------------------------------------------------------------
+
+    def lower_output(self, output: Output) -> str:
+        """Return the node that makes an output."""
+        source = output.view.source
+        if len(output.view.shape) > 3:
+            raise _refuse(source, f"the output has shape (batch, {', '.join(map(str, output.view.shape[1:]))}), not tokens")
+        if source.kind == "linear" and (id(source),) not in self.streams:
+            return self.heads([source], output)
+        if source.kind == "add" and (id(source),) not in self.streams:
+            return self.heads([view.source for view in source.inputs], output)
+        if source.kind == "mean" and id(source) in self.values:
+            return self.values[id(source)]
+        rows = rows_of(output.view, source)
+        if source.kind == "norm" and (id(source),) not in self.streams:
+            single = len(rows.table) == 1 and len(output.view.shape) == 2
+            name, module, float_norm, group = self.norm_before(rows, source, "int32", single=single)
+            self.watch(source.node)
+
+            def fill(ranges: Ranges) -> None:
+                self.scales[name] = cv.feature_unit(ranges[source.node])
+                cv.finish_norm(module, float_norm, group.unit, self.scales[name])
+
+            self.fillers.append(fill)
+            return name
+        stream, there = self.stream(output.view, output.node, source)
+        token = int(there.table[0, 0]) if len(there.table) == 1 and len(output.view.shape) == 2 else None
+        if token is None and not torch.equal(there.table, torch.arange(stream.rows)[:, None]):
+            raise _refuse(source, "an output is some tokens of the residual stream")
+        name = self.add(output.name, Widen(None if stream.is_flat else token), stream.node)
+        self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
+        return name
+
+    def heads(self, layers: Sequence[Operation], output: Output) -> str:
+        """Add the last linear layer; several whose sum is the output become one, whose inputs lie side by side."""
+        columns = rows_of(output.view, layers[0])
+        weights, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64), [], []
+        if not columns.has_all_columns:
+            raise _refuse(layers[0], "the output is a part of it")
+        for layer in layers:
+            assert layer.weight is not None
+            if layer.bias is not None:
+                bias = bias + layer.bias
+            inner = layer.inputs[0].source
+            pieces = [(layer.inputs[0], layer.seen[0])]
+            if inner.kind == "join":
+                if not rows_of(layer.inputs[0], layer).is_whole:
+                    raise _refuse(layer, "it takes some of several tensors")
+                pieces = list(zip(inner.inputs, inner.seen, strict=True))
+            first = 0
+            for view, seen in pieces:
+                weight = layer.weight[:, first : first + view.shape[-1]]
+                first += view.shape[-1]
+                rows = rows_of(view, layer)
+                if len(rows.table) != 1 and len(view.shape) == 2:
+                    raise _refuse(layer, f"it takes {len(rows.table)} tokens of an image")
+                single = len(rows.table) == 1
+                name, grid_of = self.take(rows, layer, seen, weight, "head", cv.HEAD_ROOM, single=single)
+                names.append(name)
+                grids.append(grid_of)
+                weights.append(weight)
+        whole = torch.cat(weights, dim=1)
+        if columns.factor is not None:
+            whole, bias = whole * columns.factor[:, None], bias * columns.factor
+        if columns.term is not None:
+            bias = bias + columns.term[0]
+        no_bias = all(layer.bias is None for layer in layers) and columns.term is None
+        source = names[0] if len(names) == 1 else self.add(f"{output.name}.join", Join(), *names)
+        module = Linear(whole.shape[1], whole.shape[0], "int32")
+        node = self.add(layers[0].name or output.name, module, source)
+
+        def fill(ranges: Ranges) -> None:
+            found = [grid_of(ranges) for grid_of in grids]
+            grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
+            mean = torch.cat([each for _, each in found])
+            self.scales[node] = cv.convert_head(module, whole, None if no_bias else bias, grid, mean)
+
+        self.fillers.append(fill)
+        return node
+
+    # --- integers ---------------------------------------------------------------------------------------------
+
+    def fill(self, network: IntegerNetwork, ranges: Ranges, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        """Fill the network's modules in from what calibration saw.
+
+        Args:
+            network: of :meth:`lower`.
+            ranges: of :attr:`observed`.
+            mean, deviation: of the image channels, of pixels in [0, 1].
+        """
+        self.mean, self.deviation = mean, deviation
+        for group in self.groups:
+            group.unit = cv.unit_of(*(ranges[node] for node in group.seen))
+        for fill in self.fillers:
+            fill(ranges)
+        for name, (_, stream) in self.references.items():
+            if stream is not None:
+                self.grids[name] = Grid(torch.tensor(stream.unit, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+        self.grids.update({name: self.grids[source] for name, source in self.selected.items()})
+        network.scales = {name: self.scales[node] for name, node in network.outputs.items()}
+        network.units = tuple(dict.fromkeys(group.unit for group in self.groups))
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+    """Query, key or value of attention: some channels of a linear layer.
+
+    Attributes:
+        linear, norm: operations; the second may be None.
+        tokens: int64, rows of an image (or window) of the layer.
+        columns: int64 (heads, channels): channels of the layer.
+        weight, bias: of those channels.
+    """
+
+    linear: Operation
+    norm: Operation | None
+    tokens: torch.Tensor
+    columns: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def ends(self, ranges: Ranges) -> cv.Ends:
+        """Return the ends of the ranges, (heads, channels), or (1, channels) behind a normalisation."""
+        if self.norm is not None:
+            made = ranges[self.norm.node]
+            return made.low[None], made.high[None]
+        made = ranges[self.linear.node]
+        return made.low[self.columns], made.high[self.columns]
+
+
+def _norm_module(channels: int, dtype: str, gather: torch.Tensor | None, single: bool = False) -> LayerNorm:
+    module = LayerNorm(channels, dtype, None if gather is None else gather.shape, single)
+    if gather is not None and module.gather is not None:
+        module.gather.copy_(gather)
+    return module
+
+
+def _whole(operation: Operation) -> View:
+    return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
+
+
+class _FloatNorm:
+    """Weight, bias and epsilon of a normalisation, with what is multiplied and added behind it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> None:
+        self.weight, self.bias, self.eps = weight, bias, epsilon
+
+
+def _norm(operation: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> _FloatNorm:
+    weight = torch.ones(operation.channels, dtype=torch.float64) if operation.weight is None else operation.weight
+    bias = torch.zeros(operation.channels, dtype=torch.float64) if operation.bias is None else operation.bias
+    if factor is not None:
+        weight, bias = weight * factor, bias * factor
+    return _FloatNorm(weight, bias if term is None else bias + term, operation.epsilon)

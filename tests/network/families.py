@@ -1,0 +1,139 @@
+"""Small float encoders of several packages, which integer networks are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from small_networks import SWIN, VIT, draw_images, timm
+
+transformers = pytest.importorskip("transformers")
+torchvision = pytest.importorskip("torchvision")
+
+SIDE = 32
+STATISTICS: dict[str, Any] = {"mean": (0.48, 0.45, 0.4), "std": (0.22, 0.23, 0.25)}
+_TRANSFORMERS = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIDE,
+    "patch_size": 8, "num_labels": 6,
+}  # fmt: skip
+_SWIN = {
+    "image_size": SIDE, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [1, 2], "window_size": 4,
+    "num_labels": 6,
+}  # fmt: skip
+
+
+def vit(**options: Any) -> nn.Module:
+    return timm.models.vision_transformer.VisionTransformer(**{**VIT, "num_classes": 6, **options})
+
+
+def published(name: str, **options: Any) -> nn.Module:
+    return timm.create_model(name, **{"img_size": SIDE, "num_classes": 6, **options})
+
+
+def of_transformers(name: str, kind: str = "ForImageClassification", **options: Any) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**(_SWIN if name == "Swin" else _TRANSFORMERS), **options)
+    return getattr(transformers, f"{name}{kind}")(config)
+
+
+class Logits(nn.Module):
+    """Runs a model of transformers as one that takes images and returns one tensor."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return getattr(self.model(images), self.name)
+
+
+class TwoOutputs(nn.Module):
+    """Returns features of all tokens beside logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = vit()
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        tokens = self.model.forward_features(images)
+        return {"tokens": tokens, "classes": self.model.forward_head(tokens)}
+
+
+class ConstantQuery(nn.Module):
+    """Pools tokens by attention whose queries are parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = vit(num_classes=0, global_pool="", class_token=False)
+        self.query = nn.Parameter(torch.randn(1, 2, 1, 24))
+        self.kv, self.proj, self.norm, self.head = nn.Linear(48, 96), nn.Linear(48, 48), nn.LayerNorm(48), nn.Linear(48, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.body.forward_features(images)
+        key, value = self.kv(x).reshape(x.shape[0], -1, 2, 2, 24).permute(2, 0, 3, 1, 4).unbind(0)
+        x = nn.functional.scaled_dot_product_attention(self.query.expand(x.shape[0], -1, -1, -1), key, value)
+        x = self.proj(x.transpose(1, 2).reshape(x.shape[0], 1, 48))
+        return self.head(self.norm(x)[:, 0])
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "timm: class token": vit,
+    "timm: registers": lambda: vit(reg_tokens=2, no_embed_class=True, init_values=0.2),
+    "timm: query and key norms": lambda: vit(qk_norm=True),
+    "timm: mean": lambda: vit(global_pool="avg", class_token=False),
+    "timm: SigLIP": lambda: vit(global_pool="map", class_token=False),
+    "timm: all tokens": lambda: vit(num_classes=0, global_pool=""),
+    "timm: distilled": lambda: published("deit_tiny_distilled_patch16_224", depth=2, embed_dim=48, num_heads=2, patch_size=8),
+    "timm: BEiT": lambda: published("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=2, patch_size=8),
+    "timm: relative positions": lambda: published(
+        "vit_relpos_small_patch16_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
+    ),
+    "timm: Swin": lambda: timm.models.swin_transformer.SwinTransformer(**{**SWIN, "num_classes": 6}),
+    "transformers: ViT": lambda: of_transformers("ViT"),
+    "transformers: ViT, eager": lambda: of_transformers("ViT", attn_implementation="eager"),
+    "transformers: ViT, tokens": lambda: Logits(of_transformers("ViT", "Model", add_pooling_layer=False), "last_hidden_state"),
+    "transformers: DeiT": lambda: of_transformers("DeiT"),
+    "transformers: DeiT with teacher": lambda: of_transformers("DeiT", "ForImageClassificationWithTeacher"),
+    "transformers: DINOv2": lambda: of_transformers("Dinov2"),
+    "transformers: DINOv2 with registers": lambda: of_transformers("Dinov2WithRegisters"),
+    "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
+    "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
+    "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),
+    "transformers: Swin": lambda: of_transformers("Swin"),
+    "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),
+    "torchvision: Swin": lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 1], [1, 2], [4, 4], num_classes=6),
+    "two outputs": TwoOutputs,
+    "a constant query": ConstantQuery,
+}
+"""Small models by name."""
+
+
+def make(name: str) -> nn.Module:
+    """Return a model with weights that do something, in eval mode: no scale near 0 hides a block, no table is zero."""
+    torch.manual_seed(0)
+    model = FAMILIES[name]()
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            if parameter.dim() == 1 and any(each in label for each in ("gamma", "lambda", "layer_scale", ".ls")):
+                parameter.uniform_(0.3, 0.6)
+            elif parameter.dim() == 1:
+                parameter.normal_(float(label.endswith("weight")), 0.15)
+            elif any(each in label for each in ("token", "pos", "table", "query", "latent", "probe")) and "kernel" not in label:
+                parameter.normal_(0, 0.5)
+            else:
+                parameter.normal_(0, 1.2 * parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
+def images(count: int, seed: int = 1) -> torch.Tensor:
+    """Return random images for any of them, uint8."""
+    return draw_images(count, 3, SIDE, seed)
+
+
+def normalise(pixels: torch.Tensor) -> torch.Tensor:
+    """Return images as the float models take them."""
+    mean, std = (torch.tensor(STATISTICS[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
+    return (pixels.float() / 255 - mean) / std

@@ -1,0 +1,175 @@
+"""Encoders of timm, transformers and torchvision: what is captured of them is what they compute, and so are their integers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, of_transformers, vit
+from torch import nn
+
+import qflash
+from qflash.network import quantize
+from qflash.network.capture import BATCH, capture, drop_unread_rows
+from qflash.network.quality import sqnr_db
+from small_networks import timm
+
+Kept = dict[str, tuple[nn.Module, Any]]
+_kept: Kept = {}
+
+
+def quantised(name: str) -> tuple[nn.Module, Any]:
+    """Return a float model and its integer network, made once."""
+    if name not in _kept:
+        model = make(name)
+        _kept[name] = model, qflash.quantize_model(model, [images(16)], progress=False, **STATISTICS)
+    return _kept[name]
+
+
+def outputs_of(model: nn.Module, network: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the float model's outputs by the names that the network gives them."""
+    with torch.inference_mode():
+        found = model(x)
+    if isinstance(found, torch.Tensor):
+        return dict.fromkeys(network.outputs, found)
+    return {name: found[name] for name in network.outputs}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captured_operations_compute_what_the_model_does(name: str) -> None:
+    model = make(name).double()
+    captured = capture(model, normalise(images(BATCH)).double())
+    with torch.inference_mode():
+        for reduced in (False, True):
+            if reduced:
+                drop_unread_rows(captured)
+            for count in (1, 2, 5):
+                x = normalise(images(count, count)).double()
+                wanted, got = captured.pick(model(x)), captured(x)
+                assert wanted.keys() == got.keys()
+                for label, want in wanted.items():
+                    assert got[label].shape == want.shape
+                    assert float((got[label] - want).abs().max()) < 1e-5 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_integers_stay_close_to_the_model(name: str) -> None:
+    model, network = quantised(name)
+    x = images(6, 5)
+    got = {each: out.float() * network.scales[each] for each, out in network.run(x).items()}
+    for label, want in outputs_of(model, network, normalise(x)).items():
+        assert got[label].shape == want.shape
+        assert sqnr_db(want, got[label]) > 22
+        # and each image's own, not their mean
+        centred = sqnr_db(want - want.mean(0), got[label] - got[label].mean(0))
+        assert centred > 10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_back_ends_files_and_batches_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    network = quantised(name)[1]
+    network.save(tmp_path / "network")
+    loaded = qflash.load_model(tmp_path / "network")
+    assert (loaded.nodes, loaded.scales, loaded.units) == (network.nodes, network.scales, network.units)
+    reference = copy.deepcopy(network)
+    reference.backend, loaded.backend = "reference", "cpu"
+    x = images(5, 7)
+    wanted = reference.run(x)
+    for label, want in wanted.items():
+        assert want.dtype == torch.int32 and int(want.unique().numel()) > 5
+        assert torch.equal(loaded.run(x)[label], want)
+        assert torch.equal(torch.cat([loaded.run(part)[label] for part in x.split([1, 4])]), want)
+        assert torch.equal(reference.run(x[:2])[label], want[:2])
+        assert loaded.run(x[:0])[label].shape == (0, *want.shape[1:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_onnxruntime_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    network = quantised(name)[1]
+    network.export_onnx(tmp_path / "network.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "network.onnx"), providers=["CPUExecutionProvider"])
+    for count in (1, 3):
+        x = images(count, 8)
+        wanted = list(network.run(x).values())
+        for want, got in zip(wanted, session.run(None, {"images": x.numpy()}), strict=True):
+            assert np.array_equal(got, want.numpy())
+
+
+@pytest.mark.parametrize(
+    "name", ["timm: class token", "timm: distilled", "transformers: BEiT", "transformers: DINOv2 with registers", "two outputs"]
+)
+def test_unread_rows_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, network = quantised(name)
+    monkeypatch.setattr(quantize, "drop_unread_rows", lambda captured: None)
+    whole = qflash.quantize_model(model, [images(16)], progress=False, **STATISTICS)
+    x = images(3, 9)
+    wanted = whole.run(x)
+    for label, got in network.run(x).items():
+        assert torch.equal(got, wanted[label])
+    rows = [sum(shape[1] for shape in each.shapes().values() if len(shape) == 3) for each in (network, whole)]
+    # all tokens are read where they are an output
+    assert rows[0] == rows[1] if name == "two outputs" else rows[0] < rows[1]
+
+
+def test_outputs_are_chosen_by_name() -> None:
+    model, network = quantised("two outputs")
+    assert list(network.outputs) == ["tokens", "classes"]
+    with pytest.raises(ValueError, match="scales has: tokens, classes"):
+        _ = network.output_scale
+    one = qflash.quantize_model(model, [images(16)], outputs=["classes"], progress=False, **STATISTICS)
+    assert list(one.outputs) == ["classes"] and one(images(2)).shape == (2, 6)
+    with pytest.raises(ValueError, match="outputs must be of 'tokens', 'classes', got 'logits'"):
+        qflash.quantize_model(model, [images(16)], outputs=["logits"], progress=False, **STATISTICS)
+
+
+def resnet() -> nn.Module:
+    return pytest.importorskip("torchvision").models.resnet18()
+
+
+class WithoutClip(nn.Module):
+    """CLIP's vision tower, of which the pooled token is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = of_transformers("CLIPVision", "Model")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x).pooler_output
+
+
+REFUSED = {
+    "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
+    "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
+    "CLIP": (WithoutClip, r"sigmoid in model\.\S*mlp\.activation_fn"),
+    "Swin V2": (
+        lambda: timm.models.swin_transformer_v2.SwinTransformerV2(
+            img_size=SIDE, patch_size=2, embed_dim=16, depths=(1,), num_heads=(1,), window_size=4
+        ),
+        r"in layers\.0\.blocks\.0\.attn",
+    ),
+    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"silu in blocks\.0\.mlp\.act"),
+    "RMSNorm": (lambda: vit(norm_layer=timm.layers.RmsNorm), r"rms_norm in blocks\.0\.norm1"),
+    "post-norm": (lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), r"blocks\.0\.attn has no integer form"),
+    "images as output": (nn.PixelUnshuffle, "with parameters"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_integer_form_is_named(name: str) -> None:
+    build, message = REFUSED[name]
+    if name == "images as output":
+        with pytest.raises(TypeError, match=message):
+            qflash.quantize_model(nn.PixelUnshuffle(2).eval(), [images(2)], progress=False, **STATISTICS)
+        return
+    torch.manual_seed(0)
+    with pytest.raises(qflash.network.capture.UnsupportedError) as refusal:  # type: ignore[attr-defined]
+        qflash.quantize_model(build().eval(), [images(2)], progress=False, **STATISTICS)
+    assert re.search(message, str(refusal.value)), str(refusal.value)
+    assert "While executing" not in str(refusal.value)

@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 
 import qflash
-from qflash import fixed_point as fp
 from qflash.network import execution  # noqa: F401 - registers the operators
-from qflash.network import operators as op
 from qflash.network.first_form import from_first_form
 from qflash.network.modules import LayerNorm, Linear, Mean
-from qflash.quantization import QuantizedTensor
-from qflash.recipe import PRESETS
-from qflash.reference import ARITHMETIC_VERSION
+from qflash.specification import fixed_point as fp
+from qflash.specification import layers as op
+from qflash.specification.quantization import QuantizedTensor
+from qflash.specification.recipe import PRESETS
+from qflash.specification.reference import ARITHMETIC_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "golden"

@@ -37,20 +37,20 @@ GOLDEN = "tests/core/test_golden.py -k 'committed_bits and {}'"
 SANITIZED = "tests/kernels/test_cpu_driver.py -k no_access"
 IN_C = (GOLDEN.format("cpu"), "tests/fuzz/test_back_ends.py -k in_c")
 TESTS = {
-    "src/qflash/fixed_point.py": (
+    "src/qflash/specification/fixed_point.py": (
         GOLDEN.format("reference"), "tests/fuzz/test_back_ends.py -k in_c", "tests/kernels/test_cpu.py -k finest",
         "tests/core/test_fixed_point.py", "tests/core/test_missing_mass.py -k rounded_once",
         "tests/core/test_errors.py -k 513", "tests/lab/verify/test_bounds.py",
     ),
-    "src/qflash/reference.py": (
+    "src/qflash/specification/reference.py": (
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/fuzz/test_properties.py -k tiles_and_checks",
         "tests/core/test_fixed_point.py -k 'bounds or notices'", "tests/core/test_reference.py",
     ),
-    "src/qflash/quantization.py": (
+    "src/qflash/specification/quantization.py": (
         GOLDEN.format("reference"), "tests/fuzz/test_back_ends.py -k quantisation_in_c", "tests/core/test_quantization.py",
         "tests/core/test_missing_mass.py -k 'offset or tensor'", "tests/core/test_extremes.py", "tests/core/test_errors.py",
     ),
-    "src/qflash/network/operators.py": (
+    "src/qflash/specification/layers.py": (
         GOLDEN.format("reference"), "tests/core/test_declared_bounds.py", "tests/network/test_operators.py",
         "tests/kernels/test_network_cpu.py", "tests/core/test_network_errors.py", "tests/lab/verify/test_bounds.py",
     ),

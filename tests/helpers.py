@@ -28,7 +28,7 @@ import torch
 import qflash
 from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.kernels.tiles import most_queries
-from qflash.recipe import PRESETS, Recipe
+from qflash.specification.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""

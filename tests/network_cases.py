@@ -1,4 +1,4 @@
-"""Random layers of an integer network, within the bounds of :mod:`qflash.network.operators`, and what they must give."""
+"""Random layers of an integer network, within the bounds of :mod:`qflash.specification.layers`, and what they must give."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from qflash.fixed_point import Checker
 from qflash.network import execution  # noqa: F401 - registers the operators
-from qflash.network import operators as op
+from qflash.specification import layers as op
+from qflash.specification.fixed_point import Checker
 
 DTYPES = (torch.int8, torch.int16, torch.int32)
 BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 31}

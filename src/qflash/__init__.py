@@ -41,9 +41,13 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING or not _is_command():
-    # models pickled earlier ask for their classes by this name
+    # pickles of earlier releases ask for their classes by these names
     from . import patching as patching
+    from . import quantization as quantization
+    from . import recipe as recipe
+    from . import reference as reference
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias, varlen_attention
+    from .integrations.calibrate import calibrate
     from .integrations.inspection import coverage, float_attention
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
@@ -51,25 +55,25 @@ if TYPE_CHECKING or not _is_command():
     from .network.compare import compare
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
-    from .network.static_attention import calibrate
     from .network.storage import load_model, save_model
     from .precompile import warmup
-    from .quantization import QuantizedTensor
-    from .recipe import ACCURATE, DEFAULT, PAPER, Recipe
+    from .specification.quantization import QuantizedTensor
+    from .specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 else:
 
     def __getattr__(name: str) -> object:
         """Import everything, operators included, when a public name is first asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import api, precompile, quantization, recipe
-        from .integrations import inspection, patching, sdpa
+        from . import api, precompile
+        from .integrations import calibrate, inspection, patching, sdpa
         from .integrations import transformers as hugging_face
-        from .network import compare, onnx_export, static_attention, storage
+        from .network import compare, onnx_export, storage
         from .network import quantize as network
+        from .specification import quantization, recipe
 
-        networks = network, static_attention, storage, onnx_export, compare
-        homes = recipe, quantization, patching, inspection, hugging_face, sdpa, *networks, precompile, api
+        networks = network, storage, onnx_export, compare
+        homes = recipe, quantization, patching, calibrate, inspection, hugging_face, sdpa, *networks, precompile, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

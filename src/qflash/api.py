@@ -15,10 +15,10 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import execution, ops, plan_cache, sharding, varlen  # noqa: F401 - ops registers torch.ops.qflash
-from .memory_format import as_four, as_four_mask, broadcast_heads, empty_bias, has_aligned_rows
-from .quantization import GRANULARITIES, QuantizedTensor, check_scale_values
-from .recipe import Recipe, resolve_recipe
 from .scalars import unboxed
+from .specification.memory_format import as_four, as_four_mask, broadcast_heads, empty_bias, has_aligned_rows
+from .specification.quantization import GRANULARITIES, QuantizedTensor, check_scale_values
+from .specification.recipe import Recipe, resolve_recipe
 from .validation import (
     FLOAT_DTYPES,
     autocast,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .recipe import Recipe
+from .specification.recipe import Recipe
 
 InDims = Sequence["int | None"]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from . import plan_cache, quantization, reference
-from .attention_call import AttentionCall, Scales, float_call, int8_call
+from . import plan_cache
 from .backends import resolve_backend
-from .memory_format import as_four, is_expanded
-from .recipe import Recipe
+from .specification import quantization, reference
+from .specification.attention_call import AttentionCall, Scales, float_call, int8_call
+from .specification.memory_format import as_four, is_expanded
+from .specification.recipe import Recipe
 from .unseen_tokens import leaves_out_keys, once, searches, seen_tokens, without_unseen
 
 
@@ -179,7 +180,7 @@ def int8_attention(
     backend: str,
     value_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Integer attention on canonical tensors; see :func:`qflash.reference.int8_attention`."""
+    """Integer attention on canonical tensors; see :func:`qflash.specification.reference.int8_attention`."""
 
     def call(*tensors: torch.Tensor | None) -> AttentionCall:
         query, query_scale, key, key_scale, value, value_scale, mask, output_scale, value_offset = tensors

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from . import backends
-from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
 from .integrations.timm import ADAPTERS
+from .specification.fixed_point import MAX_HEAD_DIM, MAX_KEYS
 from .validation import FLOAT_DTYPES
 from .versions import driver_version, package_version
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from . import batching, quantization, varlen
+from . import batching, varlen
 from .execution import attention, int8_attention, quantize, quantize_bias, quantize_centered, quantize_with_scale
-from .memory_format import empty_output
+from .specification import quantization
+from .specification.memory_format import empty_output
 
 _LIBRARY = torch.library.Library("qflash", "DEF")
 _LIBRARY.define("quantize(Tensor x, str granularity, str backend) -> (Tensor, Tensor)")

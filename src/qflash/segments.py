@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from . import quantization
-from .attention_call import Scales
-from .fixed_point import times_power_of_two
-
-if TYPE_CHECKING:
-    from .varlen import VarlenCall
+from .specification import quantization
+from .specification.attention_call import Scales, VarlenCall
+from .specification.fixed_point import times_power_of_two
 
 
 class Ranges(NamedTuple):

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from . import quantization, torch_internals
-from .recipe import Recipe
+from . import torch_internals
+from .specification import quantization
+from .specification.recipe import Recipe
 
 Placements = tuple[list[Any], list[Any]]
 """Of an operator's outputs, and of its inputs, None for those that are no tensors."""

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from . import fixed_point as fp
-from .attention_call import AttentionCall
+from .specification import fixed_point as fp
+from .specification.attention_call import AttentionCall
 
 
 def leaves_out_keys(call: AttentionCall) -> bool:

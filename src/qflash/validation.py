@@ -12,10 +12,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals
-from .fixed_point import MAX_HEAD_DIM, MAX_KEYS
-from .memory_format import broadcast_shape
-from .quantization import QuantizedTensor
 from .scalars import whole_number
+from .specification.fixed_point import MAX_HEAD_DIM, MAX_KEYS
+from .specification.memory_format import broadcast_shape
+from .specification.quantization import QuantizedTensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")

@@ -7,65 +7,16 @@ the C kernels quantise and attend; on a GPU one or two launches quantise, or for
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import plan_cache, segments
-from .attention_call import Scales, float_call
 from .backends import resolve_backend
 from .execution import attend
-from .recipe import Recipe
-
-
-class Lengths(NamedTuple):
-    """Where sequences begin and end.
-
-    Attributes:
-        queries, keys: cumulative lengths, (sequences + 1,), int32 or int64, on the tensors' device.
-        most_queries, most_keys: no sequence has more.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    most_queries: int
-    most_keys: int
-
-    @property
-    def sequences(self) -> int:
-        """Their number."""
-        return self.queries.shape[0] - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class VarlenCall:
-    """Attention of packed sequences, canonical and checked.
-
-    Attributes:
-        query, key, value: ``(tokens, heads, channels)``: float, or int8 with scales. Key and value may have fewer heads.
-        scales: of int8 tensors: for each token (tokens, heads, 1), or for each sequence (sequences, heads | 1, channels | 1).
-        value_sums: of int8 values, of chunks of each sequence's tokens, (sequences, heads, chunks, channels), int32.
-        lengths: of the sequences.
-        is_causal: query i of a sequence sees its keys 0 to i.
-        softmax_scale: positive factor of the scores.
-        out_dtype: float16, bfloat16 or float32.
-        recipe: the numerical choices.
-        packed_value: int8 values lie as :func:`.triton.quantize_streaming.launch_quantize_long` leaves those of sequences.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scales: Scales | None
-    value_sums: torch.Tensor | None
-    lengths: Lengths
-    is_causal: bool
-    softmax_scale: float
-    out_dtype: torch.dtype
-    recipe: Recipe
-    packed_value: bool = False
+from .specification.attention_call import Lengths, VarlenCall, float_call
+from .specification.recipe import Recipe
 
 
 def _check_on_the_host(name: str, cumulative: torch.Tensor, tokens: int, most: int, most_name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import qflash
 from helpers import DEVICE, exact_attention, make_inputs, move_far, quantize_all, same_bits
-from qflash import fixed_point as fp
+from qflash.specification import fixed_point as fp
 from qflash_lab.bench.metrics import sqnr
 
 FLOAT32 = torch.float32

@@ -9,11 +9,11 @@ import torch
 
 import qflash
 from helpers import make_inputs
-from qflash import quantization, reference
-from qflash.attention_call import int8_call
-from qflash.fixed_point import Checker
-from qflash.network import operators as op
-from qflash.recipe import Recipe
+from qflash.specification import layers as op
+from qflash.specification import quantization, reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.fixed_point import Checker
+from qflash.specification.recipe import Recipe
 
 UNSIGNED_31, SIGNED_32 = (0, 2**31 - 1), (-(2**31), 2**31 - 1)
 

@@ -13,7 +13,7 @@ import torch
 import qflash
 from helpers import make_inputs, quantize_all
 from qflash import QuantizedTensor, Recipe
-from qflash.fixed_point import MAX_KEYS
+from qflash.specification.fixed_point import MAX_KEYS
 
 Q, K, V = make_inputs(2, 4, 5, 6, head_dim=8)
 ONE = torch.ones(1, 1, 1, 1)

@@ -7,7 +7,7 @@ import torch
 
 import qflash
 from helpers import DEVICE, same_bits
-from qflash.quantization import center_channels, hadamard_transform, scale_from_amplitude
+from qflash.specification.quantization import center_channels, hadamard_transform, scale_from_amplitude
 from qflash_lab.bench.metrics import sqnr
 
 RECIPES = {

@@ -12,11 +12,11 @@ import triton.language as tl
 
 import qflash
 from helpers import DEVICE, random_scales
-from qflash import fixed_point as fp
-from qflash import reference
-from qflash.attention_call import int8_call
 from qflash.kernels.common import fixed_point as integer
-from qflash.recipe import Recipe
+from qflash.specification import fixed_point as fp
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import Recipe
 
 HEAD_DIMS = (1, 2, 3, 16, 31, 32, 48, 64, 65, 80, 127, 128, 255, 256, 512)
 LOG2E = math.log2(math.e)

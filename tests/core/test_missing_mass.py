@@ -13,11 +13,11 @@ import torch
 
 import qflash
 from helpers import DEVICE, INTERPRETER, draw_case, exact_attention, same_bits
-from qflash import fixed_point as fp
-from qflash import quantization, reference
-from qflash.attention_call import AttentionCall, int8_call
 from qflash.backends import cpu_missing
-from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
+from qflash.specification import fixed_point as fp
+from qflash.specification import quantization, reference
+from qflash.specification.attention_call import AttentionCall, int8_call
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from qflash_lab.bench.metrics import sqnr
 
 BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(cpu_missing() is not None, reason="no compiler"))]

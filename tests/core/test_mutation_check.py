@@ -76,7 +76,7 @@ def test_changes_of_what_is_no_arithmetic(mutation_check: ModuleType) -> None:
 
 
 def test_a_record_counts_results_and_knows_its_mutants(mutation_check: ModuleType) -> None:
-    path = "src/qflash/fixed_point.py"
+    path = "src/qflash/specification/fixed_point.py"
     mutants = mutation_check.find_mutants(path)[:3]
     results = [
         {"path": path, "line": x.text, "change": f"{x.old} -> {x.new}", "place": x.place, "result": result, "again": again}

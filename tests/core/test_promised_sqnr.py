@@ -10,9 +10,9 @@ import torch
 
 import qflash
 from helpers import dequantize_all, exact_attention, make_inputs, outlier_inputs, quantize_all
-from qflash import reference
-from qflash.attention_call import int8_call
-from qflash.recipe import Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import Recipe
 from qflash_lab.bench.metrics import sqnr
 from qflash_lab.bench.workloads import get_workload, paper_inputs
 

@@ -11,8 +11,9 @@ import torch
 
 import qflash
 from helpers import DEVICE, make_inputs, same_bits
-from qflash import execution, quantization
+from qflash import execution
 from qflash.backends import cpu_missing
+from qflash.specification import quantization
 
 GRANULARITIES = ("tensor", "head", "token", "channel")
 

@@ -10,9 +10,11 @@ import torch
 
 import qflash
 from helpers import same_bits
-from qflash import backends, quantization, segments, varlen
-from qflash.network import operators as op
-from qflash.recipe import ACCURATE, DEFAULT
+from qflash import backends, segments
+from qflash.specification import layers as op
+from qflash.specification import quantization
+from qflash.specification.attention_call import Lengths, VarlenCall
+from qflash.specification.recipe import ACCURATE, DEFAULT
 
 BACKENDS = ["reference", *(() if backends.cpu_missing() else ("cpu",))]
 END = torch.finfo(torch.float32).max
@@ -57,8 +59,8 @@ def test_the_middle_of_a_range_whose_ends_have_no_sum(name: str, sign: float, ba
 @pytest.mark.parametrize("name", CENTRED)
 def test_what_is_quantised_for_a_gpu_has_such_middles_too(name: str) -> None:
     query, key, value = (END * (0.9 + 0.02 * draw(seed, 13, 2, 8).clamp(-4, 4)) for seed in range(3))
-    lengths = varlen.Lengths(*(torch.tensor([0, 5, 13], dtype=torch.int32),) * 2, 8, 8)
-    call = varlen.VarlenCall(query, key, value, None, None, lengths, False, 1.0, torch.float32, CENTRED[name])
+    lengths = Lengths(*(torch.tensor([0, 5, 13], dtype=torch.int32),) * 2, 8, 8)
+    call = VarlenCall(query, key, value, None, None, lengths, False, 1.0, torch.float32, CENTRED[name])
     found = segments.quantize(segments.prepare(call))
     assert found.scales is not None
     for scale, x in ((found.scales.key, found.key), (found.scales.value, found.value)):

@@ -14,7 +14,7 @@ import torch
 
 import qflash
 from helpers import exact_attention, quantize_all
-from qflash.recipe import PRESETS
+from qflash.specification.recipe import PRESETS
 from qflash_lab.baselines import get_method
 from qflash_lab.bench.layer_calls import read_calls
 from qflash_lab.bench.metrics import sqnr

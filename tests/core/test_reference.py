@@ -9,10 +9,11 @@ import torch
 
 import qflash
 from helpers import DEVICE, INTERPRETER, dequantize_all, draw_case, exact_attention, make_inputs, quantize_all, same_bits
-from qflash import backends, quantization, reference
-from qflash import fixed_point as fp
-from qflash.attention_call import int8_call
-from qflash.recipe import Recipe
+from qflash import backends
+from qflash.specification import fixed_point as fp
+from qflash.specification import quantization, reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import Recipe
 from qflash_lab.bench.metrics import sqnr
 
 FLOAT32 = torch.float32

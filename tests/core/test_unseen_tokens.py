@@ -9,9 +9,9 @@ import torch
 
 import qflash
 from helpers import DEVICE, exact_attention
-from qflash.attention_call import float_call
-from qflash.memory_format import as_four
-from qflash.recipe import DEFAULT, Recipe
+from qflash.specification.attention_call import float_call
+from qflash.specification.memory_format import as_four
+from qflash.specification.recipe import DEFAULT, Recipe
 from qflash.unseen_tokens import without_unseen
 
 RECIPES = [qflash.PAPER, DEFAULT, qflash.ACCURATE, DEFAULT.replace(smooth_value=True, query_granularity="head")]

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 import qflash
 from helpers import DEVICE, same_bits
-from qflash import backends, segments, varlen
-from qflash.fixed_point import MAX_KEYS
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash import backends, segments
+from qflash.specification.attention_call import Lengths, VarlenCall
+from qflash.specification.fixed_point import MAX_KEYS
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 
 RECIPES = {
     "default": DEFAULT,
@@ -148,8 +149,8 @@ def test_what_is_not_finite_stays_in_its_sequence(recipe: str, which: int, speci
     expected = separately(*arguments, **options)
     assert expected.isnan().any() and expected[-65:].isfinite().all()
     # what quantises for the GPU, and the specification's attention on that
-    lengths = varlen.Lengths(*arguments[3:])
-    call = varlen.VarlenCall(*arguments[:3], None, None, lengths, False, 0.25, torch.float32, RECIPES[recipe])
+    lengths = Lengths(*arguments[3:])
+    call = VarlenCall(*arguments[:3], None, None, lengths, False, 0.25, torch.float32, RECIPES[recipe])
     found = segments.quantize(segments.prepare(call))
     assert found.scales is not None
     scale = found.scales[which]

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import qflash
 from helpers import DEVICE, make_inputs, same_bits
-from qflash import reference
-from qflash.attention_call import int8_call
 from qflash.backends import triton_unavailable
-from qflash.fixed_point import MAX_HEAD_DIM
-from qflash.recipe import resolve_recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.fixed_point import MAX_HEAD_DIM
+from qflash.specification.recipe import resolve_recipe
 
 RECIPES = ("default", "accurate", "paper")
 

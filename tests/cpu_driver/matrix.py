@@ -28,13 +28,13 @@ from helpers import (
     same_bits,
 )
 from network_cases import draw_layer_norm, draw_linear, extremes
-from qflash import quantization, reference
-from qflash.attention_call import float_call, int8_call
 from qflash.execution import attend, quantize_with_scale
-from qflash.fixed_point import MAX_HEAD_DIM, MAX_KEYS, SECTION_KEYS
 from qflash.kernels.cpu import launch
-from qflash.network import operators
-from qflash.recipe import PRESETS, Recipe
+from qflash.specification import layers as operators
+from qflash.specification import quantization, reference
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.fixed_point import MAX_HEAD_DIM, MAX_KEYS, SECTION_KEYS
+from qflash.specification.recipe import PRESETS, Recipe
 from qflash.unseen_tokens import leaves_out_keys, searches, shown_tokens
 
 CPU = torch.device("cpu")

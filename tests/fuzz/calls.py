@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import qflash
 from helpers import LAYOUTS, lay_out, move_far
-from qflash.fixed_point import SECTION_KEYS
-from qflash.recipe import _CHOICES, PRESETS, Recipe
+from qflash.specification.fixed_point import SECTION_KEYS
+from qflash.specification.recipe import _CHOICES, PRESETS, Recipe
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = (

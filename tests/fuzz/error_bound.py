@@ -15,8 +15,8 @@ import torch
 import qflash
 from fuzz.calls import Call, IntegerCall
 from helpers import exact_attention
-from qflash import quantization
-from qflash.recipe import Recipe
+from qflash.specification import quantization
+from qflash.specification.recipe import Recipe
 
 _EXPONENTIAL = {"linear": 0.0318, "quadratic": 0.0042}
 """Largest relative error of a weight about a common factor: those of chord and parabola, with the fraction cut to 8 bits."""

@@ -16,12 +16,12 @@ import qflash
 from fuzz import examples
 from fuzz.calls import KINDS, Call, IntegerCall, calls, integer_calls, recipes
 from helpers import default_dtype, same_bits
-from qflash import reference
-from qflash.attention_call import int8_call
 from qflash.backends import cpu_missing
-from qflash.fixed_point import BIAS_LIMIT
 from qflash.kernels.cpu import launch as cpu
-from qflash.recipe import Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.fixed_point import BIAS_LIMIT
+from qflash.specification.recipe import Recipe
 
 WORK = 1 << 20
 DYADIC = ("steps", "zeros")

@@ -29,9 +29,10 @@ from helpers import (
     quantize_all,
     same_bits,
 )
-from qflash import execution, reference
-from qflash.attention_call import float_call, int8_call
+from qflash import execution
 from qflash.kernels.launch_recorder import record
+from qflash.specification import reference
+from qflash.specification.attention_call import float_call, int8_call
 from qflash.unseen_tokens import without_unseen
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +64,18 @@ def test_rows_of_several_sections_have_the_reference_bits(sign: int | None, reci
     scale = torch.full((1, 1, 1, 1), 0.01)
     for output_scale, dtype in ((scale, torch.int8), (None, torch.float32)):
         call = int8_call(
-            query, scale, key, scale, value, scale, None, False, 0.2, output_scale, dtype, qflash.recipe.PRESETS[recipe]
+            query,
+            scale,
+            key,
+            scale,
+            value,
+            scale,
+            None,
+            False,
+            0.2,
+            output_scale,
+            dtype,
+            qflash.recipe.PRESETS[recipe],
         )
         scales = call.scales._replace(**{name: x.to(CUDA) for name, x in call.scales._asdict().items() if x is not None})
         there = dataclasses.replace(call, query=query.to(CUDA), key=key.to(CUDA), value=value.to(CUDA), scales=scales)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_inputs
-from qflash.quantization import QuantizedTensor
+from qflash.specification.quantization import QuantizedTensor
 from qflash_lab.baselines import get_method, int_flash, qattn
 from qflash_lab.bench import latency, problems
 from qflash_lab.bench import methods as bench_methods

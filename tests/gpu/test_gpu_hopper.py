@@ -14,8 +14,7 @@ import triton.language as tl
 
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, same_bits
-from qflash import execution, reference
-from qflash.attention_call import float_call, int8_call
+from qflash import execution
 from qflash.kernels.common.quantize_ops import inverse_scale
 from qflash.kernels.tiles import (
     SM90_BLOCKS,
@@ -26,7 +25,9 @@ from qflash.kernels.tiles import (
     fits_sm90_resident,
     row_fits_registers,
 )
-from qflash.recipe import DEFAULT, Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,12 @@ import torch
 
 import qflash
 from helpers import draw_scale, lay_out, same_bits
-from qflash import execution, plan_cache, reference
-from qflash.attention_call import int8_call
+from qflash import execution, plan_cache
 from qflash.kernels.tiles import SM90_STREAMING, Tiles
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long
-from qflash.recipe import DEFAULT, Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""The compiled kernels of integer networks have the bits of :mod:`qflash.network.operators`."""
+"""The compiled kernels of integer networks have the bits of :mod:`qflash.specification.layers`."""
 
 from __future__ import annotations
 

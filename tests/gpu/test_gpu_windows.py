@@ -11,10 +11,11 @@ import torch
 
 import qflash
 from helpers import draw_scale, eviction_policy, lay_out, move_far, same_bits
-from qflash import execution, reference
-from qflash.attention_call import float_call, int8_call
+from qflash import execution
 from qflash.kernels.tiles import WINDOWS, Tiles
-from qflash.recipe import DEFAULT, Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.recipe import DEFAULT, Recipe
 from qflash.unseen_tokens import without_unseen
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,7 @@ import torch
 import network_cases
 import qflash
 from helpers import GPU, draw_case, draw_fused_case, lay_out, make_inputs
-from qflash import execution, plan_cache, reference, varlen
-from qflash.attention_call import float_call, int8_call
+from qflash import execution, plan_cache, varlen
 from qflash.execution import attend, quantize_bias
 from qflash.integrations.swin_bias import window_bias
 from qflash.kernels import device as device_facts
@@ -28,6 +27,8 @@ from qflash.kernels.dispatch import launch_attention
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.triton.swin_bias import launch_window_bias
 from qflash.network import execution as layers
+from qflash.specification import reference
+from qflash.specification.attention_call import float_call, int8_call
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

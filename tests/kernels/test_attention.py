@@ -10,15 +10,16 @@ import triton
 
 import qflash
 from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, quantize_all, same_bits
-from qflash import execution, reference
-from qflash.attention_call import AttentionCall, float_call, int8_call
+from qflash import execution
 from qflash.kernels.dispatch import launch_attention
 from qflash.kernels.heuristics import choose_tiles
 from qflash.kernels.launch_arguments import shape_of
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import PORTABLE, SM90_STREAMING
 from qflash.kernels.triton import attention_streaming, launch
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.specification import reference
+from qflash.specification.attention_call import AttentionCall, float_call, int8_call
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu draws the same cases larger on a GPU")
 

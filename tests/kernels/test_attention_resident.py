@@ -8,10 +8,10 @@ import torch
 import qflash
 from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.attention_call import float_call
 from qflash.kernels.dispatch import attention_launches, fusable, launch_fused
 from qflash.kernels.tiles import SM90_RESIDENT, Tiles, shared_bytes
-from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
+from qflash.specification.attention_call import float_call
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 from qflash.unseen_tokens import without_unseen
 from qflash_lab.verify.compile import compile_call
 

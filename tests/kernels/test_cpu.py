@@ -27,11 +27,12 @@ import qflash
 from cpu_driver.matrix import LONG
 from helpers import INTERPRETER, LAYOUTS, count_calls, draw_case, lay_out, make_inputs, move_far, same_bits
 from network_cases import draw_layer_norm, draw_linear, extremes
-from qflash import backends, execution, quantization, reference
-from qflash import fixed_point as fp
-from qflash.attention_call import int8_call
+from qflash import backends, execution
 from qflash.kernels.cpu import launch as cpu
-from qflash.recipe import PRESETS
+from qflash.specification import fixed_point as fp
+from qflash.specification import quantization, reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import PRESETS
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import qflash
 from helpers import DEVICE, make_inputs, run_by_address, same_bits
 from qflash import execution, precompile
-from qflash.attention_call import float_call
 from qflash.kernels import device, launch_recorder
 from qflash.kernels.launch_recorder import KernelLaunch, record
 from qflash.kernels.triton.swin_bias import launch_window_bias
-from qflash.recipe import PRESETS
+from qflash.specification.attention_call import float_call
+from qflash.specification.recipe import PRESETS
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has two GPUs")
 

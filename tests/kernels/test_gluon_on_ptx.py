@@ -23,15 +23,16 @@ from triton.runtime import JITFunction
 import network_cases
 import ptx
 from helpers import run_by_address, same_bits
-from qflash import execution, reference, varlen
-from qflash.attention_call import float_call, int8_call
+from qflash import execution, varlen
 from qflash.kernels import device, dispatch, heuristics, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
 from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
-from qflash.recipe import DEFAULT, Recipe
+from qflash.specification import reference
+from qflash.specification.attention_call import Lengths, VarlenCall, float_call, int8_call
+from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
@@ -341,8 +342,8 @@ def test_packed_sequences(
         for lengths, heads in ((queries, 2), (keys, 1), (keys, 1))
     )
     cumulative = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
-    lengths = varlen.Lengths(*cumulative, max(queries), max(keys))
-    call = varlen.VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
+    lengths = Lengths(*cumulative, max(queries), max(keys))
+    call = VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
     expected = varlen.varlen_attention(query, key, value, *lengths, False, 0.2, recipe.key, "reference")
     monkeypatch.setattr(sm90, "takes_varlen", lambda call: target == "sm_90")
     # longer than was said: that sequence is NaN, and nothing is read or written outside
@@ -360,7 +361,7 @@ def test_packed_sequences(
         assert same_bits(dispatch.launch_varlen(short_call), without), short
 
 
-def draw_packed(case: int) -> varlen.VarlenCall:
+def draw_packed(case: int) -> VarlenCall:
     """Return packed sequences with lengths next to the edges of tiles, of uneven channels, constants and numbers not finite."""
     chance, generator = random.Random(case), torch.Generator().manual_seed(case)
     head_dim, sequences = 8 * chance.randint(1, 16), chance.randint(1, 3)
@@ -384,8 +385,8 @@ def draw_packed(case: int) -> varlen.VarlenCall:
     tensors = draw(sum(queries), group * heads), draw(sum(keys), heads), draw(sum(keys), heads)
     cumulative = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (queries, keys)]
     recipe = DEFAULT.replace(smooth_value=chance.random() < 0.4, smooth_key=chance.random() < 0.8)
-    lengths, scale = varlen.Lengths(*cumulative, max(queries), max(keys)), chance.choice((head_dim**-0.5, 3.0, 0.01))
-    return varlen.VarlenCall(*tensors, None, None, lengths, False, scale, dtype, recipe)
+    lengths, scale = Lengths(*cumulative, max(queries), max(keys)), chance.choice((head_dim**-0.5, 3.0, 0.01))
+    return VarlenCall(*tensors, None, None, lengths, False, scale, dtype, recipe)
 
 
 @pytest.mark.parametrize("case", range(16))

@@ -11,10 +11,10 @@ import torch
 
 from helpers import DEVICE, make_inputs, run_by_address, same_bits
 from qflash import execution, plan_cache
-from qflash.attention_call import float_call, int8_call
 from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder, record
 from qflash.kernels.triton.quantize import launch_quantize
-from qflash.recipe import PRESETS
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.recipe import PRESETS
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu repeats calls on a GPU")
 Tensors = Sequence["torch.Tensor | None"]

@@ -1,4 +1,4 @@
-"""The layers of ``network.c`` have the bits of :mod:`qflash.network.operators`."""
+"""The layers of ``network.c`` have the bits of :mod:`qflash.specification.layers`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from helpers import same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 from qflash.kernels.cpu import launch as cpu
-from qflash.network import operators
+from qflash.specification import layers as operators
 
 
 def check(layer: Layer) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of integer networks have the bits of :mod:`qflash.network.operators`, in the interpreter or on a GPU."""
+"""The Triton kernels of integer networks have the bits of :mod:`.specification.layers`, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 

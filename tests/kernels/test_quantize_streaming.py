@@ -10,12 +10,12 @@ import torch
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.attention_call import int8_call
 from qflash.kernels.dispatch import attention_launches
 from qflash.kernels.gluon.sm90.launch import last_step, streaming_steps
 from qflash.kernels.triton.launch import pack_value
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quantizes_long
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 
 
 @pytest.mark.parametrize(

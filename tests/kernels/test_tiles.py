@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from qflash import execution, varlen
-from qflash.attention_call import float_call, int8_call
 from qflash.kernels import device as kernels_device
 from qflash.kernels import heuristics, lengths, tiles, tuning_table
 from qflash.kernels.gluon.windows import launch
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import AttentionShape, Tiles
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 from qflash_lab.bench.tune import candidates
 from qflash_lab.cli import app
 

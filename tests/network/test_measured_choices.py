@@ -11,7 +11,7 @@ from torch import nn
 import qflash
 from qflash.network import conversion
 from qflash.network.modules import LayerNorm, Linear
-from qflash.network.operators import GELU_UNIT, rescale
+from qflash.specification.layers import GELU_UNIT, rescale
 from small_networks import build, decibels, draw, normalise
 
 IMAGES = 12

@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
-from qflash import reference
 from qflash.network import conversion, execution, storage
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
 from qflash.network.storage import load_model, save_model
+from qflash.specification import reference
 from qflash_lab.bench.metrics import sqnr
 from small_networks import KINDS, build, draw, in_ours, normalise, rewrite
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import qflash
-from qflash.network import operators as op
 from qflash.network.graph import IntegerNetwork, Node
 from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
 from qflash.network.onnx_check import check_onnx
-from qflash.reference import ARITHMETIC_VERSION
+from qflash.specification import layers as op
+from qflash.specification.reference import ARITHMETIC_VERSION
 from small_networks import KINDS, draw
 
 onnx = pytest.importorskip("onnx")

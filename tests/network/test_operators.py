@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from qflash.fixed_point import Checker
-from qflash.network import operators as op
+from qflash.specification import layers as op
+from qflash.specification.fixed_point import Checker
 
 CHECK = Checker(True)
 

@@ -16,10 +16,10 @@ from torch import nn
 
 import qflash
 from qflash.network import checks, conversion
-from qflash.network import operators as op
 from qflash.network.capture import capture
 from qflash.network.quality import MOST_DB, Quality, sqnr_db
 from qflash.network.storage import network_header, network_tensors
+from qflash.specification import layers as op
 from small_networks import build, draw, in_ours, normalise, rewrite, timm
 
 

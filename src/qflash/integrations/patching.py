@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..recipe import Recipe, resolve_recipe
+from ..specification.recipe import Recipe, resolve_recipe
 from ..torch_internals import constant_in_traces
 from ..validation import check_backend, check_flags
-from . import static_scales
+from . import static_scales, timm
 from .adapter import Adapter, AttentionFunction, call_chosen
 from .deferred_scores import is_deferred, work_out
 from .function_mode import NOT_SEEN, IntegerAttention
@@ -190,6 +190,10 @@ def _rebuild(base: Any) -> nn.Module:
     """Make an empty patched module for pickle and copy, which then fill in its state."""
     patched = _patched_class(base, _adapter_for(base))
     return patched.__new__(patched)
+
+
+# where pickles of earlier releases look for them
+vars(timm).update(_rebuild=_rebuild, _no_mask=_no_mask)
 
 
 def _own_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]] | None:

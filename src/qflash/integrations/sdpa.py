@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from ..api import attention
 from ..backends import why_unavailable
-from ..recipe import Recipe, resolve_recipe
+from ..specification.recipe import Recipe, resolve_recipe
 from ..torch_internals import (
     constant_in_traces,
     leave_function_mode,

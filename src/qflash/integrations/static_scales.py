@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..api import int8_attention
-from ..quantization import SMALLEST_SCALE, QuantizedTensor, hadamard_transform, rotated_head_dim
-from ..recipe import Recipe
+from ..specification.quantization import SMALLEST_SCALE, QuantizedTensor, hadamard_transform, rotated_head_dim
+from ..specification.recipe import Recipe
 from ..validation import autocast, check_attention
 
 NAME = "qflash_scales"

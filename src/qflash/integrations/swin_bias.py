@@ -7,7 +7,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import plan_cache
 from ..backends import triton_unavailable
-from ..memory_format import empty_bias, padded_row
+from ..specification.memory_format import empty_bias, padded_row
 from ..validation import FLOAT_DTYPES
 
 _OPTIONS = ("window bias",)

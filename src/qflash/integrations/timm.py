@@ -222,12 +222,3 @@ ADAPTERS: tuple[Adapter, ...] = (
     ),
 )  # fmt: skip
 """The supported families."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return what earlier pickles of patched models ask for here."""
-    if name in ("_rebuild", "_no_mask"):
-        from . import patching
-
-        return getattr(patching, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..api import attention, causal_mask
-from ..recipe import Recipe, resolve_recipe
+from ..specification.recipe import Recipe, resolve_recipe
 from ..validation import check_backend
 from . import patching
 from .inspection import coverage, described, goes_by_name

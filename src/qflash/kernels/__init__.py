@@ -1,1 +1,1 @@
-"""Kernels: :mod:`qflash.reference` on NVIDIA GPUs, in Triton's interpreter and on CPUs; the same bits."""
+"""Kernels: :mod:`qflash.specification.reference` on NVIDIA GPUs, in Triton's interpreter and on CPUs; the same bits."""

@@ -10,8 +10,7 @@ import torch
 import triton
 
 from .. import segments
-from ..attention_call import AttentionCall, Scales, int8_call
-from ..varlen import VarlenCall
+from ..specification.attention_call import AttentionCall, Scales, VarlenCall, int8_call
 from .device import processors_of
 from .gluon.sm90 import launch as sm90
 from .gluon.windows import launch as windows
@@ -162,7 +161,7 @@ def _run(
 
 
 def launch_attention(call: AttentionCall, *, tiles: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Run :func:`qflash.reference.int8_attention` on the GPU: same arguments, same bits."""
+    """Run :func:`qflash.specification.reference.int8_attention` on the GPU: same arguments, same bits."""
     out = new_output(call)
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import fixed_point as fp
-from ..attention_call import AttentionCall
-from ..memory_format import empty_output
+from ..specification import fixed_point as fp
+from ..specification.attention_call import AttentionCall
+from ..specification.memory_format import empty_output
 from .device import processors_of
 from .heuristics import Work, dependent_launch
 from .tiles import AttentionShape, Tiles
@@ -308,7 +308,7 @@ class LinearCall:
     Attributes:
         x: int8 (rows, inputs), contiguous, as are all others.
         residual: int16 (rows, outputs), or None.
-        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs; or None.
+        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs; or None.
         out: (rows, outputs).
         places: where residual and output have the rows; None: in the order of x.
     """

@@ -28,7 +28,7 @@ def launch_linear(
     Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
 
     Args:
-        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
+        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs.
     """
     outputs = weight.shape[0]
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device=x.device)

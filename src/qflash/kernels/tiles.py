@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import triton
 
-from .. import fixed_point as fp
-from ..recipe import Recipe
+from ..specification import fixed_point as fp
+from ..specification.recipe import Recipe
 
 SHORT_ROW = 256
 """Most keys of a row whose scores every resident kernel keeps in registers."""

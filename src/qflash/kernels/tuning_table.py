@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..paths import cache_folder, make_cache_folder, write_whole
-from ..recipe import DEFAULT
+from ..specification.recipe import DEFAULT
 from .device import capability_of, device_name, processors_of
 from .heuristics import candidates, choose_tiles
 from .tiles import AttentionShape, Tiles

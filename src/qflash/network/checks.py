@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import operators as op
+from ..specification import layers as op
 from .calibration import Calibration
 from .capture import Captured
 from .compare import node_errors

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import operators as op
+from ..specification import layers as op
 from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean
 
 _WIDE_BIAS = 1 << 28

@@ -1,6 +1,6 @@
 """The operators of an integer network as PyTorch sees them (``torch.ops.qflash``), and what they run.
 
-The reference is :mod:`qflash.network.operators`; the kernels return the same bits wherever its bounds hold.
+The reference is :mod:`qflash.specification.layers`; the kernels return the same bits wherever its bounds hold.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..backends import resolve_backend
+from ..specification import layers as op
 from ..validation import check_backend, check_tensor
-from . import operators as op
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
 _LIBRARY.define(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..fixed_point import MAX_KEYS
-from . import operators as op
+from ..specification import layers as op
+from ..specification.fixed_point import MAX_KEYS
 from .graph import IntegerNetwork
 
 Form = tuple[object, tuple[int, ...]]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import operators as op
+from ..specification import layers as op
 from .conversion import Grid
 from .graph import IntegerNetwork
 from .modules import Attention, IntegerModule, LayerNorm, Linear, LinearGelu

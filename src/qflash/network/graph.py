@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..recipe import Recipe
+from ..specification.recipe import Recipe
 from .cuda_graph import NetworkGraph
 from .execution import check_images
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen

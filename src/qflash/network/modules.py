@@ -1,6 +1,6 @@
 """Modules of an integer network: integer buffers, static shifts, and one operator each.
 
-``forward`` holds no arithmetic of its own beyond shapes: what it computes is :mod:`qflash.network.operators` and
+``forward`` holds no arithmetic of its own beyond shapes: what it computes is :mod:`qflash.specification.layers` and
 :func:`qflash.int8_attention`. A module is made empty, of its shapes; conversion or a file fills it in.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import fixed_point as fp
-from ..recipe import Recipe
+from ..specification import fixed_point as fp
+from ..specification import layers as op
+from ..specification.recipe import Recipe
 from ..validation import resolve_softmax_scale
-from . import operators as op
 
 
 def require_within(name: str, x: torch.Tensor | int, least: int, most: int) -> None:

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..reference import ARITHMETIC_VERSION
 from ..scalars import unboxed
+from ..specification.reference import ARITHMETIC_VERSION
 from .graph import IntegerNetwork, check_integer
 from .onnx_check import INPUT, output_names, self_test
 

@@ -1,6 +1,6 @@
 """The modules of an integer network as nodes of :class:`.onnx_graph.Graph`.
 
-What is static is worked out here, by the functions that define it (:mod:`qflash.fixed_point`,
+What is static is worked out here, by the functions that define it (:mod:`qflash.specification.fixed_point`,
 :mod:`.operators`), and becomes constants: multipliers and shifts, and functions of few bits as tables (GELU's tail, the
 exponential). What depends on the images becomes nodes. int8 tensors are uint8 with a zero point of 128; the residual stream is
 int32 clipped to int16, because onnxruntime adds no int16.
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import fixed_point as fp
-from ..recipe import Recipe
-from . import operators as op
+from ..specification import fixed_point as fp
+from ..specification import layers as op
+from ..specification.recipe import Recipe
 from .graph import IMAGES, IntegerNetwork
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
 from .onnx_graph import ZERO_POINT, Graph, Value
@@ -209,14 +209,14 @@ def _window_bias(graph: Graph, bias: torch.Tensor) -> Value:
 
 
 def _twice_mean(graph: Graph, value: Value, keys: int) -> Value:
-    """Write :func:`qflash.fixed_point.twice_mean` over the keys, int32 (..., heads, 1, channels)."""
+    """Write :func:`qflash.specification.fixed_point.twice_mean` over the keys, int32 (..., heads, 1, channels)."""
     sums = graph.matmul(graph.constant(np.ones((1, keys)), np.uint8), value, x_zero=0)
     wide = graph.multiply(sums, fp.inverse_count(keys) << 3, np.int64)
     return graph.cast(graph.round_shift(wide, 33, (128 * keys * fp.inverse_count(keys)) << 3), np.int32)
 
 
 def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
-    """Write :func:`qflash.fixed_point.row_inverse` of an int32 that is positive: bits, int32, and x, int64."""
+    """Write :func:`qflash.specification.fixed_point.row_inverse` of an int32 that is positive: bits, int32, and x, int64."""
     bits = graph.bit_length(denominator, 31)
     powers = graph.constant(1 << (31 - np.arange(32, dtype=np.int64)), np.int64, "of_bit_length")
     divisor = graph.multiply(denominator, graph.gather(powers, bits), np.int64)
@@ -285,7 +285,7 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
 
 
 def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Value, fine_bits: int) -> Value:
-    """Write :func:`qflash.reference._finish` to int8: uint8 (..., heads, queries, channels)."""
+    """Write :func:`qflash.specification.reference._finish` to int8: uint8 (..., heads, queries, channels)."""
     multiplier, shift = fp.output_multiplier(*(x.view(torch.float32)[0] for x in (module.value_scale, module.output_scale)))
     bits, inverse = _row_inverse(graph, denominator)
     fall = graph.gather(graph.constant(np.maximum(np.arange(32) - fine_bits, 0), np.uint64, "of_bit_length"), bits)

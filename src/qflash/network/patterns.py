@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..quantization import bias_to_fixed
-from ..recipe import Recipe
+from ..specification.quantization import bias_to_fixed
+from ..specification.recipe import Recipe
 from . import conversion as cv
 from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View
 from .conversion import Grid, Range

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..integrations.inspection import listed
-from ..recipe import Recipe, resolve_recipe
+from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
 from .capture import BATCH, capture, drop_unread_rows
 from .checks import check_captured, is_constant, judge

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..recipe import Recipe
-from ..reference import ARITHMETIC_VERSION
+from ..specification.recipe import Recipe
+from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .first_form import from_first_form, is_first_form
 from .graph import IntegerNetwork, Node, check_integer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_inputs, outlier_inputs, run_compiling
-from qflash.quantization import scale_shape
+from qflash.specification.quantization import scale_shape
 from qflash_lab.baselines import get_method, int_flash, qattn
 from qflash_lab.baselines.online import BLOCK
 from qflash_lab.bench.metrics import sqnr

@@ -14,12 +14,13 @@ import torch
 import qflash
 from helpers import same_bits
 from network_cases import extremes
-from qflash import backends, reference
-from qflash import fixed_point as fp
-from qflash.attention_call import int8_call
+from qflash import backends
 from qflash.kernels.cpu import launch as cpu
-from qflash.network import operators as op
-from qflash.recipe import Recipe
+from qflash.specification import fixed_point as fp
+from qflash.specification import layers as op
+from qflash.specification import reference
+from qflash.specification.attention_call import int8_call
+from qflash.specification.recipe import Recipe
 from qflash_lab.verify import bounds
 from qflash_lab.verify.bounds import Interval
 

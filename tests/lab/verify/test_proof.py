@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 from helpers import run_compiling
 from qflash import backends, execution
-from qflash.attention_call import float_call, int8_call
 from qflash.kernels.device import STAND_IN
 from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder
-from qflash.quantization import scale_shape
-from qflash.recipe import ACCURATE, DEFAULT, PAPER
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.quantization import scale_shape
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 from qflash_lab.cli import app
 from qflash_lab.verify import cases as verify_cases
 from qflash_lab.verify import compile, proof, sass

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qflash.quantization import QuantizedTensor
+from qflash.specification.quantization import QuantizedTensor
 
 from .integer import Scores, fixed_point, integer_attention, integer_product, make_scores, quantize_input
 from .method import Method

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qflash.api import quantize
-from qflash.quantization import QuantizedTensor
+from qflash.specification.quantization import QuantizedTensor
 
 from .method import FLOAT, Bits, Method
 from .online import BLOCK, LOG2_E, attend, integer_scores, online_softmax, prepare_kernel

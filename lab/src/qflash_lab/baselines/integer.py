@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from qflash.quantization import amplitude, quantize_values, scale_from_amplitude
+from qflash.specification.quantization import amplitude, quantize_values, scale_from_amplitude
 
 MASK_BIAS = -64.0
 """An additive mask at or below this many nats removes the key. Swin's -100 between regions is such a mask: kept as a number

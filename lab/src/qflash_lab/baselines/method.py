@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from qflash.quantization import QuantizedTensor
+from qflash.specification.quantization import QuantizedTensor
 
 Bits = tuple[tuple[int, int], tuple[int, int]]
 Output = torch.Tensor | QuantizedTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qflash.api import attention as qflash_attention
-from qflash.recipe import PRESETS
+from qflash.specification.recipe import PRESETS
 
 from .method import Method
 

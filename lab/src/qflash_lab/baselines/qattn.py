@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qflash.api import quantize
-from qflash.quantization import QuantizedTensor, scale_from_amplitude
+from qflash.specification.quantization import QuantizedTensor, scale_from_amplitude
 
 from .method import Method
 from .online import BLOCK, LOG2_E, attend, check_kernel, integer_scores, online_softmax

@@ -31,7 +31,7 @@ import math
 
 import torch
 
-from qflash.quantization import amplitude, quantize_values, scale_from_amplitude
+from qflash.specification.quantization import amplitude, quantize_values, scale_from_amplitude
 
 from .integer import integer_product
 from .method import Method

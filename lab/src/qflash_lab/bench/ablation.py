@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qflash.api import int8_attention, quantize
-from qflash.recipe import DEFAULT, PAPER
+from qflash.specification.recipe import DEFAULT, PAPER
 
 from . import console as bench_console
 from . import figures, latency, problems, report, runner, tables

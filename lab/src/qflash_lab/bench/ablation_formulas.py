@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from qflash import fixed_point as fp
 from qflash.api import int8_attention, quantize
-from qflash.quantization import QuantizedTensor
-from qflash.recipe import PAPER
+from qflash.specification import fixed_point as fp
+from qflash.specification.quantization import QuantizedTensor
+from qflash.specification.recipe import PAPER
 
 KEY_BLOCK = 64
 """Keys in a tile of the formulas; keys and queries in a tile of the kernels that compute the same steps."""

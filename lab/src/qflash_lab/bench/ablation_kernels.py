@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qflash import fixed_point as fp
-from qflash.quantization import QuantizedTensor
+from qflash.specification import fixed_point as fp
+from qflash.specification.quantization import QuantizedTensor
 
 LOWEST = tl.constexpr(-(1 << 23))
 """Below every score: ``|S| <= 2**14 * head_dim <= 2**22``."""

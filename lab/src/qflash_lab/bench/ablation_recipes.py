@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from qflash.api import attention, int8_attention, quantize
-from qflash.quantization import QuantizedTensor, balance_channels, center_channels
-from qflash.recipe import ACCURATE, DEFAULT, PAPER, Recipe
+from qflash.specification.quantization import QuantizedTensor, balance_channels, center_channels
+from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
 
 from ..baselines import AUTHORS, PRINTED
 from . import schema as col

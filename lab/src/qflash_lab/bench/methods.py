@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qflash.api import align_bias, attention, causal_mask, int8_attention, quantize, quantize_bias
 from qflash.backends import resolve_backend
-from qflash.recipe import DEFAULT, PRESETS, Recipe
+from qflash.specification.recipe import DEFAULT, PRESETS, Recipe
 from qflash.validation import BACKENDS
 
 from ..baselines import METHODS, Method

@@ -10,7 +10,7 @@ import torch
 
 from qflash.api import align_bias
 from qflash.kernels import lengths
-from qflash.quantization import QuantizedTensor
+from qflash.specification.quantization import QuantizedTensor
 
 from .workloads import WORKLOADS, get_workload
 

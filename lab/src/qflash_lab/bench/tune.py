@@ -14,14 +14,14 @@ import torch
 from triton.errors import TritonError
 
 from qflash.api import quantize
-from qflash.attention_call import float_call, int8_call
 from qflash.kernels.device import processors_of
 from qflash.kernels.dispatch import attention_launches, fusable
 from qflash.kernels.heuristics import candidates, choose_tiles
 from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.kernels.tuning_table import save_table, table_key
 from qflash.paths import make_cache_folder
-from qflash.recipe import DEFAULT
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.recipe import DEFAULT
 
 from . import problems as bench_problems
 from . import runner

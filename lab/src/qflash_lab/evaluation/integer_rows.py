@@ -9,7 +9,7 @@ from torch import nn
 
 from qflash.network.graph import IntegerNetwork
 from qflash.network.quantize import quantize_model
-from qflash.recipe import PRESETS
+from qflash.specification.recipe import PRESETS
 
 from .small_models import SmallClassifier, calibration_images
 

@@ -1,7 +1,7 @@
 """Bounds of every integer that attention and integer networks form: ``python -m qflash_lab.verify.bounds``.
 
 A walk through docs/algorithm.md, step by step, on integer intervals instead of integers, with the constants and, where they
-work on Python's integers, the functions of :mod:`qflash.fixed_point` and :mod:`qflash.network.operators`. It covers every
+work on Python's integers, the functions of :mod:`.specification.fixed_point` and :mod:`.specification.layers`. It covers every
 recipe, every head dimension, rows of every length, of one section or several, and any scales and values. Where two quantities
 depend on each other (an output's sum on the row's, a deviation on the variance) the relation is used, and said beside it.
 
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qflash import fixed_point as fp
-from qflash.network import operators as op
-from qflash.recipe import Recipe
+from qflash.specification import fixed_point as fp
+from qflash.specification import layers as op
+from qflash.specification.recipe import Recipe
 
 WIDTHS = {
     "int8": (-(1 << 7), (1 << 7) - 1),
@@ -413,7 +413,7 @@ def walk_output(walk: Walk, recipe: Recipe, sums: RowSums, inverse: Interval) ->
 
 
 def _output_ratio(walk: Walk, inverse: Interval) -> Interval:
-    """Return the range of :func:`qflash.fixed_point.output_multiplier`'s R."""
+    """Return the range of :func:`qflash.specification.fixed_point.output_multiplier`'s R."""
     value = walk("9", "mantissa(s_V) << 7", Interval(1 << 23, (1 << 24) - 1) << 7, "int32")
     ratio = walk("9", "mulhi(mantissa(s_V) << 7, x) << 2", high_product(value, inverse) << 2, "int32")
     return Interval(1 << 30, ratio.high) | (Interval(ratio.low, (1 << 30) - 1) << 1)
@@ -501,7 +501,7 @@ def walk_layer_norm(walk: Walk) -> None:
 
 
 def _inverse_root(v: Interval) -> dict[str, Interval]:
-    """Return the quantities of :func:`qflash.network.operators.inverse_root`."""
+    """Return the quantities of :func:`qflash.specification.layers.inverse_root`."""
     found = {"v": v, "v << 1": v << 1}
     x = -high_product(v << 1, _interval(op.ROOT_SLOPE << 1)) + op.ROOT_START
     for step in range(3):
@@ -541,12 +541,12 @@ class Newton:
 
 
 def try_reciprocal(step: int = 1) -> Newton:
-    """Run :func:`qflash.fixed_point.reciprocal` on every ``step``-th divisor of ``[2**30, 2**31)``, and on the last."""
+    """Run :func:`.specification.fixed_point.reciprocal` on every ``step``-th divisor of ``[2**30, 2**31)``, and on the last."""
     return _try(1 << 30, 1 << 31, step, fp.reciprocal, lambda d: 2.0**60 / d)
 
 
 def try_inverse_root(step: int = 1) -> Newton:
-    """Run :func:`qflash.network.operators.inverse_root` on every ``step``-th v of ``[2**28, 2**30)``, and on the last."""
+    """Run :func:`qflash.specification.layers.inverse_root` on every ``step``-th v of ``[2**28, 2**30)``, and on the last."""
     return _try(1 << 28, 1 << 30, step, op.inverse_root, lambda v: 2.0**44 / v.sqrt())
 
 

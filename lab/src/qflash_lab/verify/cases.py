@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from qflash.attention_call import float_call, int8_call
 from qflash.kernels.launch_recorder import KernelLaunch
-from qflash.memory_format import empty_bias
-from qflash.quantization import scale_shape
-from qflash.recipe import PAPER, PRESETS, Recipe, resolve_recipe
+from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.memory_format import empty_bias
+from qflash.specification.quantization import scale_shape
+from qflash.specification.recipe import PAPER, PRESETS, Recipe, resolve_recipe
 
 FLOATS = ("float16", "bfloat16", "float32")
 

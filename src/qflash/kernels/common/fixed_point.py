@@ -1,7 +1,7 @@
 """Fixed-point arithmetic: scales to multipliers, scores to probabilities, sums to outputs (Triton device functions).
 
 The integer counterpart of Equations 5 to 8 and 12 to 14 and of Algorithm 1, step 11: steps 2, 4, 7, 8 and 9 of
-``docs/algorithm.md``. Every function returns the bits of its namesake in :mod:`qflash.fixed_point`, which is the
+``docs/algorithm.md``. Every function returns the bits of its namesake in :mod:`qflash.specification.fixed_point`, which is the
 specification and states the bounds.
 
 Everything is elementwise: a function works on scalars, on one number per row or per channel, or on a tile of scores, in
@@ -20,7 +20,7 @@ there. On a GPU the PTX shifts clamp the amount. Inline assembly stands where th
 import triton
 import triton.language as tl
 
-from ... import fixed_point as fp
+from ...specification import fixed_point as fp
 
 MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
 
@@ -199,7 +199,7 @@ def twice_mean(sums, inverse_count, GUARD: tl.constexpr):
 
 @triton.jit
 def inverse_of_count(keys):
-    """:func:`qflash.fixed_point.inverse_count` of a number of keys that only the GPU knows; of 0 keys that of 1."""
+    """:func:`.specification.fixed_point.inverse_count` of a number of keys that only the GPU knows; of 0 keys that of 1."""
     return tl.minimum((1 << 31) // tl.maximum(keys, 1).to(tl.int64), 0x7FFFFFFF).to(tl.int32)
 
 
@@ -211,7 +211,7 @@ def fine_bits(bits):
 
 @triton.jit
 def fused_multiply_add(a, b, c, GUARD: tl.constexpr):
-    """a * b + c of float32, rounded once like :func:`qflash.fixed_point.fused_multiply_add`; the interpreter's rounds twice."""
+    """a * b + c of float32, rounded once like :func:`.fixed_point.fused_multiply_add`; the interpreter's rounds twice."""
     if GUARD:
         product = a.to(tl.float64) * b.to(tl.float64)
         addend = c.to(tl.float64)

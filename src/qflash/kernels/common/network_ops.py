@@ -1,6 +1,6 @@
 """The arithmetic of an integer network's layers (Triton device functions).
 
-Every function returns the bits of its namesake in :mod:`qflash.network.operators`, which states the bounds; all of it is
+Every function returns the bits of its namesake in :mod:`qflash.specification.layers`, which states the bounds; all of it is
 elementwise, in 32 bits but for :func:`row_statistics`, without a float and without a division. ``GUARD`` is true in Triton's
 interpreter, see :mod:`.fixed_point`.
 """
@@ -8,7 +8,7 @@ interpreter, see :mod:`.fixed_point`.
 import triton
 import triton.language as tl
 
-from ...network import operators as op
+from ...specification import layers as op
 from .fixed_point import SATURATE, bit_length, multiply_high
 
 GELU_END = tl.constexpr(op.GELU_END)

@@ -1,6 +1,6 @@
 """Quantisation in kernels: ranges, scales, int8 values and fixed-point biases (Triton device functions).
 
-Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`qflash.quantization`:
+Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`qflash.specification.quantization`:
 
     scale = amplitude * (1 / 127)        value = round(x * (1 / scale)), ties to even, in [-128, 127]
 
@@ -21,8 +21,8 @@ import math
 import triton
 import triton.language as tl
 
-from ... import fixed_point as fp
-from ... import quantization
+from ...specification import fixed_point as fp
+from ...specification import quantization
 
 SMALLEST = tl.constexpr(quantization.SMALLEST_SCALE)
 LARGEST = tl.constexpr(quantization.LARGEST_SCALE)
@@ -141,7 +141,7 @@ def amplitude_to_scale(amplitude):
 
 @triton.jit
 def centered_scale(low, high):
-    """(midrange, least scale) of channels from their ranges, float32, as in :func:`qflash.quantization.quantize_centered`."""
+    """(midrange, least scale) of channels from their ranges, float32, as in :func:`.quantization.quantize_centered`."""
     middle = low * 0.5 + high * 0.5
     half = (high * 0.5 - low * 0.5) * (1.0 / CENTERED_AMPLITUDE)
     # a NaN, or infinite ends, makes half NaN or infinite, which a maximum must keep

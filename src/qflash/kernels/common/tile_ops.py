@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import fixed_point as fp
+from ...specification import fixed_point as fp
 from .fixed_point import (
     MAX_FRACTION_BITS,
     column_multiplier,

@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ... import fixed_point as fp
-from ...attention_call import AttentionCall, Scales
-from ...memory_format import empty_output
 from ...paths import check_private, make_cache_folder
-from ...quantization import GRANULARITIES, scale_shape
-from ...recipe import Recipe
-from ...varlen import VarlenCall
+from ...specification import fixed_point as fp
+from ...specification.attention_call import AttentionCall, Scales, VarlenCall
+from ...specification.memory_format import empty_output
+from ...specification.quantization import GRANULARITIES, scale_shape
+from ...specification.recipe import Recipe
 
 _SOURCES = ("attention.c", "network.c")
 """What is compiled, to one library."""
@@ -256,7 +255,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
     Args:
         x: float16, bfloat16 or float32, on the CPU.
         granularity: see :func:`qflash.quantize`.
-        center: subtract every channel's midrange first (:func:`qflash.quantization.center_channels`).
+        center: subtract every channel's midrange first (:func:`qflash.specification.quantization.center_channels`).
     """
     shape = scale_shape(x.shape, granularity)
     values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
@@ -270,7 +269,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
 
 
 def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run :func:`qflash.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
+    """Run :func:`qflash.specification.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
     values = torch.empty(x.shape, dtype=torch.int8, device="cpu")
     scale = torch.ones(scale_shape(x.shape, granularity), dtype=torch.float32, device="cpu")
     offset = torch.zeros(scale_shape(x.shape, "channel"), dtype=torch.float32, device="cpu")
@@ -282,7 +281,7 @@ def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.T
 
 
 def launch_quantize_values(x: torch.Tensor, scale: torch.Tensor, center: torch.Tensor | None) -> torch.Tensor:
-    """Quantise ``x`` (batch, heads, tokens, channels) with given scales: :func:`qflash.quantization.quantize_values`.
+    """Quantise ``x`` (batch, heads, tokens, channels) with given scales: :func:`.specification.quantization.quantize_values`.
 
     Args:
         x: float16, bfloat16 or float32, on the CPU.
@@ -355,7 +354,7 @@ def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
 
 
 def launch_attention(call: AttentionCall) -> torch.Tensor:
-    """Run :func:`qflash.reference.int8_attention` as one function of C: same arguments, same bits."""
+    """Run :func:`qflash.specification.reference.int8_attention` as one function of C: same arguments, same bits."""
     stored = torch.int8 if call.out_dtype == torch.int8 else torch.float32
     out = empty_output(call.order, call.value_dim, stored)
     if out.numel() == 0 or call.keys == 0:

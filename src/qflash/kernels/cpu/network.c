@@ -1,4 +1,4 @@
-/* Layers of integer networks on the CPU, with the bits of network/operators.py, which states the bounds.
+/* Layers of integer networks on the CPU, with the bits of specification/layers.py, which states the bounds.
  *
  * A linear layer: weights are packed once by all threads, by panels of WIDTH outputs (products.h), then each thread has rows, or
  * panels where there are few rows:

@@ -1,4 +1,4 @@
-"""Launches of ``network.c``: layers of integer networks on the CPU, with the bits of :mod:`qflash.network.operators`."""
+"""Launches of ``network.c``: layers of integer networks on the CPU, with the bits of :mod:`qflash.specification.layers`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def launch_linear(
     Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
 
     Args:
-        gelu: M, B and shift of :func:`qflash.network.operators.gelu_int8`, for int8 outputs.
+        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs.
     """
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device="cpu")

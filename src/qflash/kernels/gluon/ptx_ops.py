@@ -289,7 +289,7 @@ def row_exponents(row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
 
 @gluon.jit
 def fine_probabilities(s, slope, begin, constant):
-    """:func:`qflash.fixed_point.fine_probability` of a tile of scores, int32, same shape; the exponents must not wrap.
+    """:func:`.specification.fixed_point.fine_probability` of a tile of scores, int32, same shape; the exponents must not wrap.
 
     The exponential is quadratic. Rounded half up by :func:`pack` these are 8-bit probabilities. Five instructions per
     score, with the packing: see the module.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import fixed_point as fp
+from ...specification import fixed_point as fp
 from ..common.fixed_point import inverse_of_count, multiply_high, release_factor, split_scale, twice_mean, usable_scale
 from ..common.quantize_ops import CHUNKS
 from ..common.tile_ops import (

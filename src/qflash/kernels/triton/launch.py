@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from ... import fixed_point as fp
-from ...attention_call import AttentionCall, Scales
-from ...varlen import VarlenCall
+from ...specification import fixed_point as fp
+from ...specification.attention_call import AttentionCall, Scales, VarlenCall
 from ..common.quantize_ops import chunk_tokens
 from ..device import capability_of
 from ..heuristics import choose_tiles, split_resident

@@ -1,6 +1,6 @@
 """Layers of an integer network: linear with everything that is fused behind it, and layer normalisation (Triton).
 
-The bits of :mod:`qflash.network.operators`, by the functions of :mod:`.common.network_ops`, on every GPU from sm_80 on.
+The bits of :mod:`qflash.specification.layers`, by the functions of :mod:`.common.network_ops`, on every GPU from sm_80 on.
 
 * A linear layer: a program has BLOCK_M rows by BLOCK_N outputs. Its sums stay in registers, take BLOCK_K
   inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or GELU, then

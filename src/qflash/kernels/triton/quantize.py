@@ -1,6 +1,6 @@
 """Quantisation of a tensor (batch, heads, tokens, channels) to int8, and of a float bias to fixed point (Triton).
 
-Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`qflash.quantization`. One launch per tensor
+Equations 1 and 2, step 1 of ``docs/algorithm.md``, with the bits of :mod:`.specification.quantization`. One launch per tensor
 where a scale belongs to a token, or to a head short enough for one program. More for long heads, whose ranges are found
 by :func:`range_kernel` first, and for one scale for the whole tensor.
 
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...quantization import least_scale, scale_from_amplitude, scale_from_least, scale_shape
+from ...specification.quantization import least_scale, scale_from_amplitude, scale_from_least, scale_shape
 from ..common.quantize_ops import (
     BIAS_EVEN,
     BIAS_MASKED,
@@ -291,7 +291,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
 
     Args:
         granularity: see :func:`qflash.quantize`.
-        center: subtract every channel's midrange first (:func:`qflash.quantization.center_channels`).
+        center: subtract every channel's midrange first (:func:`qflash.specification.quantization.center_channels`).
     """
     batch, heads, tokens, channels = x.shape
     shape = scale_shape(x.shape, granularity)
@@ -352,7 +352,7 @@ def launch_quantize(x: torch.Tensor, granularity: str, center: bool = False) -> 
 
 
 def launch_quantize_centered(x: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run :func:`qflash.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
+    """Run :func:`qflash.specification.quantization.quantize_centered` on ``x`` (batch, heads, tokens, channels): same bits."""
     batch, heads, tokens, channels = x.shape
     device = x.device
     values = torch.empty(x.shape, dtype=torch.int8, device=device)

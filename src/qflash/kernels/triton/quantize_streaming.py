@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...recipe import Recipe
-from ...varlen import Lengths
+from ...specification.attention_call import Lengths
+from ...specification.recipe import Recipe
 from ..common.quantize_ops import (
     amplitude_to_scale,
     centered_scale,
@@ -475,14 +475,14 @@ def launch_quantize_long(
     Args:
         query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
-        center: subtract the midrange of every key channel first (:func:`qflash.quantization.center_channels`).
-        center_value: give every value channel a zero point (:func:`qflash.quantization.quantize_centered`).
+        center: subtract the midrange of every key channel first (:func:`qflash.specification.quantization.center_channels`).
+        center_value: give every value channel a zero point (:func:`qflash.specification.quantization.quantize_centered`).
         fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
             :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
         lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
             :func:`.common.tile_ops.packed_start`. Many short sequences are one launch (:func:`finds_ranges`).
         is_causal: leave out the keys of a sequence past its last query.
-        places: from where tokens of key and value are taken: :attr:`qflash.attention_call.AttentionCall.places`.
+        places: from where tokens of key and value are taken: :attr:`qflash.specification.attention_call.AttentionCall.places`.
     """
     _, key_heads, total, channels = key.shape
     value_channels = value.shape[3]

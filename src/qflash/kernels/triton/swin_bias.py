@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...memory_format import padded_row
+from ...specification.memory_format import padded_row
 from ..launch_recorder import KernelLaunch
 
 _BLOCK = 512

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import fixed_point as fp
-from ...attention_call import AttentionCall
+from ...specification import fixed_point as fp
+from ...specification.attention_call import AttentionCall
 from ..common.quantize_ops import bias_base, bias_to_fixed, highest
 from ..launch_arguments import MOST_BLOCKS, broadcast_strides, needs_wide_offsets
 from ..launch_recorder import launch_kernel

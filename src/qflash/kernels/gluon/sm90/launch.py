@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import triton
 
-from .... import fixed_point as fp
-from ....attention_call import AttentionCall
-from ....varlen import VarlenCall
+from ....specification import fixed_point as fp
+from ....specification.attention_call import AttentionCall, VarlenCall
 from ...device import capability_of, processors_of
 from ...heuristics import (
     REGISTERS_OF_THREE,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ....memory_format import has_aligned_rows
+from ....specification.memory_format import has_aligned_rows
 from ...device import processors_of
 from ...heuristics import eviction_policy, split_windows
 from ...launch_arguments import (

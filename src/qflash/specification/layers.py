@@ -1,7 +1,7 @@
 """The specification of an integer network's operators, in plain PyTorch integers on any device.
 
 These functions define the bits; ``docs/integer_network.md`` has the same as equations. Attention is
-:func:`qflash.reference.int8_attention`. Static choices (multipliers, shifts, constants) are worked out from floats when a
+:func:`.reference.int8_attention`. Static choices (multipliers, shifts, constants) are worked out from floats when a
 network is quantised (:mod:`qflash.network.conversion`); from then on there is no float operation.
 
 Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..fixed_point import Checker, bit_length, multiply_high
+from .fixed_point import Checker, bit_length, multiply_high
 
 INT8 = (-128, 127)
 INT16 = (-32768, 32767)

@@ -1,4 +1,4 @@
-"""One call of attention, as every back end takes it: :class:`AttentionCall`."""
+"""One call of attention, as every back end takes it: :class:`AttentionCall`, :class:`VarlenCall` of packed sequences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AttentionCall:
         softmax_scale: positive factor of the scores, dimensionless.
         out_dtype: int8, float16, bfloat16 or float32.
         recipe: the numerical choices. Of int8 tensors those about exponential, P, normalisation and output.
-        like: a tensor whose order in memory the output takes (:func:`qflash.memory_format.empty_output`); query if None.
+        like: a tensor whose order in memory the output takes (:func:`.memory_format.empty_output`); query if None.
         places: int32 (period of the mask, heads of key | 1, keys): from where a kernel that quantises takes each token of key
             and value (:mod:`.kernels.triton.unseen_tokens`); None: each from its own.
     """
@@ -113,6 +113,54 @@ class AttentionCall:
     def order(self) -> torch.Tensor:
         """The tensor whose order in memory the output takes."""
         return self.query if self.like is None else self.like
+
+
+class Lengths(NamedTuple):
+    """Where sequences begin and end.
+
+    Attributes:
+        queries, keys: cumulative lengths, (sequences + 1,), int32 or int64, on the tensors' device.
+        most_queries, most_keys: no sequence has more.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+    @property
+    def sequences(self) -> int:
+        """Their number."""
+        return self.queries.shape[0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class VarlenCall:
+    """Attention of packed sequences, canonical and checked.
+
+    Attributes:
+        query, key, value: ``(tokens, heads, channels)``: float, or int8 with scales. Key and value may have fewer heads.
+        scales: of int8 tensors: for each token (tokens, heads, 1), or for each sequence (sequences, heads | 1, channels | 1).
+        value_sums: of int8 values, of chunks of each sequence's tokens, (sequences, heads, chunks, channels), int32.
+        lengths: of the sequences.
+        is_causal: query i of a sequence sees its keys 0 to i.
+        softmax_scale: positive factor of the scores.
+        out_dtype: float16, bfloat16 or float32.
+        recipe: the numerical choices.
+        packed_value: int8 values lie as :func:`.triton.quantize_streaming.launch_quantize_long` leaves those of sequences.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scales: Scales | None
+    value_sums: torch.Tensor | None
+    lengths: Lengths
+    is_causal: bool
+    softmax_scale: float
+    out_dtype: torch.dtype
+    recipe: Recipe
+    packed_value: bool = False
 
 
 def int8_call(

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .. import quantization
-from ..attention_call import AttentionCall, float_call
 from ..execution import quantize_bias
-from ..integrations.inspection import coverage, listed
-from ..integrations.static_scales import NAME, LayerScales, StaticScales
-from ..memory_format import as_four, as_four_mask, broadcast_heads
-from ..recipe import Recipe
+from ..network.calibration import Observer, check_method, lock_of, progress_bar
+from ..network.conversion import Range
+from ..specification import quantization
+from ..specification.attention_call import AttentionCall, float_call
+from ..specification.memory_format import as_four, as_four_mask, broadcast_heads
+from ..specification.recipe import Recipe
 from ..unseen_tokens import without_unseen
 from ..validation import autocast, reason_for_float
-from .calibration import Observer, check_method, lock_of, progress_bar
-from .conversion import Range
+from .inspection import coverage, listed
+from .static_scales import NAME, LayerScales, StaticScales
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""Which back end runs where, and why one is not available. :mod:`qflash.info` prints what this module knows."""
+"""Which back end runs where, and why one is not available: :func:`find_backend`. :mod:`qflash.info` prints what is known."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import re
 import warnings
 
 import torch
+
+from .reference_backend import Backend
 
 MINIMUM_CAPABILITY = (8, 0)
 """NVIDIA Ampere: the first architecture whose int8 tensor-core instructions Triton targets."""
@@ -142,3 +144,21 @@ def resolve_backend(backend: str, device: torch.device) -> str:
     if reason:
         raise ValueError(reason)
     return backend
+
+
+@functools.cache
+def _named(backend: str) -> Backend:
+    if backend == "cpu":
+        from .kernels.cpu.backend import CpuBackend
+
+        return CpuBackend()
+    if backend == "triton":
+        from .kernels.backend import GpuBackend
+
+        return GpuBackend()
+    return Backend()
+
+
+def find_backend(backend: str, device: torch.device) -> Backend:
+    """Return the back end of a call, which does all of it; see :func:`resolve_backend`."""
+    return _named(resolve_backend(backend, device))

@@ -1,21 +1,19 @@
 """Attention of sequences of several lengths that lie one behind the other in packed tensors: what the operator does.
 
-The specification is a call of :func:`.execution.attend` for each sequence. The other back ends take all sequences at once:
+The specification is a call of attention for each sequence. The other back ends take all sequences at once:
 the C kernels quantise and attend; on a GPU one or two launches quantise, or for recipes that those do not know PyTorch
 (:mod:`.segments`), and one attends. None looks at lengths on the host, so that a GPU is not waited for.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 
-from . import plan_cache, segments
-from .backends import resolve_backend
-from .execution import attend
-from .specification.attention_call import Lengths, VarlenCall, float_call
+from . import plan_cache
+from .backends import find_backend
+from .specification.attention_call import Lengths, VarlenCall
 from .specification.recipe import Recipe
 
 
@@ -55,8 +53,12 @@ def varlen_attention(
     if run is not None:
         return run(*tensors)
 
+    found = find_backend(backend, query.device)
+    if 0 in (*query.shape[:2], value.shape[2], cu_seqlens_q.shape[0] - 1, max_seqlen_q):
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
     def go(*tensors: torch.Tensor | None) -> torch.Tensor:
-        return _attend(call_of(tensors, choices), backend)
+        return found.attend_varlen(call_of(tensors, choices))
 
     if not query.is_cuda or plan_cache.place_of(tensors) is None:
         return go(*tensors)
@@ -89,31 +91,3 @@ def call_of(tensors: plan_cache.Tensors, choices: tuple[Any, ...]) -> VarlenCall
 def kept(tensors: plan_cache.Tensors, choices: tuple[Any, ...]) -> plan_cache.Run | None:
     """Return what an earlier :func:`varlen_attention` left for such tensors (:func:`given_tensors`), which it takes."""
     return plan_cache.find(tensors, (varlen_attention, *choices))
-
-
-def _attend(call: VarlenCall, backend: str) -> torch.Tensor:
-    query, value, lengths = call.query, call.value, call.lengths
-    resolved = resolve_backend(backend, query.device)
-    if resolved == "reference":
-        return _attend_each(call)
-    if query.shape[0] == 0 or 0 in (query.shape[1], value.shape[2], lengths.sequences, lengths.most_queries):
-        return query.new_zeros((*query.shape[:2], value.shape[2]))
-    if resolved == "cpu":
-        from .kernels.cpu.launch import launch_varlen
-
-        return launch_varlen(segments.prepare(call))
-    from .kernels.dispatch import launch_varlen as launch_on_gpu
-
-    return launch_on_gpu(call)
-
-
-def _attend_each(call: VarlenCall) -> torch.Tensor:
-    """The specification: a call of attention for each sequence."""
-    out = call.query.new_zeros((*call.query.shape[:2], call.value.shape[2]))
-    begins = list(zip(call.lengths.queries.tolist(), call.lengths.keys.tolist(), strict=True))
-    for (first_query, first_key), (end_query, end_key) in itertools.pairwise(begins):
-        query = call.query[first_query:end_query].transpose(0, 1)[None]
-        key, value = (x[first_key:end_key].transpose(0, 1)[None] for x in (call.key, call.value))
-        one = float_call(query, key, value, None, call.is_causal, call.softmax_scale, call.recipe)
-        out[first_query:end_query] = attend(one, "reference")[0].transpose(0, 1)
-    return out

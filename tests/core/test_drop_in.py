@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import qflash
 from helpers import make_inputs, same_bits
-from qflash import execution
+from qflash.reference_backend import Backend
 
 SDPA = F.scaled_dot_product_attention
 
@@ -77,13 +77,13 @@ def test_batch_and_heads_broadcast(case: str, recipe: str) -> None:
 def test_what_is_expanded_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = draw((6, 4, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8))
     seen = []
-    find = execution.find_scales
+    find = Backend.quantize
 
-    def noting(x: torch.Tensor, *options: Any) -> Any:
+    def noting(backend: Backend, x: torch.Tensor, *options: Any) -> Any:
         seen.append(tuple(x.shape))
-        return find(x, *options)
+        return find(backend, x, *options)
 
-    monkeypatch.setattr(execution, "find_scales", noting)
+    monkeypatch.setattr(Backend, "quantize", noting)
     qflash.attention(query, key, value, enable_gqa=True, backend="reference")
     # the second of each pair is what the first asks for
     assert seen == [(6, 4, 5, 8), (6, 2, 7, 8), (1, 2, 7, 8), (6, 2, 7, 8), (1, 2, 7, 8)]

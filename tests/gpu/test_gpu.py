@@ -30,6 +30,7 @@ from helpers import (
     same_bits,
 )
 from qflash import execution
+from qflash.backends import find_backend
 from qflash.kernels.launch_recorder import record
 from qflash.specification import reference
 from qflash.specification.attention_call import float_call, int8_call
@@ -248,8 +249,8 @@ def test_quantisation_has_the_reference_bits(dtype: torch.dtype, granularity: st
     for seed, layout in enumerate(LAYOUTS):
         x = lay_out(make_inputs(2, 3, 300 + seed, head_dim=64, seed=seed, dtype=dtype)[1] * 3 + 1, layout)
         for center in (False, True):
-            got = execution.find_scales(x.to(CUDA), granularity, center, "triton")
-            expected = execution.find_scales(x, granularity, center, "reference")
+            got = find_backend("triton", x.to(CUDA).device).quantize(x.to(CUDA), granularity, center)
+            expected = find_backend("reference", x.device).quantize(x, granularity, center)
             assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True)), (layout, center)
 
 

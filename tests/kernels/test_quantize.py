@@ -11,6 +11,7 @@ import qflash
 from core.test_quantization import DTYPES, GRANULARITIES, draw
 from helpers import DEVICE, LAYOUTS, lay_out, move_far, same_bits
 from qflash import execution
+from qflash.backends import find_backend
 
 
 @pytest.mark.parametrize("center", [False, True])
@@ -21,8 +22,8 @@ def test_kernels_have_the_reference_bits(layout: str, granularity: str, center: 
     dtype = DTYPES[seed % 3]
     shape = [(2, 2, 130, 33), (1, 1, 17, 256), (2, 1, 1, 1), (1, 2, 65, 64), (1, 1, 200, 48), (2, 1, 31, 7)][seed]
     x = lay_out(draw(shape, seed, dtype) + 3, layout).to(DEVICE)
-    values, scale = execution.find_scales(x, granularity, center, "triton")
-    expected_values, expected_scale = execution.find_scales(x, granularity, center, "reference")
+    values, scale = find_backend("triton", x.device).quantize(x, granularity, center)
+    expected_values, expected_scale = find_backend("reference", x.device).quantize(x, granularity, center)
     assert same_bits(values, expected_values)
     assert same_bits(scale, expected_scale)
 
@@ -34,8 +35,8 @@ def test_kernels_have_the_reference_bits(layout: str, granularity: str, center: 
 def test_long_heads_are_quantised_in_chunks_to_the_same_bits(shape: tuple[int, ...], granularity: str, center: bool) -> None:
     x = (draw(shape, 7, torch.float16) + 2).to(DEVICE)
     for _ in range(2):
-        values, scale = execution.find_scales(x, granularity, center, "triton")
-        expected_values, expected_scale = execution.find_scales(x, granularity, center, "reference")
+        values, scale = find_backend("triton", x.device).quantize(x, granularity, center)
+        expected_values, expected_scale = find_backend("reference", x.device).quantize(x, granularity, center)
         assert same_bits(values, expected_values)
         assert same_bits(scale, expected_scale)
         x[0, 0, -1, 0] = math.inf
@@ -47,8 +48,8 @@ def test_long_heads_are_quantised_in_chunks_to_the_same_bits(shape: tuple[int, .
 def test_kernels_agree_on_what_is_not_finite(center: bool, bad: float, granularity: str) -> None:
     x = draw((1, 2, 40, 16), 4)
     x[0, 1, 7, 3] = bad
-    _, scale = execution.find_scales(x.to(DEVICE), granularity, center, "triton")
-    _, expected_scale = execution.find_scales(x, granularity, center, "reference")
+    _, scale = find_backend("triton", x.to(DEVICE).device).quantize(x.to(DEVICE), granularity, center)
+    _, expected_scale = find_backend("reference", x.device).quantize(x, granularity, center)
     assert same_bits(scale.cpu(), expected_scale)
     assert bool(expected_scale.isnan().any())
 

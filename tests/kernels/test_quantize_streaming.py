@@ -9,7 +9,7 @@ import torch
 
 import qflash
 from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
-from qflash import execution
+from qflash.backends import find_backend
 from qflash.kernels.dispatch import attention_launches
 from qflash.kernels.gluon.sm90.launch import last_step, streaming_steps
 from qflash.kernels.triton.launch import pack_value
@@ -43,7 +43,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
         (key, "head", center, found.key, found.key_scale),
         (value, "channel", False, found.value, found.value_scale),
     ):
-        expected, expected_scale = execution.find_scales(x, granularity, middle, "reference")
+        expected, expected_scale = find_backend("reference", x.device).quantize(x, granularity, middle)
         assert same_bits(scale, expected_scale), granularity
         assert same_bits(got, expected), granularity
     assert torch.equal(found.value_sums.sum(2), found.value.to(torch.int64).sum(2))
@@ -61,7 +61,7 @@ def test_what_is_not_finite(which: int, special: float) -> None:
     found = launch_quantize_long(*inputs, True)
     scales = found.query_scale, found.key_scale, found.value_scale
     for index, (scale, x, granularity) in enumerate(zip(scales, inputs, ("token", "head", "channel"), strict=True)):
-        expected, expected_scale = execution.find_scales(x, granularity, index == 1, "reference")
+        expected, expected_scale = find_backend("reference", x.device).quantize(x, granularity, index == 1)
         assert same_bits(scale, expected_scale)
         assert bool(torch.isnan(scale).any()) == (index == which)
         # what stands where a scale is NaN comes out as NaN, whatever it is

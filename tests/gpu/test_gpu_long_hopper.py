@@ -12,6 +12,7 @@ import torch
 import qflash
 from helpers import draw_scale, lay_out, same_bits
 from qflash import execution, plan_cache
+from qflash.kernels.families import Choice
 from qflash.kernels.tiles import SM90_STREAMING, Tiles
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long
 from qflash.specification import reference
@@ -27,7 +28,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 PLAIN = ("contiguous", "tokens_first", "packed")
-TILES = Tiles(64, 128, 4, 3, 168, kernel=SM90_STREAMING)
+TILES = Tiles(64, 128, 4, 3, 168, family=SM90_STREAMING)
 """Rows whose keys fit shared memory are another kernel's first."""
 
 
@@ -90,7 +91,7 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         plan_cache._plans.clear()
         with (
             mock.patch("qflash.kernels.dispatch.launch_quantize_long", wraps=launch_quantize_long) as quantize,
-            mock.patch("qflash.kernels.dispatch.fusable", return_value=False),
+            mock.patch("qflash.kernels.dispatch.one_launch", return_value=Choice(None, TILES, {})),
         ):
             got = qflash.attention(q, k, v, enable_gqa=True)
         # two-byte queries are quantised by the attention kernel itself

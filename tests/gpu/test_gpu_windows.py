@@ -86,7 +86,7 @@ def lay_out_bias(chance: random.Random, bias: torch.Tensor) -> torch.Tensor:
 
 
 def tiles(chance: random.Random) -> Tiles:
-    return Tiles(64, 64, 4, 1, splits=chance.choice((0, 1, 2, 4)), kernel=WINDOWS)
+    return Tiles(64, 64, 4, 1, splits=chance.choice((0, 1, 2, 4)), family=WINDOWS)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_the_rules_take_it_at_every_load(windows: int, biased: bool) -> None:
 def test_what_it_does_not_take_goes_elsewhere() -> None:
     from qflash.kernels.dispatch import attention_launches
 
-    chosen = Tiles(64, 64, 4, 1, kernel=WINDOWS)
+    chosen = Tiles(64, 64, 4, 1, family=WINDOWS)
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 49, 32, device=CUDA, dtype=torch.int8)
     padded = torch.ones(2, 2, 49, 40, device=CUDA, dtype=torch.int8)[..., :32]

@@ -12,7 +12,7 @@ import qflash
 from helpers import DEVICE, INTERPRETER, LAYOUTS, draw_case, lay_out, make_inputs, quantize_all, same_bits
 from qflash import execution
 from qflash.kernels.dispatch import launch_attention
-from qflash.kernels.heuristics import choose_tiles
+from qflash.kernels.families import choose_tiles
 from qflash.kernels.launch_arguments import shape_of
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import PORTABLE, SM90_STREAMING
@@ -139,7 +139,7 @@ def test_longer_rows_are_for_the_portable_kernels() -> None:
         tensors = [torch.empty(1, tokens, heads, 64, dtype=torch.float16, device="meta").transpose(1, 2) for _ in range(3)]
         return float_call(*tensors, None, False, 0.125, DEFAULT)
 
-    kinds = [choose_tiles(shape_of(call_of(tokens, 1), False), (9, 0)).kernel for tokens in (65536, 65537)]
+    kinds = [choose_tiles(shape_of(call_of(tokens, 1), False), (9, 0)).family for tokens in (65536, 65537)]
     assert kinds == [SM90_STREAMING, PORTABLE]
     for tokens, heads in ((65537, 1), (65536, 1024)):
         with LaunchRecorder(launching=False) as recording:

@@ -8,7 +8,7 @@ import torch
 import qflash
 from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.kernels.dispatch import attention_launches, fusable, launch_fused
+from qflash.kernels.dispatch import attention_launches, launch_fused, one_launch
 from qflash.kernels.tiles import SM90_RESIDENT, Tiles, shared_bytes
 from qflash.specification.attention_call import float_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -26,7 +26,7 @@ def test_fused_launch_has_the_bits_of_the_specification(seed: int) -> None:
     case = draw_fused_case(seed, small=True)
     arguments = case.arguments(DEVICE)
     call = without_unseen(float_call(*arguments), execution.quantize_bias)
-    assert same_bits(launch_fused(call, tiles=case.tiles), by_the_specification(*arguments)), case
+    assert same_bits(launch_fused(call, one_launch(call, case.tiles)), by_the_specification(*arguments)), case
 
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(197, 64), (49, 32)])
@@ -49,7 +49,8 @@ def test_what_one_launch_can_do() -> None:
         shapes = (1, 2, 197, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim)
         query, key, value = (torch.empty(shape, dtype=torch.float16, device=device) for shape in shapes)
         mask = torch.empty(1, 1, 197, keys, dtype=torch.bool, device=device) if masked else None
-        return fusable(float_call(query, key if aligned else key.mT.contiguous().mT, value, mask, False, 1.0, recipe))
+        call = float_call(query, key if aligned else key.mT.contiguous().mT, value, mask, False, 1.0, recipe)
+        return one_launch(call).family is not None
 
     assert can(DEFAULT, 64, 64, 197)
     assert can(DEFAULT.replace(query_granularity="head", value_granularity="head"), 128, 16, 128)
@@ -115,7 +116,7 @@ def _compile_for_hopper() -> None:
         ((729, 72), (128, 8), torch.float16),
     ):
         x = torch.empty(1, 3, keys, head_dim, dtype=dtype, device="meta")
-        tiles = Tiles(block_m, 128, warps, 1, splits={480: 8, 577: 10}.get(keys, 2), kernel=SM90_RESIDENT)
+        tiles = Tiles(block_m, 128, warps, 1, splits={480: 8, 577: 10}.get(keys, 2), family=SM90_RESIDENT)
         (call,) = attention_launches(float_call(x, x, x, None, False, 0.1, DEFAULT), torch.empty_like(x), tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)

@@ -24,8 +24,9 @@ import network_cases
 import ptx
 from helpers import run_by_address, same_bits
 from qflash import execution, varlen
-from qflash.kernels import device, dispatch, heuristics, launch_recorder
+from qflash.kernels import device, dispatch, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
+from qflash.kernels.gluon.sm90 import rules
 from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
@@ -43,8 +44,8 @@ CPU = torch.device("cpu")
 # four generations of products: mma, wgmma, tcgen05, and mma again
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
-HELD = Tiles(64, 128, 4, 1, splits=1, kernel=SM90_RESIDENT)
-LONG = Tiles(64, 128, 4, 3, 168, kernel=SM90_STREAMING)
+HELD = Tiles(64, 128, 4, 1, splits=1, family=SM90_RESIDENT)
+LONG = Tiles(64, 128, 4, 3, 168, family=SM90_STREAMING)
 
 Load = Callable[..., ModuleType]
 
@@ -183,8 +184,8 @@ def test_calls_of_packed_sequences_are_repeated(
     emulated("kernels.test_launch_recorder")
     launched: list[str] = []
     monkeypatch.setattr(launch_recorder.KernelLaunch, "launcher", run_by_address(launched))
-    monkeypatch.setattr(sm90, "takes_packed", lambda call: longest == 70)
-    monkeypatch.setattr(sm90, "takes_varlen", lambda call: True)
+    monkeypatch.setattr(sm90, "packed_refusal", lambda call: None if longest == 70 else "no")
+    monkeypatch.setattr(sm90, "varlen_refusal", lambda call: None)
     choices = longest, longest, False, 0.2, DEFAULT.key, "triton"
 
     def draw(seed: int, first: int) -> tuple[torch.Tensor | None, ...]:
@@ -251,7 +252,7 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_scores_that_fill_the_registers(fused: bool) -> None:
     """577 keys by two warps a row: nothing else is under way beside their scores."""
-    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, kernel=SM90_RESIDENT), queries=70)
+    (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, family=SM90_RESIDENT), queries=70)
     assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["SUMS"]) == (2, 0, "end")
     call.run()
     assert same_bits(out, expected())
@@ -345,15 +346,15 @@ def test_packed_sequences(
     lengths = Lengths(*cumulative, max(queries), max(keys))
     call = VarlenCall(query, key, value, None, None, lengths, False, 0.2, dtype, recipe)
     expected = varlen.varlen_attention(query, key, value, *lengths, False, 0.2, recipe.key, "reference")
-    monkeypatch.setattr(sm90, "takes_varlen", lambda call: target == "sm_90")
+    monkeypatch.setattr(sm90, "varlen_refusal", lambda call: None if target == "sm_90" else "no")
     # longer than was said: that sequence is NaN, and nothing is read or written outside
     short_call = dataclasses.replace(call, lengths=lengths._replace(most_keys=128))
     without = torch.where(torch.arange(len(query))[:, None, None] < queries[0], math.nan, expected)
     if target == "sm_90":
-        monkeypatch.setattr(sm90, "takes_packed", lambda call: True)
+        monkeypatch.setattr(sm90, "packed_refusal", lambda call: None)
         assert same_bits(dispatch.launch_varlen(call), expected)
         assert same_bits(dispatch.launch_varlen(short_call), without)
-    monkeypatch.setattr(sm90, "takes_packed", lambda call: False)
+    monkeypatch.setattr(sm90, "packed_refusal", lambda call: "no")
     for short in (0, 1024):
         monkeypatch.setattr(quantize, "_SHORT", short)
         monkeypatch.setattr(quantize, "_PROGRAMS", 1)
@@ -396,8 +397,8 @@ def test_packed_sequences_of_any_kind(emulated: Load, monkeypatch: pytest.Monkey
     tensors, choices = (call.query, call.key, call.value), (False, call.softmax_scale, call.recipe.key, "reference")
     expected = varlen.varlen_attention(*tensors, *call.lengths, *choices)
     for packed in (True, False):
-        monkeypatch.setattr(sm90, "takes_packed", lambda call, packed=packed: packed)
-        monkeypatch.setattr(sm90, "takes_varlen", lambda call: call.query.shape[2] > 32)
+        monkeypatch.setattr(sm90, "packed_refusal", lambda call, packed=packed: None if packed else "no")
+        monkeypatch.setattr(sm90, "varlen_refusal", lambda call: None if call.query.shape[2] > 32 else "no")
         assert same_bits(dispatch.launch_varlen(call), expected), packed
 
 
@@ -454,7 +455,7 @@ def one_head(
 @pytest.mark.parametrize(
     ("tokens", "head_dim", "tiles"),
     [
-        (49, 32, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS)),
+        (49, 32, Tiles(64, 64, 4, 1, splits=1, family=WINDOWS)),
         (100, 64, HELD),
         (100, 64, HELD._replace(warps=8)),
         (400, 64, HELD),
@@ -509,7 +510,7 @@ def test_what_is_not_waited_for_is_noticed(tokens: int, fused: bool, tiles: Tile
 
 
 def test_what_lies_beside_a_tensor_is_not_read() -> None:
-    calls, _, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, kernel=WINDOWS))
+    calls, _, _ = one_head(49, 32, False, Tiles(64, 64, 4, 1, splits=1, family=WINDOWS))
     calls[0].arguments["k_ptr"] = calls[0].arguments["k_ptr"][:, :, :48].clone()
     with pytest.raises(RuntimeError, match="outside every tensor"):
         ptx.launch(calls[0])
@@ -519,9 +520,9 @@ def test_what_lies_beside_a_tensor_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "tiles"),
     [
-        (130, 400, 256, heuristics.LINEAR_TILES[0]),  # a tile that is no whole one, below and beside; several for a program
-        (70, 96, 96, heuristics.LINEAR_TILES[1]),  # one step of inputs; groups of 32 outputs
-        (197, 128, 192, heuristics.LINEAR_TILES[2]),
+        (130, 400, 256, rules.LINEAR_TILES[0]),  # a tile that is no whole one, below and beside; several for a program
+        (70, 96, 96, rules.LINEAR_TILES[1]),  # one step of inputs; groups of 32 outputs
+        (197, 128, 192, rules.LINEAR_TILES[2]),
     ],
 )
 def test_linear_layers(
@@ -556,7 +557,7 @@ def test_layer_norms(emulated: Load, draw: str) -> None:
         assert same_bits(out.view(want.shape), want), layer
 
 
-@pytest.mark.parametrize("tiles", heuristics.LINEAR_TILES)
+@pytest.mark.parametrize("tiles", rules.LINEAR_TILES)
 def test_linear_layers_with_tokens_at_other_places(emulated: Load, monkeypatch: pytest.MonkeyPatch, tiles: LinearTiles) -> None:
     emulated("network_cases")
     monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)

@@ -20,13 +20,15 @@ from typer.testing import CliRunner
 
 from qflash import execution, varlen
 from qflash.kernels import device as kernels_device
-from qflash.kernels import heuristics, lengths, tiles, tuning_table
+from qflash.kernels import lengths, tiles, tuning_table
+from qflash.kernels.families import choose_tiles
+from qflash.kernels.gluon.sm90 import rules
 from qflash.kernels.gluon.windows import launch
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.tiles import AttentionShape, Tiles
+from qflash.kernels.tuning_table import candidates
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
-from qflash_lab.bench.tune import candidates
 from qflash_lab.cli import app
 
 
@@ -63,7 +65,7 @@ def read_anew() -> None:
 
 def rules_tiles() -> Tiles:
     """Return the rules' tiles for what :func:`choose` asks for."""
-    return heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 197, 197, heads=48), (9, 0))
+    return choose_tiles(AttentionShape(DEFAULT, 64, 64, 197, 197, heads=48), (9, 0))
 
 
 def choose(heads: int = 48, fused: bool = False, recipe=DEFAULT) -> Tiles:
@@ -83,8 +85,8 @@ def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     assert choose(heads=40) == best  # the same power of two
     assert choose(heads=400) == rule
     assert choose(fused=True) == rule
-    assert choose(recipe=ACCURATE) == heuristics.choose_tiles(AttentionShape(ACCURATE, 64, 64, 197, 197), (9, 0))
-    assert choose(recipe=PAPER) == heuristics.choose_tiles(AttentionShape(PAPER, 64, 64, 197, 197), (9, 0))
+    assert choose(recipe=ACCURATE) == choose_tiles(AttentionShape(ACCURATE, 64, 64, 197, 197), (9, 0))
+    assert choose(recipe=PAPER) == choose_tiles(AttentionShape(PAPER, 64, 64, 197, 197), (9, 0))
     other = Tiles(32, 128, 4, 1)
     tuning_table.save_table(
         {tuning_table.table_key("another", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False)): other}, {}
@@ -97,7 +99,7 @@ def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> N
     from qflash.kernels.dispatch import attention_launches
 
     for keys, dim in ((256, 80), (577, 80), (401, 128)):
-        rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, keys, keys, heads=48), (9, 0))
+        rule = choose_tiles(AttentionShape(DEFAULT, dim, dim, keys, keys, heads=48), (9, 0))
         wide = rule._replace(block_m=128, warps=8, splits=1)
         assert wide in candidates(rule, dim, keys, keys)
         tuning_table.save_table(
@@ -116,26 +118,26 @@ def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> N
 
 def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> None:
     def windows(heads: int, **kind: bool) -> Tiles:
-        return heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=heads, **kind), (9, 0))
+        return choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=heads, **kind), (9, 0))
 
     assert windows(100).warps == windows(600).warps == 4
     assert windows(4096).warps == windows(4096, fused=True).warps == windows(4096, fused=True, masked=True).warps == 1
-    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=4096), (8, 0)).warps == 4
-    assert heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 49, 49, heads=4096), (9, 0)).warps == 4
+    assert choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=4096), (8, 0)).warps == 4
+    assert choose_tiles(AttentionShape(DEFAULT, 64, 64, 49, 49, heads=4096), (9, 0)).warps == 4
 
 
 def test_hopper_has_kernels_of_its_own() -> None:
     def rule(
         keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
     ) -> Tiles:
-        return heuristics.choose_tiles(AttentionShape(recipe, dim, dim, queries, keys, masked=masked), capability)
+        return choose_tiles(AttentionShape(recipe, dim, dim, queries, keys, masked=masked), capability)
 
-    assert rule().kernel == rule(keys=256).kernel == rule(keys=65, dim=32).kernel == tiles.SM90_RESIDENT
-    assert rule(dim=80).kernel == rule(keys=729, dim=72).kernel == tiles.SM90_RESIDENT
-    assert rule(keys=257).kernel == rule(keys=257, dim=32).kernel == rule(keys=577).kernel == tiles.SM90_RESIDENT
-    assert rule(keys=1281, dim=72).kernel == rule(keys=1152, dim=96).kernel == tiles.SM90_RESIDENT
-    assert rule(keys=4096, dim=128).kernel == rule(keys=1825).kernel == rule(keys=897, dim=104).kernel == tiles.SM90_STREAMING
-    assert rule(keys=1345, dim=72).kernel == rule(keys=1217, dim=96).kernel == tiles.SM90_STREAMING
+    assert rule().family == rule(keys=256).family == rule(keys=65, dim=32).family == tiles.SM90_RESIDENT
+    assert rule(dim=80).family == rule(keys=729, dim=72).family == tiles.SM90_RESIDENT
+    assert rule(keys=257).family == rule(keys=257, dim=32).family == rule(keys=577).family == tiles.SM90_RESIDENT
+    assert rule(keys=1281, dim=72).family == rule(keys=1152, dim=96).family == tiles.SM90_RESIDENT
+    assert rule(keys=4096, dim=128).family == rule(keys=1825).family == rule(keys=897, dim=104).family == tiles.SM90_STREAMING
+    assert rule(keys=1345, dim=72).family == rule(keys=1217, dim=96).family == tiles.SM90_STREAMING
     others = [
         rule(keys=4096, dim=32),
         rule(keys=257, queries=32),
@@ -153,15 +155,15 @@ def test_hopper_has_kernels_of_its_own() -> None:
         rule(recipe=ACCURATE),
         rule(recipe=DEFAULT.replace(exponential="linear")),
     ]
-    assert not any(other.kernel for other in others)
+    assert {other.family for other in others} == {tiles.PORTABLE}
     tried = list(candidates(rule(), 64, 197, 197))
-    assert {(t.splits, t.registers) for t in tried if t.kernel} >= {(splits, 168) for splits in (1, 2, 3, 4)}
-    assert any(not t.kernel for t in tried)
+    assert {(t.splits, t.registers) for t in tried if t.family != tiles.PORTABLE} >= {(splits, 168) for splits in (1, 2, 3, 4)}
+    assert any(t.family == tiles.PORTABLE for t in tried)
 
 
 def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
     def shares(queries: int, heads: int, each: int, fused: bool, dim: int = 64) -> tuple[int, int]:
-        return heuristics.share_heads(queries, heads, each, 132, dim, fused)[:2]
+        return rules.share_heads(queries, heads, each, 132, dim, fused)[:2]
 
     # 96 heads on 132 processors: eight of 1056 blocks each rather than eleven for 96 of them
     assert shares(1370, 96, 1, False) == shares(1370, 96, 1, True) == (0, 132)
@@ -175,7 +177,7 @@ def test_programs_keep_to_a_head_or_go_from_head_to_head() -> None:
 
 
 def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qflash.kernels import heuristics, lengths
+    from qflash.kernels import lengths
 
     monkeypatch.setattr(lengths, "_first", set())
     monkeypatch.setattr(lengths, "MOST_LENGTHS", 2)
@@ -189,10 +191,8 @@ def test_a_process_compiles_for_so_many_lengths(monkeypatch: pytest.MonkeyPatch)
     assert lengths.worth_compiling(786)
     # what further ones take is compiled for any length
     for dim, kernel in ((64, tiles.SM90_STREAMING), (128, tiles.SM90_STREAMING), (32, tiles.PORTABLE)):
-        assert heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), reread=False).kernel == kernel
-    assert (
-        heuristics.choose_tiles(AttentionShape(DEFAULT, 64, 64, 257, 257), (9, 0), reread=False).kernel == tiles.SM90_RESIDENT
-    )
+        assert choose_tiles(AttentionShape(DEFAULT, dim, dim, 577, 577), (9, 0), reread=False).family == kernel
+    assert choose_tiles(AttentionShape(DEFAULT, 64, 64, 257, 257), (9, 0), reread=False).family == tiles.SM90_RESIDENT
 
 
 @pytest.mark.parametrize("across", [1, 2])
@@ -223,8 +223,8 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
     """
     from qflash.kernels.dispatch import attention_launches
 
-    rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys, heads, fused), (9, 0))
-    if rule.kernel != tiles.SM90_RESIDENT:
+    rule = choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys, heads, fused), (9, 0))
+    if rule.family != tiles.SM90_RESIDENT:
         return None
     dtype = torch.float16 if fused else torch.int8
     q, k = (torch.zeros(heads, 1, size, dim, dtype=dtype, device="meta") for size in (queries, keys))
@@ -408,7 +408,7 @@ def test_packed_sequences_take_few_launches(
 
 @pytest.mark.parametrize(("blocks", "heads", "parts"), [(4, 768, 1), (4, 132, 2), (4, 48, 4), (1, 1, 1), (6, 60, 4)])
 def test_packed_heads_are_shared_where_processors_would_be_idle(blocks: int, heads: int, parts: int) -> None:
-    assert heuristics.split_packed(blocks, heads, 132) == parts
+    assert rules.split_packed(blocks, heads, 132) == parts
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_packed_heads_are_shared_where_processors_would_be_idle(blocks: int, hea
     [(1, 300, 0), (256, 64, 0), (2, 65, 64), (64, 700, 64), (65, 700, 256), (257, 99, 1024), (1025, 99, 0)],
 )  # fmt: skip
 def test_few_kernels_put_packed_sequences_in_order(sequences: int, longest: int, most: int) -> None:
-    assert heuristics.packed_order(sequences, longest) == most
+    assert rules.packed_order(sequences, longest) == most
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132, 144])
@@ -580,8 +580,8 @@ def test_a_rounded_inverse_divides(divisor: int, data: st.DataObject) -> None:
 
 
 def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None:
-    def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> int:
-        return heuristics.choose_tiles(AttentionShape(recipe, dim, dim, queries, keys), capability).kernel
+    def rule(keys: int = 49, dim: int = 32, queries: int = 49, recipe=DEFAULT, capability=(8, 0)) -> str:
+        return choose_tiles(AttentionShape(recipe, dim, dim, queries, keys), capability).family
 
     assert rule() == rule(keys=33) == rule(keys=64, queries=9) == rule(capability=(9, 0)) == tiles.WINDOWS
     others = [
@@ -589,14 +589,14 @@ def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None
         rule(dim=16),
         rule(queries=65),
         rule(queries=8),
-        rule(capability=(7, 5)),
         rule(recipe=PAPER),
         rule(recipe=ACCURATE),
     ]
     assert set(others) == {tiles.PORTABLE}
     boolean = torch.ones(1, 1, 49, 49, dtype=torch.bool, device="meta")
     assert windows_call(8, bias=boolean).kernel.__name__ == "short_kernel"
-    assert {t.splits for t in candidates(Tiles(64, 64, 4, 1, kernel=tiles.WINDOWS), 32, 49, 49) if t.kernel} == {0, 1, 2, 4}
+    tried = candidates(Tiles(64, 64, 4, 1, family=tiles.WINDOWS), 32, 49, 49)
+    assert {t.splits for t in tried if t.family == tiles.WINDOWS} == {0, 1, 2, 4}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -607,7 +607,7 @@ def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
     (call,) = attention_launches(
         int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
         torch.empty_like(x),
-        tiles=Tiles(64, 128, 4, 1, kernel=tiles.SM90_RESIDENT),
+        tiles=Tiles(64, 128, 4, 1, family=tiles.SM90_RESIDENT),
         guard=device == "cpu",
     )
     assert call.kernel.__name__ == ("short_kernel" if device == "cpu" else "hopper_kernel")
@@ -639,7 +639,9 @@ def test_a_broken_table_is_ignored_with_a_warning(table: pathlib.Path, text: str
     "entry",
     [
         [256, 128, 4, 1], [100, 128, 4, 1], [64, 128, -1, 1], [64, 128, 4, 1, 168, 99], [64, 128, 4, 1, 0, 0, 9],
-        [64, 128, 4, 1, 168.0, 2], [64, 128, 4, True, 168, 2], [64, 128, 4], [64, 128, 4, 1, 168, 2, 0, 0, 0], "64", None, 64,
+        [64, 128, 4, 1, 0, 0, "windows"], [64, 128, 4, 1, 0, 0, "other"],
+        [64, 128, 4, 1, 168.0, 2], [64, 128, 4, True, 168, 2], [64, 128, 4],
+        [64, 128, 4, 1, 168, 2, "triton", 0, 0], "64", None, 64,
     ],
     ids=str,
 )  # fmt: skip
@@ -688,17 +690,18 @@ def test_no_table_breaks_a_call_or_brings_tiles_that_tuning_would_not(content: b
         read_anew()
         got = choose()
         read_anew()
-    assert got in set(candidates(rule, 64, 197, 197)) and all(type(number) is int for number in got)
+    assert got in set(candidates(rule, 64, 197, 197))
+    assert all(type(x) is (str if name == "family" else int) for name, x in got._asdict().items())
     if got != rule:
         entry = json.loads(content)["tiles"][KEY]
-        assert [type(number) for number in entry] == [int] * len(entry) and list(got)[: len(entry)] == entry
+        assert [type(x) for x in entry] == [type(x) for x in got[: len(entry)]] and list(got)[: len(entry)] == entry
 
 
 def test_what_tuning_keeps_is_found_for_every_number_of_heads(table: pathlib.Path) -> None:
     device = torch.device("cuda:0")
     for measured in (511, 512, 513, 1023, 1024, 1025, 3000):
         for fused in (False, True):
-            rule = heuristics.choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=measured, fused=fused), (9, 0))
+            rule = choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=measured, fused=fused), (9, 0))
             for best in candidates(rule, 32, 49, 49):
                 tuning_table.save_table(
                     {tuning_table.table_key("GPU", AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused)): best}, {}
@@ -743,7 +746,7 @@ def test_without_a_home_there_is_no_table(table: pathlib.Path, monkeypatch: pyte
     [(49, 49, 32), (197, 197, 64), (257, 257, 64), (577, 577, 64), (16, 4096, 64), (4096, 4096, 128)],
 )
 def test_candidates_begin_with_the_rules_and_fit(queries: int, keys: int, dim: int) -> None:
-    rule = heuristics.choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys), (9, 0))
+    rule = choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys), (9, 0))
     found = list(candidates(rule, dim, queries, keys))
     assert found[0] == rule
     assert len(found) == len(set(found)) > 1
@@ -760,8 +763,8 @@ def test_tiles_of_linear_layers_are_near_the_fastest_measured() -> None:
     assert len(times) == 33
     ratios = []
     for shape, found in times.items():
-        chosen = heuristics.choose_linear_tiles(*shape, 132)
-        ratios.append(found[chosen] / min(found[one] for one in heuristics.LINEAR_TILES))
+        chosen = rules.choose_linear_tiles(*shape, 132)
+        ratios.append(found[chosen] / min(found[one] for one in rules.LINEAR_TILES))
     assert max(ratios) <= 1.165
     assert sum(ratio > 1.07 for ratio in ratios) <= 2
 

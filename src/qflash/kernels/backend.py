@@ -28,8 +28,10 @@ class GpuBackend(KernelBackend):
             call = dataclasses.replace(call, mask=once(call.mask))
         if leaves_out_keys(call):
             call = first_keys(call)
-        whole = dispatch.is_one_launch(call)
-        apart = not whole and call.scales is None and dispatch.can_quantize_apart(call)
+        is_float = call.scales is None
+        choice = dispatch.one_launch(call) if is_float and not dispatch.is_faster_apart(call) else None
+        whole = choice is not None and choice.family is not None
+        apart = is_float and not whole and dispatch.can_quantize_apart(call)
         if not whole and (apart or searches(call)):
             call = self.with_fixed_bias(call)
         if searches(call):
@@ -37,7 +39,7 @@ class GpuBackend(KernelBackend):
             places = launch_places(call)
             call = dataclasses.replace(call, places=places) if whole or apart else take(call, places)
         if whole:
-            return dispatch.launch_fused(call)
+            return dispatch.launch_fused(call, choice)
         if apart:
             return dispatch.launch_long(call)
         return self.attend_floats(call) if call.scales is None else self.attend_int8(call)

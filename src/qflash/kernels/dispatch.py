@@ -3,70 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
-import triton
 
 from .. import segments
 from ..specification.attention_call import AttentionCall, Scales, VarlenCall, int8_call
 from .device import processors_of
+from .families import Choice, choose_family, choose_tiles
 from .gluon.sm90 import launch as sm90
-from .gluon.windows import launch as windows
-from .heuristics import choose_tiles, quantises_apart
-from .launch_arguments import KernelRequest, needs_wide_offsets, new_output, shape_of, side_by_side
+from .gluon.sm90.rules import quantises_apart
+from .launch_arguments import KernelRequest, new_output, shape_of, side_by_side
 from .launch_recorder import KernelLaunch
 from .lengths import worth_compiling
-from .tiles import SHORT_ROW, SM90_RESIDENT, Tiles, fits_sm90_resident, is_short, most_queries, row_fits_registers
+from .tiles import SM90_RESIDENT, Tiles, is_short, row_fits_registers
 from .triton import launch as portable
 from .triton.quantize_streaming import launch_quantize_long, quantizes_long
 from .tuning_table import tiles_for
-
-
-class Family(NamedTuple):
-    """Kernels of one kind.
-
-    Attributes:
-        accepts: tells whether they take a call with these tiles.
-        launches: spells out the launches that fill the output, in order.
-    """
-
-    accepts: Callable[[KernelRequest, Tiles], bool]
-    launches: Callable[[KernelRequest, Tiles], list[KernelLaunch]]
-
-
-_SM90_RESIDENT = Family(sm90.accepts_resident, sm90.resident_launches)
-_OTHERS = (
-    Family(windows.accepts, windows.launches),
-    Family(portable.accepts_resident, portable.resident_launches),
-    Family(sm90.accepts_streaming, sm90.streaming_launches),
-    Family(portable.accepts_streaming, portable.streaming_launches),
-)
-"""Asked after :data:`_SM90_RESIDENT`, in this order; the last takes whatever is quantised."""
-
-
-def _launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
-    """Ask the families in order; return the launches of the first that takes the call."""
-    if _SM90_RESIDENT.accepts(request, tiles):
-        return _SM90_RESIDENT.launches(request, tiles)
-    most = most_queries(request.call.value_dim)
-    if tiles.kernel == SM90_RESIDENT:
-        # chosen for another memory format; the kernels that take this one have fewer queries of wide heads
-        tiles = tiles._replace(block_m=min(tiles.block_m, most))
-    if tiles.block_m > most:
-        raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
-    for family in _OTHERS:
-        if family.accepts(request, tiles):
-            return family.launches(request, tiles)
-    raise ValueError(f"one launch cannot quantise and attend to {request.call.keys} keys with {tiles}")
 
 
 def _tiles_for(call: AttentionCall, fused: bool) -> Tiles:
     """Return the tiles of a call on its device, if one launch is to quantise, too, or not."""
     shape, device = shape_of(call, fused), call.query.device
     tiles = tiles_for(shape, device)
-    rereads = call.query.is_cuda and tiles.kernel == SM90_RESIDENT and not row_fits_registers(call.keys)
+    rereads = call.query.is_cuda and tiles.family == SM90_RESIDENT and not row_fits_registers(call.keys)
     if rereads and not worth_compiling(call.keys):
         return tiles_for(shape, device, reread=False)
     return tiles
@@ -76,7 +36,7 @@ def attention_launches(
     call: AttentionCall,
     out: torch.Tensor,
     *,
-    tiles: tuple[int, ...] | None = None,
+    tiles: tuple[Any, ...] | None = None,
     guard: bool = False,
     capability: tuple[int, int] | None = None,
     value_sums: torch.Tensor | None = None,
@@ -84,7 +44,7 @@ def attention_launches(
 ) -> list[KernelLaunch]:
     """Return the launches that fill ``out``, in order.
 
-    Float tensors are quantised in the same launch, where :func:`fusable` accepts the call. Rows that fit two tiles are one
+    Float tensors are quantised in the same launch, where :func:`one_launch` finds a family. Rows that fit two tiles are one
     launch; longer ones first bring V to the tensor core's order, which pays because every block of queries reads it. More than
     65535 batch elements are split.
 
@@ -104,40 +64,21 @@ def attention_launches(
         chosen = choose_tiles(shape_of(call, call.scales is None), capability)
     else:
         chosen = _tiles_for(call, call.scales is None)
-    return _launches(KernelRequest(call, out, guard, value_sums, fragment_order), chosen)
+    request = KernelRequest(call, out, guard, value_sums, fragment_order)
+    return choose_family(request, chosen).launches(request)
 
 
-def fusable(call: AttentionCall) -> bool:
-    """Tell whether one launch can quantise and attend: keys and values that a program holds, and scales that it can find."""
-    recipe, shape = call.recipe, shape_of(call, True)
-    finds_scales = (
-        recipe.query_granularity in ("head", "token")
-        and recipe.key_granularity == "head"
-        and recipe.value_granularity in ("head", "channel")
-        and not recipe.balance
-        and not recipe.rotate
-    )
-    if not finds_scales or needs_wide_offsets(call.query, call.key, call.value, call.mask):
-        return False
-    widest = triton.next_power_of_2(max(call.head_dim, call.value_dim))
-    if is_short(shape) and widest * triton.next_power_of_2(call.keys) <= 64 * SHORT_ROW:
-        return True
-    # sizes before tiles: long rows come by here in every call
-    if call.is_masked or call.query.device.type == "cpu" or not fits_sm90_resident(shape):
-        return False
-    return sm90.takes_resident(call, _tiles_for(call, True))
+def one_launch(call: AttentionCall, tiles: tuple[Any, ...] | None = None) -> Choice:
+    """Return the family that quantises float tensors and attends in one launch, if there is one."""
+    request = KernelRequest(call, guard=_is_interpreted(call))
+    return choose_family(request, Tiles(*tiles) if tiles else _tiles_for(call, True))
 
 
-def is_one_launch(call: AttentionCall) -> bool:
-    """Tell whether :func:`launch_fused` should take a call: float tensors that :func:`fusable` accepts.
-
-    Not where :func:`launch_long` is faster.
-    """
-    if call.scales is not None:
-        return False
+def is_faster_apart(call: AttentionCall) -> bool:
+    """Tell whether launches of their own should quantise float tensors, whatever :func:`one_launch` finds."""
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return not (apart and can_quantize_apart(call)) and fusable(call)
+    return apart and can_quantize_apart(call)
 
 
 def can_quantize_apart(call: AttentionCall) -> bool:
@@ -145,41 +86,42 @@ def can_quantize_apart(call: AttentionCall) -> bool:
     return quantizes_long(call.recipe, call.batch) and not is_short(shape_of(call, False))
 
 
-def _run(
-    call: AttentionCall,
-    out: torch.Tensor,
-    *,
-    tiles: tuple[int, ...] | None = None,
-    value_sums: torch.Tensor | None = None,
-    fragment_order: bool = False,
-) -> torch.Tensor:
-    """Launch what fills ``out``; return it in the call's type."""
-    guard = call.query.device.type == "cpu"
-    for launch in attention_launches(call, out, tiles=tiles, guard=guard, value_sums=value_sums, fragment_order=fragment_order):
+def _is_interpreted(call: AttentionCall | VarlenCall) -> bool:
+    return call.query.device.type == "cpu"
+
+
+def _run(choice: Choice, request: KernelRequest) -> torch.Tensor:
+    """Launch what fills the output; return it in the call's type."""
+    for launch in choice.launches(request):
         launch.run()
-    return out.to(call.out_dtype)
+    return request.output.to(request.call.out_dtype)
 
 
-def launch_attention(call: AttentionCall, *, tiles: tuple[int, ...] | None = None) -> torch.Tensor:
+def launch_attention(call: AttentionCall, *, tiles: tuple[Any, ...] | None = None) -> torch.Tensor:
     """Run :func:`qflash.specification.reference.int8_attention` on the GPU: same arguments, same bits."""
     out = new_output(call)
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
-    return _run(call, out, tiles=tiles)
+    request = KernelRequest(call, out, _is_interpreted(call))
+    return _run(choose_family(request, Tiles(*tiles) if tiles else _tiles_for(call, False)), request)
 
 
-def launch_fused(call: AttentionCall, *, tiles: tuple[int, ...] | None = None) -> torch.Tensor:
+def launch_fused(call: AttentionCall, choice: Choice | None = None) -> torch.Tensor:
     """Quantise float tensors and attend in one launch; the mask is bool or float.
 
+    Args:
+        choice: of :func:`one_launch` for such a call, if it was asked before.
+
     Raises:
-        ValueError: :func:`fusable` does not accept the recipe and shapes.
+        ValueError: no family does so for the recipe and shapes.
     """
-    if not fusable(call):
+    choice = choice or one_launch(call)
+    if choice.family is None:
         raise ValueError(
             f"one launch cannot quantise and attend here: {call.recipe}, {call.keys} keys of {call.head_dim} channels"
         )
     out = new_output(call)
-    return out.to(call.out_dtype) if out.numel() == 0 else _run(call, out, tiles=tiles)
+    return out.to(call.out_dtype) if out.numel() == 0 else _run(choice, KernelRequest(call, out, _is_interpreted(call)))
 
 
 def launch_long(call: AttentionCall) -> torch.Tensor:
@@ -191,9 +133,8 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     out = new_output(call)
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
-    tiles = _tiles_for(call, False)
-    plain = not call.is_masked and query.device.type != "cpu"
-    fragment_order = plain and side_by_side(out) and sm90.takes_streaming(call, tiles) and not needs_wide_offsets(query, out)
+    guard, tiles = _is_interpreted(call), _tiles_for(call, False)
+    fragment_order = sm90.takes_fragment_order(KernelRequest(call, out, guard), tiles)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(
         None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value,
@@ -204,7 +145,8 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,
         value_offset=found.value_offset,
     )  # fmt: skip
-    return _run(quantised, out, tiles=tiles, value_sums=found.value_sums, fragment_order=fragment_order)
+    request = KernelRequest(quantised, out, guard, found.value_sums, fragment_order)
+    return _run(choose_family(request, tiles), request)
 
 
 def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
@@ -247,15 +189,15 @@ def launch_varlen(call: VarlenCall) -> torch.Tensor:
     On Hopper short ones are one launch; for long ones keys and values are quantised before, and query on the way. Elsewhere all
     three are quantised before; by PyTorch (:mod:`.segments`) for recipes that the kernels do not know.
     """
-    guard = call.query.device.type == "cpu"
+    guard = _is_interpreted(call)
     # the interpreter truncates to bfloat16 where that must round
     dtype = torch.float32 if guard and call.out_dtype == torch.bfloat16 else call.out_dtype
     out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=dtype, device=call.query.device)
     if not _quantizes_varlen(call):
         launches = portable.varlen_launches(segments.quantize(segments.prepare(call)), out, guard)
-    elif sm90.takes_packed(call):
+    elif sm90.packed_refusal(call) is None:
         launches = [sm90.packed_launch(call, out)]
-    elif sm90.takes_varlen(call):
+    elif sm90.varlen_refusal(call) is None:
         launches = [sm90.varlen_launch(_quantized_varlen(call, True), out)]
     else:
         launches = portable.varlen_launches(_quantized_varlen(call, False), out, guard)

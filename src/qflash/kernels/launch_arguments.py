@@ -13,7 +13,7 @@ import triton
 from ..specification import fixed_point as fp
 from ..specification.attention_call import AttentionCall
 from ..specification.memory_format import empty_output
-from .device import processors_of
+from .device import capability_of, processors_of
 from .heuristics import Work, dependent_launch
 from .tiles import AttentionShape, Tiles
 
@@ -27,7 +27,7 @@ class KernelRequest:
 
     Attributes:
         call: int8 tensors with their scales, or float tensors to be quantised in the same launch.
-        out: the tensor to fill.
+        out: the tensor to fill; None while a family is looked for.
         guard: compile for Triton's interpreter, without inline assembly.
         value_sums: of the channels of chunks of V (batch, heads, chunks, channels), if its tokens are neighbours in memory
             already, as :func:`.triton.quantize_streaming.launch_quantize_long` leaves them.
@@ -37,7 +37,7 @@ class KernelRequest:
     """
 
     call: AttentionCall
-    out: torch.Tensor
+    out: torch.Tensor | None = None
     guard: bool = False
     value_sums: torch.Tensor | None = None
     fragment_order: bool = False
@@ -46,6 +46,34 @@ class KernelRequest:
     def fused(self) -> bool:
         """Whether the kernel quantises all three tensors."""
         return self.call.scales is None
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The tensor to fill."""
+        assert self.out is not None
+        return self.out
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The architecture of the device that the tensors are on."""
+        return capability_of(self.call.query.device)
+
+    @property
+    def unquantisable(self) -> str | None:
+        """Why no kernel that attends can quantise the tensors of the call, or None where one can or need not."""
+        recipe = self.call.recipe
+        if not self.fused:
+            return None
+        if self.wide_offsets:
+            return "a head's elements lie further apart than 32-bit offsets reach"
+        finds = (
+            recipe.query_granularity in ("head", "token")
+            and recipe.key_granularity == "head"
+            and recipe.value_granularity in ("head", "channel")
+        )
+        if finds and not (recipe.balance or recipe.rotate):
+            return None
+        return "on the way it finds scales of heads, of a query's tokens and a value's channels alone"
 
     @property
     def wide_offsets(self) -> bool:
@@ -137,7 +165,7 @@ def dependent_attention(request: KernelRequest) -> str:
 
     Measured in float networks, where PyTorch's kernels come before and after, it makes no difference.
     """
-    out = request.out
+    out = request.output
     return dependent_launch(out.device, out.numel()) if out.dtype == torch.int8 and not request.fused else ""
 
 
@@ -245,7 +273,7 @@ def parts(request: KernelRequest) -> Iterator[Part]:
     for start in range(0, call.batch, step):
         part = Part(start, min(step, call.batch - start), {})
         arguments = part.arguments
-        for name, x in (("q", query), ("k", call.key), ("v", call.value), ("o", request.out)):
+        for name, x in (("q", query), ("k", call.key), ("v", call.value), ("o", request.output)):
             arguments[f"{name}_ptr"] = part.of(x)
             arguments.update({f"{name}_stride_{axis}": x.stride(dim) for dim, axis in enumerate("zhnd")})
         for name, x in given.items():

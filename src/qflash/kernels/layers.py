@@ -55,7 +55,7 @@ def _run_linear(call: LinearCall) -> None:
         gelu=None if call.gelu is None else (call.gelu[0].contiguous(), call.gelu[1].contiguous(), call.gelu[2]),
         out=call.out.view(-1, outputs),
     )
-    (sm90.linear_launch(call) if sm90.accepts_linear(call) else portable.linear_launch(call)).run()
+    (portable if sm90.linear_refusal(call) else sm90).linear_launch(call).run()
 
 
 def launch_embedding(

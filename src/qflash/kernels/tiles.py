@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import triton
 
-from ..specification import fixed_point as fp
 from ..specification.recipe import Recipe
 
 SHORT_ROW = 256
@@ -21,11 +20,8 @@ _SHARED, _RESERVED = 228 * 1024, 1024
 SHORT_OF_REGISTERS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 """Whether the assembler (that of Triton 3.9) waits behind every product with fewer numbers in registers than that of 3.6."""
 
-PORTABLE, SM90_RESIDENT, WINDOWS, SM90_STREAMING = range(4)
-"""Kernels, by family. PORTABLE (:mod:`.triton`) takes every call, the others what they are written for.
-
-What is not for SM90_RESIDENT may still be for SM90_STREAMING.
-"""
+PORTABLE, SM90_RESIDENT, WINDOWS, SM90_STREAMING = "triton", "sm90.resident", "windows", "sm90.streaming"
+"""Families that tiles are chosen for; PORTABLE stands for both of :mod:`.triton`."""
 
 SM90_BLOCKS = ((64, 4), (64, 8), (128, 8))
 """(queries a block, warps) of :mod:`.sm90.attention_resident`: a warp for every sixteen queries, or two."""
@@ -62,8 +58,8 @@ class Tiles(NamedTuple):
         registers: most registers a thread, 0 for the compiler's choice.
         splits: programs that share a head's query blocks (short rows), or warps that share a window's; 0 chooses by the size of
             the machine.
-        kernel: PORTABLE, or a kernel that is asked first. SM90_RESIDENT has its own tiles over the keys, WINDOWS and
-            SM90_STREAMING none but their own; if the call is not theirs, PORTABLE has the other fields.
+        family: that they are for. SM90_RESIDENT has its own tiles over the keys, WINDOWS and SM90_STREAMING none but their own;
+            if the call's memory format is not theirs, the others fall back on these fields.
         programs: programs that share all heads' blocks evenly and go from head to head (:mod:`.sm90.attention_resident`),
             instead of ``splits`` for each head; 0 for the latter.
     """
@@ -74,7 +70,7 @@ class Tiles(NamedTuple):
     stages: int
     registers: int = 0
     splits: int = 0
-    kernel: int = PORTABLE
+    family: str = PORTABLE
     programs: int = 0
 
     @property
@@ -196,29 +192,13 @@ def widest_span(channels: int) -> int:
     return max(channel_spans(channels))
 
 
-def _is_usual(recipe: Recipe) -> bool:
-    """Tell whether the arithmetic is DEFAULT's, which the kernels for Hopper and for windows are written for."""
-    return (
-        recipe.exponential == "quadratic"
-        and recipe.probability_bits == 8
-        and recipe.probability_rounding == "nearest"
-        and recipe.output == "accumulator"
-    )
-
-
-def fits_sm90_resident(shape: AttentionShape) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` knows shapes and recipe. It takes no mask, and one key scale a head."""
-    recipe, head_dim, value_dim, queries, keys = shape[:5]
-    return (
-        recipe.normalization == "two_pass"
-        and head_dim == value_dim
-        and 8 <= head_dim <= 128
-        and head_dim % 8 == 0
-        and queries > 32
-        and keys > 64
-        and (row_fits_registers(keys) or most_programs(shared_bytes(keys, head_dim)) > 0)
-        and _is_usual(recipe)
-    )
+def unusual(recipe: Recipe) -> str | None:
+    """Return why kernels that are written for DEFAULT's arithmetic, those for Hopper and for windows, do not take a recipe."""
+    wanted = {
+        "normalization": "two_pass", "exponential": "quadratic", "probability_bits": 8, "probability_rounding": "nearest",
+        "output": "accumulator",
+    }  # fmt: skip
+    return next((f"it takes {name}={x!r} alone" for name, x in wanted.items() if getattr(recipe, name) != x), None)
 
 
 def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
@@ -229,17 +209,6 @@ def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     return (block_m, warps) in SM90_BLOCKS and (whole or across == 1) and fits
 
 
-def fits_windows(shape: AttentionShape) -> bool:
-    """Tell whether :mod:`.windows.attention` knows shapes and recipe. It takes a bias, and one key scale a head."""
-    return (
-        is_short(shape)
-        and shape.head_dim == shape.value_dim == 32
-        and 8 < shape.queries <= 64
-        and 32 < shape.keys <= 64
-        and _is_usual(shape.recipe)
-    )
-
-
 def window_widths(keys: int) -> tuple[int, ...]:
     """Return the tiles of a row of scores in :mod:`.windows.attention`, a power of two each."""
     return (32, *{1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}[(keys - 25) // 8])
@@ -248,20 +217,3 @@ def window_widths(keys: int) -> tuple[int, ...]:
 def has_half_block(queries: int, warps: int, splits: int) -> bool:
     """Tell whether :mod:`.windows.attention` has code for eight queries, too: programs of one warp with several blocks."""
     return warps == 1 and 16 * splits < queries
-
-
-def fits_sm90_streaming(shape: AttentionShape) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe. It takes no mask, and one key scale a head.
-
-    Its sums have 32 bits.
-    """
-    recipe, head_dim, value_dim, queries, keys = shape[:5]
-    return (
-        recipe.normalization == "two_pass"
-        and head_dim == value_dim
-        and 32 < head_dim <= 128
-        and head_dim % 8 == 0
-        and queries > 32
-        and SHORT_ROW < keys <= fp.SECTION_KEYS
-        and _is_usual(recipe)
-    )

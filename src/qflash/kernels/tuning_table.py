@@ -6,10 +6,12 @@ Nothing is measured in a user's call.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 import reprlib
 import warnings
+from collections.abc import Iterable, Iterator
 
 import torch
 import triton
@@ -17,10 +19,20 @@ import triton
 from ..paths import cache_folder, make_cache_folder, write_whole
 from ..specification.recipe import DEFAULT
 from .device import capability_of, device_name, processors_of
-from .heuristics import candidates, choose_tiles
-from .tiles import AttentionShape, Tiles
+from .families import choose_tiles
+from .tiles import (
+    SHORT_ROW,
+    SM90_BLOCKS,
+    SM90_RESIDENT,
+    WINDOWS,
+    AttentionShape,
+    Tiles,
+    fits_block,
+    most_queries,
+    row_fits_registers,
+)
 
-KERNELS_VERSION = 2
+KERNELS_VERSION = 3
 """Raised whenever tiles get another meaning or a kernel another speed, so that tables measured before are ignored."""
 
 
@@ -39,7 +51,9 @@ def table_key(device: str, shape: AttentionShape) -> str:
 
 def _are_tiles(entry: object) -> bool:
     """Tell whether ``entry`` of a table's JSON spells :class:`Tiles`: 64.0 and true are numbers, and none of it."""
-    return isinstance(entry, list) and 4 <= len(entry) <= len(Tiles._fields) and all(type(number) is int for number in entry)
+    if not isinstance(entry, list) or not 4 <= len(entry) <= len(Tiles._fields):
+        return False
+    return all(type(x) is (str if name == "family" else int) for name, x in zip(Tiles._fields, entry, strict=False))
 
 
 def _ignore(what: str) -> None:
@@ -126,3 +140,50 @@ def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Pat
     )
     _table.cache_clear()
     return path
+
+
+def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:
+    """Yield the rules' tiles, then others worth a try on a GPU with so many streaming multiprocessors."""
+    yield rule
+    seen = {rule}
+    blocks_m = [m for m in (rule.block_m, 32, 64, 128) if m <= most_queries(value_dim) and m < 2 * max(queries, 16)]
+    hopper = rule.family == SM90_RESIDENT
+    if keys <= SHORT_ROW or hopper:
+        warps = [(64, 4), (32, 4)] if rule.block_n > 64 else [(64, 4), (32, 2), (32, 1), (16, 1)]
+        blocks_of_sm90 = (
+            rule._replace(block_m=m, warps=warps, registers=registers, splits=splits)
+            for m, warps in SM90_BLOCKS
+            # three programs a processor, if they have four warps each
+            for registers in ((0, 168) if warps == 4 else (0,))
+            for splits in range(1, 1 + -(-queries // m))
+            if hopper and m < 2 * max(queries, 16) and fits_block(m, warps, value_dim, keys)
+        )
+        # where keys are read twice, programs that pass from head to head: two of four warps a processor, or one of eight
+        passing = (
+            rule._replace(block_m=m, warps=warps, programs=processors * 8 // warps)
+            for m, warps in SM90_BLOCKS
+            if hopper and not row_fits_registers(keys, 16 * warps // m) and fits_block(m, warps, value_dim, keys)
+        )
+        tried: Iterable[Tiles] = (
+            Tiles(m, rule.block_n, w, 1, registers, splits)
+            for m, w in warps
+            if m <= max(blocks_m)
+            for registers in (0, 80, 128, 168)
+            for splits in (1, 2, 4)
+            if splits <= -(-queries // m)
+        )
+        windows = (rule._replace(splits=splits) for splits in (1, 2, 4) if rule.family == WINDOWS)
+        tried = itertools.chain(blocks_of_sm90, passing, windows, tried if keys <= SHORT_ROW else ())
+    else:
+        tried = (
+            Tiles(m, n, 8 if m == 128 else 4, stages, registers)
+            for m in blocks_m
+            if m >= min(64, rule.block_m)
+            for n in (64, 128)
+            for stages in (3, 4)
+            for registers in (0, 128, 168)
+        )
+    for tiles in tried:
+        if tiles not in seen:
+            seen.add(tiles)
+            yield tiles

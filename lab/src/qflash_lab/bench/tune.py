@@ -15,10 +15,10 @@ from triton.errors import TritonError
 
 from qflash.api import quantize
 from qflash.kernels.device import processors_of
-from qflash.kernels.dispatch import attention_launches, fusable
-from qflash.kernels.heuristics import candidates, choose_tiles
+from qflash.kernels.dispatch import attention_launches, one_launch
+from qflash.kernels.families import choose_tiles
 from qflash.kernels.tiles import AttentionShape, Tiles
-from qflash.kernels.tuning_table import save_table, table_key
+from qflash.kernels.tuning_table import candidates, save_table, table_key
 from qflash.paths import make_cache_folder
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.recipe import DEFAULT
@@ -94,7 +94,7 @@ def _fusable(shape: tuple[int, int, int, int], keys: int, device: torch.device) 
     """Tell whether one launch can quantise and attend there, as :func:`tune_shape` would ask for it."""
     batch, heads, _, head_dim = shape
     query, key = (torch.empty(size, dtype=torch.float16, device=device) for size in (shape, (batch, heads, keys, head_dim)))
-    return fusable(float_call(query, key, key, None, False, head_dim**-0.5, DEFAULT))
+    return one_launch(float_call(query, key, key, None, False, head_dim**-0.5, DEFAULT)).family is not None
 
 
 def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from ...specification import fixed_point as fp
 from ...specification.attention_call import AttentionCall, Scales, VarlenCall
 from ..common.quantize_ops import chunk_tokens
 from ..device import capability_of
-from ..heuristics import choose_tiles, split_resident
 from ..launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
@@ -24,20 +23,43 @@ from ..launch_arguments import (
     row_arguments,
 )
 from ..launch_recorder import KernelLaunch, ScoreTile
-from ..tiles import PORTABLE, SHORT_ROW, AttentionShape, Tiles, packed_width
+from ..tiles import PORTABLE, SHORT_ROW, SM90_RESIDENT, AttentionShape, Tiles, is_short, most_queries, packed_width
 from .attention_resident import short_kernel
 from .attention_streaming import long_kernel, pack_value_kernel
+from .rules import split_resident, streaming_plan
 
 _PACKED_KEYS = 256
 """Keys of V that are packed at a time."""
 
 
-def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
-    """Tell whether one or two tiles hold a row, which makes attention one launch, quantisation included."""
+def _own(tiles: Tiles, call: AttentionCall) -> Tiles:
+    """Return tiles as these kernels take them.
+
+    Raises:
+        ValueError: they have more queries a block.
+    """
+    most = most_queries(call.value_dim)
+    if tiles.family == SM90_RESIDENT:
+        # chosen for another memory format; the kernels that take this one have fewer queries of wide heads
+        tiles = tiles._replace(block_m=min(tiles.block_m, most))
+    if tiles.block_m > most:
+        raise ValueError(f"BLOCK_M must be at most {most} here, got {tiles.block_m}")
+    return tiles
+
+
+def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.triton.attention_resident` does not take the call, or None: one or two tiles have to hold a row."""
     call = request.call
+    if call.recipe.normalization != "two_pass":
+        return "it takes normalization='two_pass' alone"
     widest = triton.next_power_of_2(max(call.head_dim, call.value_dim))
-    fits = triton.cdiv(call.keys, tiles.block_n) <= 2 and widest <= 128
-    return call.recipe.normalization == "two_pass" and fits and not request.wide_offsets
+    if triton.cdiv(call.keys, tiles.block_n) > 2 or widest > 128:
+        return "one or two tiles do not hold a row"
+    if request.fused and (not is_short(request.shape) or widest * triton.next_power_of_2(call.keys) > 64 * SHORT_ROW):
+        return "it quantises up to 256 keys of up to 64 channels, and fewer of more"
+    if request.wide_offsets:
+        return "a head's elements lie further apart than 32-bit offsets reach"
+    return request.unquantisable
 
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -45,7 +67,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     call = request.call
     narrow = max(call.head_dim, call.value_dim) <= 64 and call.recipe.probability_bits == 8
     narrow = narrow and (request.fused or call.mask is None)
-    tiles = split_resident(tiles._replace(kernel=PORTABLE), request.work, narrow)
+    tiles = split_resident(_own(tiles, call)._replace(family=PORTABLE), request.work, narrow)
     constants = row_arguments(request, tiles)
     scores = ScoreTile(tiles.block_m, tiles.block_n * constants["TILES"], whole=True)
     return [
@@ -57,14 +79,15 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     ]  # fmt: skip
 
 
-def accepts_streaming(request: KernelRequest, tiles: Tiles) -> bool:
-    """Tell whether tensors are quantised already: rows of any length are fine."""
-    return not request.fused
+def streaming_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.triton.attention_streaming` does not take the call, or None: tensors have to be quantised already."""
+    return "it takes what is quantised already" if request.fused else None
 
 
 def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     """Spell out the launches of :mod:`.triton.attention_streaming`: V brought to the tensor core's order, and attention."""
     call, sums = request.call, request.value_sums
+    tiles = _own(tiles, call)
     two_pass = call.recipe.normalization == "two_pass"
     launches: list[KernelLaunch] = []
     if two_pass and sums is None:
@@ -177,7 +200,7 @@ def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[Ke
         recipe, one.head_dim, one.value_dim, lengths.most_queries, max(SHORT_ROW + 1, lengths.most_keys),
         one.heads * lengths.sequences, masked=True,
     )  # fmt: skip
-    tiles = choose_tiles(shape, capability_of(out.device))
+    tiles = streaming_plan(shape, capability_of(out.device))
     if recipe.normalization == "two_pass" and lengths.most_keys <= 64:
         tiles = tiles._replace(block_n=min(tiles.block_n, 64))
     request = KernelRequest(one, out[None].transpose(1, 2), guard)

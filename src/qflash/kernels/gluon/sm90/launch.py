@@ -13,19 +13,9 @@ import torch
 import triton
 
 from ....specification import fixed_point as fp
-from ....specification.attention_call import AttentionCall, VarlenCall
+from ....specification.attention_call import VarlenCall
 from ...device import capability_of, processors_of
-from ...heuristics import (
-    REGISTERS_OF_THREE,
-    choose_linear_tiles,
-    dependent_launch,
-    division,
-    eviction_policy,
-    most_packed_keys,
-    packed_order,
-    split_packed,
-    split_sm90_resident,
-)
+from ...heuristics import REGISTERS_OF_THREE, dependent_launch, eviction_policy
 from ...launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
@@ -36,7 +26,6 @@ from ...launch_arguments import (
     needs_wide_offsets,
     parts,
     row_arguments,
-    shape_of,
     side_by_side,
 )
 from ...launch_recorder import KernelLaunch, ScoreTile
@@ -48,8 +37,6 @@ from ...tiles import (
     Tiles,
     channel_spans,
     fits_block,
-    fits_sm90_resident,
-    fits_sm90_streaming,
     kernel_width,
     packed_width,
     row_widths,
@@ -57,6 +44,16 @@ from ...tiles import (
     widest_span,
 )
 from ...triton.launch import one_element, pack_value, varlen_arguments
+from .rules import (
+    choose_linear_tiles,
+    division,
+    most_packed_keys,
+    packed_order,
+    resident_misfit,
+    split_packed,
+    split_sm90_resident,
+    streams,
+)
 
 _STREAMING_TILE = 128
 """Keys a tile of :mod:`.sm90.attention_streaming`."""
@@ -93,21 +90,31 @@ def _streaming_kernel() -> Any:
 # --- a row's keys and values in shared memory ---------------------------------------------------------------
 
 
-def takes_resident(call: AttentionCall, tiles: Tiles) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` takes tensors in this memory format, with no mask and a key scale a head."""
-    return (
-        tiles.kernel == SM90_RESIDENT
-        and fits_sm90_resident(shape_of(call, False))
-        and fits_block(tiles.block_m, tiles.warps, call.head_dim, call.keys)
-        and call.query.element_size() <= 2
-        and all(side_by_side(x, 8) for x in (call.query, call.key, call.value))
-    )
+def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.sm90.attention_resident` does not take the call, or None."""
+    call = request.call
+    if reason := _refusal(request, resident_misfit(request.shape, request.capability), tiles, (SM90_RESIDENT,)):
+        return reason
+    if request.unquantisable:
+        return request.unquantisable
+    if not fits_block(tiles.block_m, tiles.warps, call.head_dim, call.keys):
+        return f"it has no registers for {tiles}"
+    if call.query.element_size() > 2:
+        return "it takes int8, float16 and bfloat16"
+    given = (call.query, call.key, call.value, request.out)
+    fits = all(x is None or side_by_side(x, 8) for x in given) and not (request.fragment_order or request.wide_offsets)
+    return None if fits else "channels must be neighbours, and rows begin at multiples of 8 bytes"
 
 
-def accepts_resident(request: KernelRequest, tiles: Tiles) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` takes the call."""
-    taken = request.is_plain and not request.fragment_order and takes_resident(request.call, tiles)
-    return taken and side_by_side(request.out, 8) and not request.wide_offsets
+def _refusal(request: KernelRequest, misfit: str | None, tiles: Tiles, families: tuple[str, ...]) -> str | None:
+    """Return why no kernel of Hopper's takes a call, whatever its memory format, or None."""
+    if request.guard:
+        return "Triton's interpreter has no Gluon"
+    if misfit or request.call.has_token_keys:
+        return misfit or "it takes one key scale a head"
+    if tiles.family in families:
+        return None
+    return f"the tiles are for {tiles.family}: from `qflash-lab tune`, or to compile for no further length (qflash.warmup does)"
 
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -118,7 +125,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     constants = row_arguments(request, tiles) | division(tiles, work, call.heads)
     turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
     # measured: where keys are read once 1 % at most, or slower; on int8 not yet
-    constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.out) if request.fused and turn else ""
+    constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.output) if request.fused and turn else ""
     constants["DEPENDENT"] = dependent_attention(request)
     options = launch_options(tiles) | {"launch_pdl": constants["DEPENDENT"] != ""}
     scores = ScoreTile(tiles.block_m, 128 * turn if turn else sum(row_widths(call.keys)), whole=not turn)
@@ -216,23 +223,29 @@ def _streaming_arguments(
     }
 
 
-def takes_streaming(call: AttentionCall, tiles: Tiles) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` knows shapes and recipe, whatever the tensors' memory format."""
-    return tiles.kernel in (SM90_RESIDENT, SM90_STREAMING) and fits_sm90_streaming(shape_of(call, False))
+def _streams(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.sm90.attention_streaming` does not know shapes and recipe, or None."""
+    return _refusal(request, streams(request.shape, request.capability), tiles, (SM90_RESIDENT, SM90_STREAMING))
 
 
-def accepts_streaming(request: KernelRequest, tiles: Tiles) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` takes the call, or V has been left in its order."""
+def takes_fragment_order(request: KernelRequest, tiles: Tiles) -> bool:
+    """Tell whether keys and values of a float call should be quantised for :mod:`.sm90.attention_streaming`, in its order."""
+    fits = side_by_side(request.output) and not needs_wide_offsets(request.call.query, request.out)
+    return fits and _streams(request, tiles) is None
+
+
+def streaming_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.sm90.attention_streaming` does not take the call, or None: V may have been left in its order."""
     call = request.call
-    return request.fragment_order or (
-        request.is_plain
-        and not request.fused
-        and request.value_sums is None
-        and takes_streaming(call, tiles)
-        and rows_of_keys(call.key) is not None
-        and all(map(side_by_side, (call.query, call.key, request.out)))
-        and not request.wide_offsets
-    )
+    if request.fragment_order:
+        return None
+    if reason := _streams(request, tiles):
+        return reason
+    if request.fused:
+        return "it quantises no keys and values"
+    given = (call.query, call.key, request.output)
+    fits = request.value_sums is None and rows_of_keys(call.key) is not None and not request.wide_offsets
+    return None if fits and all(map(side_by_side, given)) else "channels must be neighbours, and all keys rows of one matrix"
 
 
 def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -261,27 +274,27 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     return launches
 
 
-def _takes_sequences(call: VarlenCall) -> bool:
-    """Tell whether kernels of this family take packed sequences of this type, on this device."""
-    query = call.query
-    on_hopper = query.device.type != "cpu" and capability_of(query.device) == (9, 0)
-    return on_hopper and query.element_size() == 2 and not call.is_causal
+def _sequences_refusal(call: VarlenCall) -> str | None:
+    """Return why no kernel of this family takes packed sequences of this type, on this device, or None."""
+    if call.query.device.type == "cpu":
+        return "Triton's interpreter has no Gluon"
+    if call.query.element_size() != 2 or call.is_causal:
+        return "it takes 16-bit floats and no causal order"
+    return None
 
 
-def takes_packed(call: VarlenCall) -> bool:
-    """Tell whether :mod:`.sm90.attention_packed` takes packed float sequences, and is the fastest."""
+def packed_refusal(call: VarlenCall) -> str | None:
+    """Return why :mod:`.sm90.attention_packed` does not take packed float sequences, or is not the fastest, or None."""
     query, key, value, lengths = call.query, call.key, call.value, call.lengths
-    views = [x[None].transpose(1, 2) for x in (query, key, value)]
     shape = AttentionShape(call.recipe, query.shape[2], value.shape[2], 64, SHORT_ROW)
-    heads = query.shape[1] * lengths.sequences
-    return (
-        _takes_sequences(call)
-        and 0 < lengths.most_keys <= most_packed_keys(query.shape[2], heads, processors_of(query.device))
-        and lengths.sequences <= MOST_BLOCKS
-        and fits_sm90_resident(shape)
-        and all(side_by_side(x, 8) for x in views)
-        and not needs_wide_offsets(*views)
-    )
+    if reason := _sequences_refusal(call) or resident_misfit(shape, capability_of(query.device)):
+        return reason
+    most = most_packed_keys(query.shape[2], query.shape[1] * lengths.sequences, processors_of(query.device))
+    if not (0 < lengths.most_keys <= most and lengths.sequences <= MOST_BLOCKS):
+        return f"it takes up to {most} keys a sequence here and {MOST_BLOCKS} sequences"
+    views = [x[None].transpose(1, 2) for x in (query, key, value)]
+    fits = all(side_by_side(x, 8) for x in views) and not needs_wide_offsets(*views)
+    return None if fits else "channels must be neighbours, and rows begin at multiples of 8 bytes"
 
 
 def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
@@ -306,18 +319,18 @@ def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
     return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, launch_options(tiles), "sm90.packed", scores)
 
 
-def takes_varlen(call: VarlenCall) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` takes packed float sequences, once keys and values are quantised for it."""
+def varlen_refusal(call: VarlenCall) -> str | None:
+    """Return why :mod:`.sm90.attention_streaming` does not take packed float sequences whose keys and values are quantised for
+    it, or None."""
     query, value, lengths = call.query, call.value, call.lengths
     shape = AttentionShape(
         call.recipe, query.shape[2], value.shape[2], max(64, lengths.most_queries), max(SHORT_ROW + 1, lengths.most_keys)
     )  # fmt: skip
-    return (
-        _takes_sequences(call)
-        and fits_sm90_streaming(shape)
-        and side_by_side(query[None].transpose(1, 2))
-        and not needs_wide_offsets(query[None].transpose(1, 2))
-    )
+    if reason := _sequences_refusal(call) or streams(shape, capability_of(query.device)):
+        return reason
+    view = query[None].transpose(1, 2)
+    fits = side_by_side(view) and not needs_wide_offsets(view)
+    return None if fits else "channels must be neighbours, and rows begin at multiples of 16 bytes"
 
 
 def varlen_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
@@ -355,16 +368,17 @@ _LINEAR_DEPTH = 128
 """Inputs a step of :mod:`.sm90.linear`: the widest row that the copy engine swizzles."""
 
 
-def accepts_linear(call: LinearCall) -> bool:
-    """Tell whether :mod:`.sm90.linear` takes the call: what the copy engine reads begins and goes on at multiples of 16 bytes.
+def linear_refusal(call: LinearCall) -> str | None:
+    """Return why :mod:`.sm90.linear` does not take the call, or None.
 
-    Its outputs are in groups of 32 or 64. In Triton's interpreter there is no Gluon.
+    What the copy engine reads begins and goes on at multiples of 16 bytes; outputs are in groups of 32 or 64.
     """
     outputs, inputs = call.weight.shape
-    aligned = inputs % 16 == 0 and outputs % 32 == 0
-    if not aligned or call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
-        return False
-    return not (call.x.data_ptr() | call.weight.data_ptr()) & 15
+    if call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
+        return "it is for Hopper (sm_90)"
+    if inputs % 16 or outputs % 32 or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
+        return "it takes a multiple of 16 inputs and of 32 outputs, from addresses that are multiples of 16"
+    return None
 
 
 def linear_launch(call: LinearCall) -> KernelLaunch:

@@ -10,7 +10,7 @@ import triton
 
 from ....specification.memory_format import has_aligned_rows
 from ...device import processors_of
-from ...heuristics import eviction_policy, split_windows
+from ...heuristics import eviction_policy
 from ...launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
@@ -24,7 +24,8 @@ from ...launch_arguments import (
     side_by_side,
 )
 from ...launch_recorder import KernelLaunch, ScoreTile
-from ...tiles import WINDOWS, Tiles, fits_windows, has_half_block, window_widths
+from ...tiles import WINDOWS, Tiles, has_half_block, window_widths
+from .rules import misfit, split_windows
 
 _UNIT = 1 << 30
 """One, in the unit of inverses that :mod:`.windows.attention` multiplies by instead of dividing."""
@@ -37,16 +38,19 @@ def _kernel() -> Any:
     return windows_kernel
 
 
-def accepts(request: KernelRequest, tiles: Tiles) -> bool:
-    """Tell whether :mod:`.windows.attention` takes the call: one key scale a head, no mask but a bias."""
+def refusal(request: KernelRequest, tiles: Tiles) -> str | None:
+    """Return why :mod:`.windows.attention` does not take the call, or None."""
     call = request.call
-    return (
-        tiles.kernel == WINDOWS
-        and fits_windows(request.shape)
-        and call.mask_kind != "bool"
-        and not (request.guard or call.is_causal or call.has_token_keys)
-        and all(map(side_by_side, (call.query, call.key, call.value, request.out)))
-    )
+    if request.guard:
+        return "Triton's interpreter has no Gluon"
+    if reason := misfit(request.shape, request.capability) or request.unquantisable:
+        return reason
+    if call.mask_kind == "bool" or call.is_causal or call.has_token_keys:
+        return "it takes a bias but no other mask, and one key scale a head"
+    if tiles.family != WINDOWS:
+        return f"the tiles are for {tiles.family}"
+    fits = all(x is None or side_by_side(x) for x in (call.query, call.key, call.value, request.out))
+    return None if fits else "channels must be neighbours, and rows begin at multiples of 16 bytes"
 
 
 def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
@@ -61,7 +65,7 @@ def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
         "ALIGNED": mask is not None and has_aligned_rows(broadcast_strides(mask, (0, 1, 2, 3)), 4),
         # measured: of int8, with a processor to itself a program has its values sooner if every warp loads them
         "DIVIDED": tiles.warps == 4 and (request.fused or call.batch * call.heads > processors),
-        "POLICY": eviction_policy(call.query, call.key, call.value, request.out),
+        "POLICY": eviction_policy(call.query, call.key, call.value, request.output),
         "DEPENDENT": dependent_attention(request),
     }
     period = mask_period(call)

@@ -1,0 +1,101 @@
+"""Families of attention kernels: which calls each takes, how it divides them, and the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .gluon.sm90 import launch as sm90
+from .gluon.sm90 import rules as sm90_rules
+from .gluon.windows import launch as windows
+from .gluon.windows import rules as windows_rules
+from .launch_arguments import KernelRequest
+from .launch_recorder import KernelLaunch
+from .tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, AttentionShape, Tiles, row_fits_registers
+from .triton import launch as portable
+from .triton import rules as portable_rules
+
+
+class Family(NamedTuple):
+    """Kernels of one kind.
+
+    Attributes:
+        name: as launches have it.
+        misfit: tells why they are not chosen for shapes and a recipe on an architecture, or returns None.
+        plan: chooses the tiles where they are.
+        refusal: tells why they do not take a call with these tiles, memory format included, or returns None.
+        launches: spells out the launches that fill the output, in order.
+    """
+
+    name: str
+    misfit: Callable[[AttentionShape, tuple[int, int]], str | None]
+    plan: Callable[[AttentionShape, tuple[int, int]], Tiles]
+    refusal: Callable[[KernelRequest, Tiles], str | None]
+    launches: Callable[[KernelRequest, Tiles], list[KernelLaunch]]
+
+
+FAMILIES = (
+    Family(
+        SM90_RESIDENT, sm90_rules.resident_misfit, sm90_rules.resident_plan, sm90.resident_refusal, sm90.resident_launches
+    ),
+    Family(WINDOWS, windows_rules.misfit, windows_rules.plan, windows.refusal, windows.launches),
+    Family(
+        "triton.resident", portable_rules.resident_misfit, portable_rules.resident_plan, portable.resident_refusal,
+        portable.resident_launches,
+    ),
+    Family(
+        SM90_STREAMING, sm90_rules.streaming_misfit, sm90_rules.streaming_plan, sm90.streaming_refusal, sm90.streaming_launches
+    ),
+    Family(
+        "triton.streaming", portable_rules.streaming_misfit, portable_rules.streaming_plan, portable.streaming_refusal,
+        portable.streaming_launches,
+    ),
+)  # fmt: skip
+"""In the order in which they are asked; the last takes whatever is quantised."""
+
+
+def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: bool = True) -> Tiles:
+    """Return the tiles for an architecture, and with them the family that they are for.
+
+    Args:
+        reread: whether :mod:`.sm90.attention_resident` may read keys twice where registers do not hold a row's scores; it is
+            compiled for every such length.
+    """
+    held = reread or row_fits_registers(shape.keys)
+    asked = FAMILIES if held else [family for family in FAMILIES if family.name != SM90_RESIDENT]
+    return next(family.plan(shape, capability) for family in asked if family.misfit(shape, capability) is None)
+
+
+class Choice(NamedTuple):
+    """What :func:`choose_family` found.
+
+    Attributes:
+        family: that takes the call, or None.
+        tiles: that it is to take.
+        refusals: why the families that were asked before do not, by name.
+    """
+
+    family: Family | None
+    tiles: Tiles
+    refusals: dict[str, str]
+
+    def launches(self, request: KernelRequest) -> list[KernelLaunch]:
+        """Spell out the launches.
+
+        Raises:
+            ValueError: no family takes the call, or the tiles do not fit it.
+        """
+        if self.family is None:
+            raise ValueError(f"one launch cannot quantise and attend to {request.call.keys} keys with {self.tiles}")
+        return self.family.launches(request, self.tiles)
+
+
+def choose_family(request: KernelRequest, tiles: Tiles) -> Choice:
+    """Ask the families in order."""
+    refusals: dict[str, str] = {}
+    for family in FAMILIES:
+        reason = family.refusal(request, tiles)
+        if reason is None:
+            return Choice(family, tiles, refusals)
+        refusals[family.name] = reason
+    return Choice(None, tiles, refusals)

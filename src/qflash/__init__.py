@@ -16,6 +16,7 @@ __all__ = [
     "calibrate",
     "compare",
     "coverage",
+    "explain",
     "export_onnx",
     "float_attention",
     "int8_attention",
@@ -47,6 +48,7 @@ if TYPE_CHECKING or not _is_command():
     from . import recipe as recipe
     from . import reference as reference
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias, varlen_attention
+    from .explanation import explain
     from .integrations.calibrate import calibrate
     from .integrations.inspection import coverage, float_attention
     from .integrations.patching import patch, unpatch
@@ -65,7 +67,7 @@ else:
         """Import everything, operators included, when a public name is first asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import api, precompile
+        from . import api, explanation, precompile
         from .integrations import calibrate, inspection, patching, sdpa
         from .integrations import transformers as hugging_face
         from .network import compare, onnx_export, storage
@@ -73,7 +75,8 @@ else:
         from .specification import quantization, recipe
 
         networks = network, storage, onnx_export, compare
-        homes = recipe, quantization, patching, calibrate, inspection, hugging_face, sdpa, *networks, precompile, api
+        models = patching, calibrate, inspection, hugging_face, sdpa
+        homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})
         return names[name]

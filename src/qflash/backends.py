@@ -61,6 +61,13 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def architecture_unsupported(capability: tuple[int, int]) -> str | None:
+    """Return why the kernels are not for GPUs of a compute capability, or None when they are."""
+    if capability < MINIMUM_CAPABILITY:
+        return f"sm_{capability[0]}{capability[1]} has no supported int8 tensor-core path (sm_80 or newer needed)"
+    return None
+
+
 def triton_unavailable(device: torch.device) -> str | None:
     """Return why ``backend="triton"`` cannot run on ``device``, or None when it can."""
     missing = triton_missing()
@@ -70,9 +77,7 @@ def triton_unavailable(device: torch.device) -> str | None:
         if torch.version.hip:
             return "the kernels are written for NVIDIA GPUs, this is a ROCm build of PyTorch"
         capability = _capability(device.index if device.index is not None else torch.cuda.current_device())
-        if capability < MINIMUM_CAPABILITY:
-            return f"sm_{capability[0]}{capability[1]} has no supported int8 tensor-core path (sm_80 or newer needed)"
-        return None
+        return architecture_unsupported(capability)
     if device.type == "cpu":
         return None if interpreting() else "on the CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1)"
     if device.type == "meta":
@@ -147,7 +152,8 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 @functools.cache
-def _named(backend: str) -> Backend:
+def named_backend(backend: str) -> Backend:
+    """Return the back end of a name that :func:`resolve_backend` returns."""
     if backend == "cpu":
         from .kernels.cpu.backend import CpuBackend
 
@@ -161,4 +167,4 @@ def _named(backend: str) -> Backend:
 
 def find_backend(backend: str, device: torch.device) -> Backend:
     """Return the back end of a call, which does all of it; see :func:`resolve_backend`."""
-    return _named(resolve_backend(backend, device))
+    return named_backend(resolve_backend(backend, device))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
+from . import lengths
+from .device import STAND_IN
 from .gluon.sm90 import launch as sm90
 from .gluon.sm90 import rules as sm90_rules
 from .gluon.windows import launch as windows
 from .gluon.windows import rules as windows_rules
 from .launch_arguments import KernelRequest
-from .launch_recorder import KernelLaunch
+from .launch_recorder import KernelLaunch, LaunchRecorder
 from .tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, AttentionShape, Tiles, row_fits_registers
 from .triton import launch as portable
 from .triton import rules as portable_rules
@@ -73,11 +77,13 @@ class Choice(NamedTuple):
         family: that takes the call, or None.
         tiles: that it is to take.
         refusals: why the families that were asked before do not, by name.
+        fused: whether the kernels quantise, too.
     """
 
     family: Family | None
     tiles: Tiles
     refusals: dict[str, str]
+    fused: bool = False
 
     def launches(self, request: KernelRequest) -> list[KernelLaunch]:
         """Spell out the launches.
@@ -87,15 +93,40 @@ class Choice(NamedTuple):
         """
         if self.family is None:
             raise ValueError(f"one launch cannot quantise and attend to {request.call.keys} keys with {self.tiles}")
-        return self.family.launches(request, self.tiles)
+        return [] if _heard.get() is not None else self.family.launches(request, self.tiles)
+
+
+_heard: ContextVar[list[Choice] | None] = ContextVar("heard", default=None)
 
 
 def choose_family(request: KernelRequest, tiles: Tiles) -> Choice:
     """Ask the families in order."""
     refusals: dict[str, str] = {}
+    found = None
     for family in FAMILIES:
         reason = family.refusal(request, tiles)
         if reason is None:
-            return Choice(family, tiles, refusals)
+            found = family
+            break
         refusals[family.name] = reason
-    return Choice(None, tiles, refusals)
+    choice, heard = Choice(found, tiles, refusals, request.fused), _heard.get()
+    if heard is not None:
+        heard.append(choice)
+    return choice
+
+
+@contextlib.contextmanager
+def listen(capability: tuple[int, int] | None) -> Iterator[list[Choice]]:
+    """Note what is chosen meanwhile, and launch nothing.
+
+    Args:
+        capability: of the architecture that tensors without a GPU stand for; None for the usual one.
+    """
+    heard: list[Choice] = []
+    tokens = _heard.set(heard), STAND_IN.set(capability or STAND_IN.get())
+    try:
+        with lengths.unchanged(), LaunchRecorder(launching=False):
+            yield heard
+    finally:
+        _heard.reset(tokens[0])
+        STAND_IN.reset(tokens[1])

@@ -7,11 +7,12 @@ unless :func:`qflash.warmup` was told of them, in this process or an earlier one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pathlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..paths import cache_folder, make_cache_folder, write_whole
 
@@ -50,6 +51,16 @@ def worth_compiling(keys: int) -> bool:
     if len(_first) < MOST_LENGTHS:
         _first.add(keys)
     return keys in _first
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Count no length that is asked for meanwhile."""
+    before = _first.copy()
+    try:
+        yield
+    finally:
+        _first.intersection_update(before)
 
 
 def expect(lengths: Iterable[int]) -> None:

@@ -101,8 +101,10 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return f"it has no registers for {tiles}"
     if call.query.element_size() > 2:
         return "it takes int8, float16 and bfloat16"
+    if request.value_sums is not None or request.fragment_order:
+        return "V was brought to the order of kernels that stream"
     given = (call.query, call.key, call.value, request.out)
-    fits = all(x is None or side_by_side(x, 8) for x in given) and not (request.fragment_order or request.wide_offsets)
+    fits = all(x is None or side_by_side(x, 8) for x in given) and not request.wide_offsets
     return None if fits else "channels must be neighbours, and rows begin at multiples of 8 bytes"
 
 

@@ -9,7 +9,7 @@ node, a function mode sees it, and a subclass of tensors may have a way of its o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -120,7 +120,10 @@ def attention(
             backend=backend,
         )  # fmt: skip
     if is_jagged(query, key, value):
-        return _jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, backend)
+        check_jagged(query, key, value, attn_mask, dropout_p)
+        return _jagged_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, recipe=recipe, backend=backend
+        )  # fmt: skip
     query, key, value = autocast(query, key, value)
     tensors = query, key, value, attn_mask
     options = dropout_p, is_causal, scale, enable_gqa, recipe, backend
@@ -141,20 +144,8 @@ def attention(
     return out.view(shape)
 
 
-def _jagged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: Recipe | str | None,
-    backend: str,
-) -> torch.Tensor:
-    """:func:`attention` of nested tensors: :func:`varlen_attention` of their tokens."""
-    check_jagged(query, key, value, attn_mask, dropout_p)
+def _jagged_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """:func:`attention` of nested tensors: :func:`varlen_attention` of their tokens, with these options."""
     queries, offsets, longest = unpack_jagged(query)
     keys, key_offsets, longest_key = unpack_jagged(key)
     values, value_offsets, _ = unpack_jagged(value)
@@ -162,10 +153,7 @@ def _jagged_attention(
     differ = values.shape[0] != keys.shape[0] or value_offsets.shape != key_offsets.shape
     if differ or (value_offsets is not key_offsets and not keys.is_cuda and not torch.equal(value_offsets, key_offsets)):
         raise ValueError("value must have sequences of the same lengths as key")
-    out = varlen_attention(
-        queries, keys, values, offsets, key_offsets, longest, longest_key, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa, recipe=recipe, backend=backend,
-    )  # fmt: skip
+    out = varlen_attention(queries, keys, values, offsets, key_offsets, longest, longest_key, **options)
     return torch.nested.nested_tensor_from_jagged(out, offsets=offsets, max_seqlen=longest).transpose(1, 2)
 
 
@@ -228,9 +216,8 @@ def varlen_attention(
             enable_gqa=enable_gqa, recipe=recipe, backend=backend,
         )  # fmt: skip
     query, key, value = autocast(query, key, value)
-    factor = check_varlen_attention(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, enable_gqa
-    )
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    factor = check_varlen_attention(query, key, value, lengths, is_causal, scale, enable_gqa)
     check_backend(backend)
     sharding.prepare(query)
     choices = max_seqlen_q, max_seqlen_k, is_causal, factor, resolve_recipe(recipe).key, backend

@@ -105,18 +105,10 @@ def _int8_attention(
     key_scale: Any,
     value: Any,
     value_scale: Any,
-    mask: Any,
-    is_causal: bool,
-    scale: float,
-    output_scale: Any,
-    *options: Any,
+    *others: Any,
 ) -> list[Placements]:
-    found = [
-        (
-            _whole(query),
-            _whole(query, query_scale, key, key_scale, value, value_scale, mask, is_causal, scale, output_scale, *options),
-        )
-    ]
+    mask, is_causal, _, output_scale, *options = others
+    found = [(_whole(query), _whole(query, query_scale, key, key_scale, value, value_scale, *others))]
     for dim in _independent(query, key, mask, is_causal):
         inputs = [
             _along(dim, query), _along(dim, query_scale), *_of_keys(dim, key, key_scale, value, value_scale),

@@ -293,20 +293,22 @@ def check_varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> float:
     """Require what :func:`qflash.varlen_attention` takes; return the softmax scale. Nothing waits for a GPU.
 
+    Args:
+        query, key, value, is_causal, scale, enable_gqa: its arguments.
+        lengths: its other four.
+
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
         NotImplementedError: forward mode or ``torch.func`` takes a derivative.
     """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, FLOAT_DTYPES, 3)
         if x.dim() != 3:
@@ -401,9 +403,10 @@ def reason_for_float(
         if is_jagged(query, key, value):
             check_jagged(query, key, value, attn_mask, dropout_p)
             packed = unpack_jagged(query), unpack_jagged(key), unpack_jagged(value)
-            (query, lengths, longest), (key, key_lengths, longest_key), (value, _, _) = packed
+            (query, begins, longest), (key, key_begins, longest_key), (value, _, _) = packed
             query, key, value = autocast(query, key, value)
-            check_varlen_attention(query, key, value, lengths, key_lengths, longest, longest_key, is_causal, scale, enable_gqa)
+            lengths = begins, key_begins, longest, longest_key
+            check_varlen_attention(query, key, value, lengths, is_causal, scale, enable_gqa)
         else:
             query, key, value = autocast(query, key, value)
             check_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -85,9 +85,9 @@ def test_kernels_that_quantise_take_tokens_from_their_places(case: int) -> None:
     placed = dataclasses.replace(call, places=places_in_pytorch(call).to(torch.int32))
     moved = unseen_tokens.without_unseen(call, lambda bias: execution.quantize_bias(bias, "reference"))
     if call.keys > 256:
-        for offset in (False, True):
-            one = launch_quantize_long(call.query, call.key, call.value, True, False, offset, places=placed.places)
-            other = launch_quantize_long(moved.query, moved.key, moved.value, True, False, offset)
+        for recipe in (DEFAULT.replace(smooth_value=offset) for offset in (False, True)):
+            one = launch_quantize_long(call.query, call.key, call.value, recipe, places=placed.places)
+            other = launch_quantize_long(moved.query, moved.key, moved.value, recipe)
             assert all(x is y or torch.equal(x, y) for x, y in zip(one, other, strict=True) if x is not None)
         return
     out = torch.empty_like(call.query)

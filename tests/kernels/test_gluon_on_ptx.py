@@ -140,7 +140,7 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
             for call in dispatch.attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
                 call.run()
             return out
-        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.replace(smooth_value=False), True)
         for call in dispatch.attention_launches(
             int8_call(
                 query,
@@ -306,7 +306,7 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
-    found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.smooth_key, True)
+    found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.replace(smooth_value=False), True)
     out = torch.empty_like(query)
     calls = dispatch.attention_launches(
         int8_call(

@@ -17,6 +17,8 @@ from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quant
 from qflash.specification.attention_call import int8_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
 
+PLAIN = DEFAULT.replace(smooth_value=False)
+
 
 @pytest.mark.parametrize(
     ("shape", "layouts", "dtype", "center"),
@@ -37,7 +39,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
     inputs[1][0, 0] += 3.0  # channels off their centre
     inputs[2][-1, -1, :, 0] = 0.0  # a channel of zeros
     query, key, value = (lay_out(x, layout).to(DEVICE) for x, layout in zip(inputs, layouts, strict=True))
-    found = launch_quantize_long(query, key, value, center)
+    found = launch_quantize_long(query, key, value, PLAIN.replace(smooth_key=center))
     for x, granularity, middle, got, scale in (
         (query, "token", False, found.query, found.query_scale),
         (key, "head", center, found.key, found.key_scale),
@@ -58,7 +60,7 @@ def test_bits_are_those_of_single_tensors(shape: tuple, layouts: tuple, dtype: t
 def test_what_is_not_finite(which: int, special: float) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 260, head_dim=16)]
     inputs[which][0, 1, 200, 3] = special
-    found = launch_quantize_long(*inputs, True)
+    found = launch_quantize_long(*inputs, PLAIN)
     scales = found.query_scale, found.key_scale, found.value_scale
     for index, (scale, x, granularity) in enumerate(zip(scales, inputs, ("token", "head", "channel"), strict=True)):
         expected, expected_scale = find_backend("reference", x.device).quantize(x, granularity, index == 1)
@@ -87,7 +89,7 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
 @pytest.mark.parametrize(("channels", "width"), [(64, 64), (40, 64), (72, 80), (96, 96), (104, 128)])
 def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width: int) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=channels, dtype=torch.float16)]
-    plain, permuted = (launch_quantize_long(*inputs, True, order) for order in (False, True))
+    plain, permuted = (launch_quantize_long(*inputs, PLAIN, order) for order in (False, True))
     # channels of the kernel's width, zero past the last; rows of keys in whole sixteen bytes
     values, again = (
         torch.as_strided(x.value, (1, 2, rows, 384), (2 * rows * 384, rows * 384, 384, 1))
@@ -112,7 +114,7 @@ def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width
 
 def test_queries_can_be_left_to_the_attention_kernel() -> None:
     query, key, value = (x.to(DEVICE) for x in make_inputs(2, 4, 300, head_dim=64, key_heads=2, dtype=torch.float16))
-    whole, rest = launch_quantize_long(query, key, value, True), launch_quantize_long(None, key, value, True)
+    whole, rest = launch_quantize_long(query, key, value, PLAIN), launch_quantize_long(None, key, value, PLAIN)
     assert rest.query is rest.query_scale is None
     for name in ("key", "key_scale", "value", "value_scale", "value_sums"):
         assert same_bits(getattr(rest, name), getattr(whole, name)), name
@@ -192,7 +194,7 @@ def test_which_recipes() -> None:
 
 def test_attention_takes_values_in_order_without_packing_them_again() -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 1, 300, head_dim=32, dtype=torch.float16)]
-    found = launch_quantize_long(*inputs, True)
+    found = launch_quantize_long(*inputs, PLAIN)
     arguments = (found.query, found.query_scale, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1)
     out, guard = torch.empty_like(inputs[0]), DEVICE.type == "cpu"
     calls = attention_launches(int8_call(*arguments, None, out.dtype, DEFAULT), out, guard=guard, value_sums=found.value_sums)

@@ -137,8 +137,7 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     fragment_order = sm90.takes_fragment_order(KernelRequest(call, out, guard), tiles)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(
-        None if late else query, call.key, call.value, recipe.smooth_key, fragment_order, recipe.smooth_value,
-        places=call.places,
+        None if late else query, call.key, call.value, recipe, fragment_order, places=call.places
     )  # fmt: skip
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
@@ -152,10 +151,8 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
 def _quantized_varlen(call: VarlenCall, fragment_order: bool) -> VarlenCall:
     """Quantise packed sequences by :func:`launch_quantize_long`; with ``fragment_order`` query is left to the next kernel."""
     query, key, value = (x[None].transpose(1, 2) for x in (call.query, call.key, call.value))
-    recipe = call.recipe
     found = launch_quantize_long(
-        None if fragment_order else query, key, value, recipe.smooth_key, fragment_order, recipe.smooth_value, call.lengths,
-        call.is_causal,
+        None if fragment_order else query, key, value, call.recipe, fragment_order, call.lengths, call.is_causal
     )  # fmt: skip
 
     def tokens_first(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -41,20 +42,12 @@ class _Scores:
     """
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        query_scale: torch.Tensor,
-        key_scale: torch.Tensor,
-        softmax_scale: float,
-        mask: torch.Tensor | None,
-        is_causal: bool,
-        check: Checker,
-        work: torch.dtype,
+        self, call: AttentionCall, query_scale: torch.Tensor, key_scale: torch.Tensor, check: Checker, work: torch.dtype
     ) -> None:
-        self.query, self.key, self.mask, self.is_causal = query, key, mask, is_causal
+        self.query, self.key, self.mask, self.is_causal = call.query, call.key, call.mask, call.is_causal
         self.check, self.work = check, work
-        self.head_dim = query.shape[-1]
+        mask, softmax_scale = call.mask, call.softmax_scale
+        self.head_dim = call.head_dim
         self.biased = mask is not None and mask.dtype == torch.int32
         self.per_token = key_scale.shape[2] > 1
         constant = fp.split_float(softmax_scale * math.log2(math.e))
@@ -162,17 +155,11 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
     for start in range(0, batch, rows):
         stop = min(batch, start + rows)
         check = Checker(checked)
-        scores = _Scores(
-            query[start:stop],
-            key[start:stop],
-            part(query_scale, start, stop),
-            part(key_scale, start, stop),
-            call.softmax_scale,
-            None if mask is None else part(mask, start, stop),
-            call.is_causal,
-            check,
-            torch.int64 if checked else torch.int32,
+        few = dataclasses.replace(
+            call, query=query[start:stop], key=key[start:stop], mask=None if mask is None else part(mask, start, stop)
         )
+        scales_of = part(query_scale, start, stop), part(key_scale, start, stop)
+        scores = _Scores(few, *scales_of, check, torch.int64 if checked else torch.int32)
         attend = _online if recipe.normalization == "online" else _two_pass
         numerator, denominator, row_max = attend(scores, value[start:stop], recipe, width)
         result = _finish(

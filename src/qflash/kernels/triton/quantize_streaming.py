@@ -464,9 +464,8 @@ def _range_chunk(tokens: int, heads: int) -> int:
 
 
 def launch_quantize_long(
-    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, center: bool,
-    fragment_order: bool = False, center_value: bool = False, lengths: Lengths | None = None, is_causal: bool = False,
-    places: torch.Tensor | None = None,
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, fragment_order: bool = False,
+    lengths: Lengths | None = None, is_causal: bool = False, places: torch.Tensor | None = None,
 ) -> LongQuantized:  # fmt: skip
     """Quantise query, key and value of a call with long rows in two launches: ranges, then values.
 
@@ -475,8 +474,8 @@ def launch_quantize_long(
     Args:
         query: float (batch, heads, tokens, channels), not empty; None if it needs no quantising here.
         key, value: the same, on the same device.
-        center: subtract the midrange of every key channel first (:func:`qflash.specification.quantization.center_channels`).
-        center_value: give every value channel a zero point (:func:`qflash.specification.quantization.quantize_centered`).
+        recipe: whether to subtract the midrange of every key channel first (``smooth_key``), and to give every value channel a
+            zero point (``smooth_value``).
         fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
             :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
         lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
@@ -525,7 +524,7 @@ def launch_quantize_long(
         new(batch, key_heads, 1, 1),
         packed[:, :, :value_channels, : total if lengths is None else padded].mT,
         new(batch, key_heads, 1, value_channels),
-        new(batch, key_heads, 1, value_channels) if center_value else None,
+        new(batch, key_heads, 1, value_channels) if recipe.smooth_value else None,
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
     packs = {"VARLEN": lengths is not None, "CAUSAL": is_causal, "UNIT": unit, "WIDE_OFFSETS": wide, "GUARD": guard}
@@ -556,7 +555,8 @@ def launch_quantize_long(
         found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
         *placed, *strides(like), *strides(key), *strides(value), all_queries,
         total, padded, channels, key_row, value_channels, key_heads, ranges, parts, chunk, WIDTH=width, KINDS=kinds,
-        RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=center, CENTER_VALUE=center_value,
-        PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d, enable_fp_fusion=False, num_warps=warps, **packs,
+        RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=recipe.smooth_key,
+        CENTER_VALUE=recipe.smooth_value, PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d,
+        enable_fp_fusion=False, num_warps=warps, **packs,
     )  # fmt: skip
     return found

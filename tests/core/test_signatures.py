@@ -1,0 +1,45 @@
+"""Functions on the host have few parameters."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+import qflash
+
+ROOT = pathlib.Path(qflash.__file__).parent
+MOST = 8
+PUBLIC = {name for name in qflash.__all__ if name.islower()}
+MORE = {
+    # operators of torch.ops.qflash have the parameters of their schemas
+    "execution.py": {"int8_attention"},
+    "varlen.py": {"varlen_attention"},
+    "network/execution.py": {"int8_linear", "int8_linear_gelu", "patch_embedding", "_check_linear", "_check_embedding"},
+    "kernels/layers.py": {"launch_linear"},
+    # a call is made of an operator's arguments, in their order
+    "specification/attention_call.py": {"int8_call"},
+    # others' interfaces: scaled_dot_product_attention, and transformers' attention functions
+    "integrations/sdpa.py": {"attend_or_fall_back"},
+    "integrations/static_scales.py": {"static_attention"},
+    "integrations/transformers.py": {"integer_attention_forward"},
+    # a block of the networks in files of version 1
+    "network/first_form.py": {"block"},
+}
+"""Functions with more than :data:`MOST`, besides the public ones."""
+
+
+def functions(path: pathlib.Path) -> Iterator[tuple[str, int]]:
+    """Return the functions of a file that run on the host, and how many parameters each has."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(each) for each in node.decorator_list):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, len([each for each in given if each.arg not in ("self", "cls")])
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_have_few_parameters(path: pathlib.Path) -> None:
+    allowed = MORE.get(path.relative_to(ROOT).as_posix(), set())
+    assert {name for name, count in functions(path) if count > MOST} - PUBLIC == allowed - PUBLIC

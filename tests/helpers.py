@@ -28,6 +28,7 @@ import torch
 import qflash
 from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.kernels.tiles import most_queries
+from qflash.specification.attention_call import AttentionCall
 from qflash.specification.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -702,3 +703,24 @@ def write_fashion(folder: Path, train: int = 20, test: int = 10) -> Path:
             content = idx(x)
             (folder / f"{part}-{kind}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
     return folder
+
+
+def attention_launches(
+    call: AttentionCall, out: torch.Tensor, *, tiles: tuple[Any, ...] | None = None, **options: Any
+) -> list[KernelLaunch]:
+    """Return the launches that fill ``out``, in order; float tensors are quantised in the same one.
+
+    Args:
+        tiles: ``Tiles`` or its first fields; chosen by shape if None.
+        options: of a ``KernelRequest``.
+
+    Raises:
+        ValueError: ``tiles`` does not fit the shapes, or one launch cannot quantise and attend.
+    """
+    from qflash.kernels.dispatch import tiles_of
+    from qflash.kernels.families import choose_family
+    from qflash.kernels.launch_arguments import KernelRequest
+    from qflash.kernels.tiles import Tiles
+
+    request = KernelRequest(call, out, **options)
+    return choose_family(request, Tiles(*tiles) if tiles else tiles_of(call, request.fused)).launches(request)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import qflash
-from helpers import draw_scale, eviction_policy, lay_out, same_bits
+from helpers import attention_launches, draw_scale, eviction_policy, lay_out, same_bits
 from qflash import execution
 from qflash.kernels.common.quantize_ops import inverse_scale
 from qflash.kernels.gluon.sm90.rules import resident_misfit
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "kernel": SM90_RESIDENT}
+HAND = {"block_m": 64, "block_n": 128, "warps": 4, "stages": 1, "family": SM90_RESIDENT}
 PLAIN = ("contiguous", "tokens_first", "packed")
 SCALES = ("tensor", "head", "token", "channel")
 
@@ -105,8 +105,6 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chance = random.Random(geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 16, 40, 72, 80, 96))
     chosen = tiles(chance, shape)
@@ -165,8 +163,6 @@ def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
 @pytest.mark.parametrize("queries", [65, 72, 137, 197, 208])
 def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, head_dim: int) -> None:
     """One program a head, or programs that go from head to head: up to 16 queries past whole blocks go a way of their own."""
-    from qflash.kernels.dispatch import attention_launches
-
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     # more heads than processors: of fewer a program takes blocks alone
     shape = Shape(2, 68, 1, queries, keys, head_dim)
@@ -195,8 +191,6 @@ def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, h
 @pytest.mark.parametrize("keys", [100, 197, 257, 288, 300, 401, 577, 768])
 @pytest.mark.parametrize("queries", [65, 137, 208])
 def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_dim: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     generator = torch.Generator(CUDA).manual_seed(queries + keys)
     sizes = Shape(2, 2, 1, queries, keys, head_dim).sizes()
     # two of eight recipes each, or compiling would take minutes
@@ -226,8 +220,6 @@ RECIPES = [
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chance = random.Random(1000 + geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 24, 40, 72, 80, 96))
     chosen, recipe = tiles(chance, shape), chance.choice(RECIPES)
@@ -292,7 +284,6 @@ def test_reciprocals_of_scales_are_correctly_rounded() -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_launches
     from qflash.kernels.tiles import Tiles
 
     chosen = Tiles(**HAND)

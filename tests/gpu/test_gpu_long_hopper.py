@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import draw_scale, lay_out, same_bits
+from helpers import attention_launches, draw_scale, lay_out, same_bits
 from qflash import execution, plan_cache
 from qflash.kernels.families import Choice
 from qflash.kernels.tiles import SM90_STREAMING, Tiles
@@ -46,8 +46,6 @@ def sizes(chance: random.Random, others: tuple[int, ...]) -> tuple[tuple[int, in
 
 @pytest.mark.parametrize("geometry", range(60))
 def test_int8_attention_has_the_reference_bits(geometry: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chance = random.Random(geometry)
     shapes = sizes(chance, (48, 80))
     grains = chance.choice(("tensor", "head", "token")), chance.choice(("tensor", "head")), chance.choice(("tensor", "channel"))
@@ -104,8 +102,6 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)
     # heads between the rows of the batch: no matrix has all keys for rows

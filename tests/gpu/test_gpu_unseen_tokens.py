@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import qflash
-from helpers import same_bits
+from helpers import attention_launches, same_bits
 from qflash import execution, unseen_tokens
 from qflash.kernels import launch_recorder
-from qflash.kernels.dispatch import attention_launches, launch_quantize_long
+from qflash.kernels.dispatch import launch_quantize_long
 from qflash.kernels.triton.unseen_tokens import launch_places, take
 from qflash.specification.attention_call import AttentionCall, float_call
 from qflash.specification.recipe import DEFAULT

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import draw_scale, eviction_policy, lay_out, move_far, same_bits
+from helpers import attention_launches, draw_scale, eviction_policy, lay_out, move_far, same_bits
 from qflash import execution
 from qflash.kernels.tiles import WINDOWS, Tiles
 from qflash.specification import reference
@@ -101,8 +101,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_int8_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chance = random.Random(case)
     geometry = draw_geometry(chance)
     # half of the cases have the one scale a tensor that programs read once
@@ -157,8 +155,6 @@ RECIPES = [
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", range(40))
 def test_fused_attention_has_the_reference_bits(case: int) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chance = random.Random(1000 + case)
     geometry, recipe = draw_geometry(chance), chance.choice(RECIPES)
     dtype = chance.choice((torch.float16, torch.float16, torch.bfloat16, torch.float32))
@@ -197,8 +193,6 @@ def test_the_rules_take_it_at_every_load(windows: int, biased: bool) -> None:
 
 
 def test_what_it_does_not_take_goes_elsewhere() -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     chosen = Tiles(64, 64, 4, 1, family=WINDOWS)
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 49, 32, device=CUDA, dtype=torch.int8)

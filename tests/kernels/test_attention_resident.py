@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
+from helpers import DEVICE, attention_launches, draw_fused_case, make_inputs, print_products, products_printed_by, same_bits
 from qflash import execution
-from qflash.kernels.dispatch import attention_launches, launch_fused, one_launch
+from qflash.kernels.dispatch import launch_fused, one_launch
 from qflash.kernels.tiles import SM90_RESIDENT, Tiles, shared_bytes
 from qflash.specification.attention_call import float_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe

@@ -22,7 +22,7 @@ from triton.runtime import JITFunction
 
 import network_cases
 import ptx
-from helpers import run_by_address, same_bits
+from helpers import attention_launches, run_by_address, same_bits
 from qflash import execution, varlen
 from qflash.kernels import device, dispatch, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
@@ -137,11 +137,11 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
         query, key, value = tensors
         out = torch.empty_like(query)
         if tokens < 300:
-            for call in dispatch.attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
+            for call in attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
                 call.run()
             return out
         found = dispatch.launch_quantize_long(None, key, value, DEFAULT.replace(smooth_value=False), True)
-        for call in dispatch.attention_launches(
+        for call in attention_launches(
             int8_call(
                 query,
                 None,
@@ -308,7 +308,7 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
     found = long_quantize.launch_quantize_long(None, key, value, DEFAULT.replace(smooth_value=False), True)
     out = torch.empty_like(query)
-    calls = dispatch.attention_launches(
+    calls = attention_launches(
         int8_call(
             query, None, found.key, found.key_scale, found.value, found.value_scale, None, False, 0.1, None, out.dtype, DEFAULT
         ),
@@ -442,13 +442,13 @@ def one_head(
     if fused:
         q, k, v = (torch.randn(size, generator=generator).half() for size in sizes)
         out = torch.empty_like(q)
-        calls = dispatch.attention_launches(float_call(q, k, v, None, False, 0.1, DEFAULT), out, tiles=tiles)
+        calls = attention_launches(float_call(q, k, v, None, False, 0.1, DEFAULT), out, tiles=tiles)
         return calls, out, lambda: execution.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference")
     q, k, v = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in sizes)
     one = torch.full((1, 1, 1, 1), 0.02)
     out = torch.empty_like(q)
     arguments = q, one, k, one, v, one, None, False, 0.1, one / 9
-    calls = dispatch.attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=tiles)
+    calls = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=tiles)
     return calls, out, lambda: reference.int8_attention(int8_call(*arguments, torch.int8, DEFAULT))
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, lay_out, make_inputs, print_products, products_printed_by, same_bits
+from helpers import DEVICE, attention_launches, lay_out, make_inputs, print_products, products_printed_by, same_bits
 from qflash.backends import find_backend
-from qflash.kernels.dispatch import attention_launches
 from qflash.kernels.gluon.sm90.launch import last_step, streaming_steps
 from qflash.kernels.triton.launch import pack_value
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quantizes_long
@@ -165,16 +164,13 @@ def _compile_for_hopper() -> None:
                 DEFAULT,
             ),
             torch.empty_like(query),
-            capability=(9, 0),
             value_sums=sums,
             fragment_order=True,
         )
         assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
         print_products(calls[0])
     x, one = empty(1, 4, 4096, 64), number(1, 1, 1, 1)
-    print_products(
-        attention_launches(int8_call(x, one, x, one, x, one, None, False, 0.1, one, x.dtype, DEFAULT), x, capability=(9, 0))[-1]
-    )
+    print_products(attention_launches(int8_call(x, one, x, one, x, one, None, False, 0.1, one, x.dtype, DEFAULT), x)[-1])
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from helpers import attention_launches
 from qflash import execution, varlen
 from qflash.kernels import device as kernels_device
 from qflash.kernels import lengths, tiles, tuning_table
@@ -29,6 +30,7 @@ from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.kernels.tuning_table import candidates
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
+from qflash_lab.bench.tune import save_table
 from qflash_lab.cli import app
 
 
@@ -44,7 +46,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[p
 
 
 def test_a_table_of_other_kernels_is_ignored(table: pathlib.Path) -> None:
-    tuning_table.save_table({KEY: Tiles(64, 128, 4, 1, 168, 2, tiles.SM90_RESIDENT)}, {})
+    save_table({KEY: Tiles(64, 128, 4, 1, 168, 2, tiles.SM90_RESIDENT)}, {})
     stored = json.loads(table.read_text())
     for version in (None, 0, tuning_table.KERNELS_VERSION + 1, str(tuning_table.KERNELS_VERSION)):
         table.write_text(json.dumps(stored | {"kernels": version}))
@@ -52,14 +54,14 @@ def test_a_table_of_other_kernels_is_ignored(table: pathlib.Path) -> None:
         with pytest.warns(UserWarning, match=r"other kernels \(version .*, now \d+\) and is ignored \(`qflash-lab tune`"):
             assert choose() == rules_tiles()
     # what is written then is of these kernels, without the entries of others
-    tuning_table.save_table({"another": rules_tiles()}, {})
+    save_table({"another": rules_tiles()}, {})
     read_anew()
     assert choose() == rules_tiles() and set(json.loads(table.read_text())["tiles"]) == {"another"}
 
 
 def read_anew() -> None:
     """Know nothing of a table, as a new process does."""
-    tuning_table._table.cache_clear()
+    tuning_table.read_table.cache_clear()
     tuning_table._warn_of_misfits.cache_clear()
 
 
@@ -80,7 +82,7 @@ def test_without_a_table_the_rules_hold(table: pathlib.Path) -> None:
 def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     rule, best = choose(), Tiles(64, 128, 4, 1, 168, 2)
     key = tuning_table.table_key("GPU", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False))
-    assert tuning_table.save_table({key: best}, {}) == table
+    assert save_table({key: best}, {}) == table
     assert choose() == best
     assert choose(heads=40) == best  # the same power of two
     assert choose(heads=400) == rule
@@ -88,23 +90,17 @@ def test_a_saved_entry_is_used_for_its_kind_alone(table: pathlib.Path) -> None:
     assert choose(recipe=ACCURATE) == choose_tiles(AttentionShape(ACCURATE, 64, 64, 197, 197), (9, 0))
     assert choose(recipe=PAPER) == choose_tiles(AttentionShape(PAPER, 64, 64, 197, 197), (9, 0))
     other = Tiles(32, 128, 4, 1)
-    tuning_table.save_table(
-        {tuning_table.table_key("another", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False)): other}, {}
-    )
+    save_table({tuning_table.table_key("another", AttentionShape(DEFAULT, 64, 64, 197, 197, 48, False)): other}, {})
     assert choose() == best
     assert len(json.loads(table.read_text())["tiles"]) == 2
 
 
 def test_a_saved_block_is_as_large_as_the_kernel_takes(table: pathlib.Path) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     for keys, dim in ((256, 80), (577, 80), (401, 128)):
         rule = choose_tiles(AttentionShape(DEFAULT, dim, dim, keys, keys, heads=48), (9, 0))
         wide = rule._replace(block_m=128, warps=8, splits=1)
         assert wide in candidates(rule, dim, keys, keys)
-        tuning_table.save_table(
-            {tuning_table.table_key("GPU", AttentionShape(DEFAULT, dim, dim, keys, keys, 48, False)): wide}, {}
-        )
+        save_table({tuning_table.table_key("GPU", AttentionShape(DEFAULT, dim, dim, keys, keys, 48, False)): wide}, {})
         assert tuning_table.tiles_for(AttentionShape(DEFAULT, dim, dim, keys, keys, 48, False), torch.device("cuda:0")) == wide
         # where rows do not begin at multiples of eight bytes another kernel has them
         one = torch.ones(1, 1, 1, 1, device="meta")
@@ -221,8 +217,6 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
 
     On int8 V has ``channels`` scales.
     """
-    from qflash.kernels.dispatch import attention_launches
-
     rule = choose_tiles(AttentionShape(DEFAULT, dim, dim, queries, keys, heads, fused), (9, 0))
     if rule.family != tiles.SM90_RESIDENT:
         return None
@@ -463,17 +457,13 @@ def test_spans_of_a_head_cover_its_channels() -> None:
 
 
 def windows_call(windows: int, heads: int = 3, bias: torch.Tensor | None = None, *, fused: bool = False, **options):
-    from qflash.kernels.dispatch import attention_launches
-
     x = torch.zeros(windows, heads, 49, 32, dtype=torch.float16 if fused else torch.int8, device="meta")
     one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
     if fused:
         (call,) = attention_launches(float_call(x, x, x, bias, False, 0.1, DEFAULT), out, **options)
     else:
         scales = (one, x, one, x, one)
-        (call,) = attention_launches(
-            int8_call(x, *scales, bias, False, 0.1, one, out.dtype, DEFAULT), out, capability=(8, 0), **options
-        )
+        (call,) = attention_launches(int8_call(x, *scales, bias, False, 0.1, one, out.dtype, DEFAULT), out, **options)
     return call
 
 
@@ -538,8 +528,6 @@ def test_windows_with_the_same_bias_share_a_program(
 
 def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
     """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
-    from qflash.kernels.dispatch import attention_launches
-
     # 50 MiB of query, key, value and output in int8, then in float16
     policies = [windows_call(windows).arguments["POLICY"] for windows in (2786, 2787)]
     policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (1393, 1394)]
@@ -556,7 +544,6 @@ def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
     (call,) = attention_launches(
         int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
         torch.empty_like(x),
-        capability=(9, 0),
     )
     assert call.kernel.__name__ == "hopper_kernel" and call.arguments["POLICY"] == ""
 
@@ -601,8 +588,6 @@ def test_what_the_windows_kernel_does_not_know_goes_to_the_general_one() -> None
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_the_interpreter_cannot_run_stays_on_gpus(device: str) -> None:
-    from qflash.kernels.dispatch import attention_launches
-
     x, one = torch.zeros(1, 1, 197, 64, dtype=torch.int8, device=device), torch.ones(1, 1, 1, 1, device=device)
     (call,) = attention_launches(
         int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
@@ -703,20 +688,18 @@ def test_what_tuning_keeps_is_found_for_every_number_of_heads(table: pathlib.Pat
         for fused in (False, True):
             rule = choose_tiles(AttentionShape(DEFAULT, 32, 32, 49, 49, heads=measured, fused=fused), (9, 0))
             for best in candidates(rule, 32, 49, 49):
-                tuning_table.save_table(
-                    {tuning_table.table_key("GPU", AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused)): best}, {}
-                )
+                save_table({tuning_table.table_key("GPU", AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused)): best}, {})
                 assert tuning_table.tiles_for(AttentionShape(DEFAULT, 32, 32, 49, 49, measured, fused), device) == best
 
 
 def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = Tiles(64, 128, 4, 1, 168, 2)
-    tuning_table.save_table({KEY: best}, {})
+    save_table({KEY: best}, {})
     # what another process adds meanwhile stays
     other = json.loads(table.read_text())
     other["tiles"]["other"] = [64, 128, 4, 1]
     table.write_text(json.dumps(other))
-    tuning_table.save_table({"third": best}, {})
+    save_table({"third": best}, {})
     assert set(json.loads(table.read_text())["tiles"]) == {KEY, "other", "third"}
     before = table.read_bytes()
 
@@ -725,7 +708,7 @@ def test_a_table_is_written_whole_or_not_at_all(table: pathlib.Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        tuning_table.save_table({"fourth": best}, {})
+        save_table({"fourth": best}, {})
     assert table.read_bytes() == before and list(table.parent.iterdir()) == [table]
 
 
@@ -738,7 +721,7 @@ def test_without_a_home_there_is_no_table(table: pathlib.Path, monkeypatch: pyte
     monkeypatch.setattr(pathlib.Path, "home", nowhere)
     assert choose() == rules_tiles()
     with pytest.raises(OSError, match="XDG_CACHE_HOME"):
-        tuning_table.save_table({}, {})
+        save_table({}, {})
 
 
 @pytest.mark.parametrize(

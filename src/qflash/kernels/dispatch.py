@@ -10,11 +10,10 @@ import torch
 from .. import segments
 from ..specification.attention_call import AttentionCall, Scales, VarlenCall, int8_call
 from .device import processors_of
-from .families import Choice, choose_family, choose_tiles
+from .families import Choice, choose_family
 from .gluon.sm90 import launch as sm90
 from .gluon.sm90.rules import quantises_apart
 from .launch_arguments import KernelRequest, new_output, shape_of, side_by_side
-from .launch_recorder import KernelLaunch
 from .lengths import worth_compiling
 from .tiles import SM90_RESIDENT, Tiles, is_short, row_fits_registers
 from .triton import launch as portable
@@ -22,7 +21,7 @@ from .triton.quantize_streaming import launch_quantize_long, quantizes_long
 from .tuning_table import tiles_for
 
 
-def _tiles_for(call: AttentionCall, fused: bool) -> Tiles:
+def tiles_of(call: AttentionCall, fused: bool) -> Tiles:
     """Return the tiles of a call on its device, if one launch is to quantise, too, or not."""
     shape, device = shape_of(call, fused), call.query.device
     tiles = tiles_for(shape, device)
@@ -32,46 +31,10 @@ def _tiles_for(call: AttentionCall, fused: bool) -> Tiles:
     return tiles
 
 
-def attention_launches(
-    call: AttentionCall,
-    out: torch.Tensor,
-    *,
-    tiles: tuple[Any, ...] | None = None,
-    guard: bool = False,
-    capability: tuple[int, int] | None = None,
-    value_sums: torch.Tensor | None = None,
-    fragment_order: bool = False,
-) -> list[KernelLaunch]:
-    """Return the launches that fill ``out``, in order.
-
-    Float tensors are quantised in the same launch, where :func:`one_launch` finds a family. Rows that fit two tiles are one
-    launch; longer ones first bring V to the tensor core's order, which pays because every block of queries reads it. More than
-    65535 batch elements are split.
-
-    Args:
-        call: what to compute. A bias is in fixed point where the tensors are int8.
-        out: (batch, heads, queries, value channels), of the call's ``out_dtype``.
-        tiles: :class:`Tiles` or its first fields, for tests and tuning; chosen by shape if None.
-        capability: the architecture to choose tiles for; the query's device if None.
-        guard, value_sums, fragment_order: see :class:`.launch_arguments.KernelRequest`.
-
-    Raises:
-        ValueError: ``tiles`` does not fit the shapes, or one launch cannot quantise and attend.
-    """
-    if tiles:
-        chosen = Tiles(*tiles)
-    elif capability:
-        chosen = choose_tiles(shape_of(call, call.scales is None), capability)
-    else:
-        chosen = _tiles_for(call, call.scales is None)
-    request = KernelRequest(call, out, guard, value_sums, fragment_order)
-    return choose_family(request, chosen).launches(request)
-
-
 def one_launch(call: AttentionCall, tiles: tuple[Any, ...] | None = None) -> Choice:
     """Return the family that quantises float tensors and attends in one launch, if there is one."""
     request = KernelRequest(call, guard=_is_interpreted(call))
-    return choose_family(request, Tiles(*tiles) if tiles else _tiles_for(call, True))
+    return choose_family(request, Tiles(*tiles) if tiles else tiles_of(call, True))
 
 
 def is_faster_apart(call: AttentionCall) -> bool:
@@ -103,7 +66,7 @@ def launch_attention(call: AttentionCall, *, tiles: tuple[Any, ...] | None = Non
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
     request = KernelRequest(call, out, _is_interpreted(call))
-    return _run(choose_family(request, Tiles(*tiles) if tiles else _tiles_for(call, False)), request)
+    return _run(choose_family(request, Tiles(*tiles) if tiles else tiles_of(call, False)), request)
 
 
 def launch_fused(call: AttentionCall, choice: Choice | None = None) -> torch.Tensor:
@@ -133,7 +96,7 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     out = new_output(call)
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
-    guard, tiles = _is_interpreted(call), _tiles_for(call, False)
+    guard, tiles = _is_interpreted(call), tiles_of(call, False)
     fragment_order = sm90.takes_fragment_order(KernelRequest(call, out, guard), tiles)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     found = launch_quantize_long(

@@ -83,11 +83,6 @@ class KernelRequest:
         return needs_wide_offsets(call.query, call.key, call.value, self.out, call.mask, *given)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is no mask, one key scale a head, and compiled code: what the kernels for Hopper take."""
-        return not (self.call.is_masked or self.call.has_token_keys or self.guard)
-
-    @property
     def has_channel_values(self) -> bool:
         """Whether there is a scale for each of V's channels."""
         scales = self.call.scales

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import triton
 
-from ..paths import cache_folder, make_cache_folder, write_whole
+from ..paths import cache_folder
 from ..specification.recipe import DEFAULT
 from .device import capability_of, device_name, processors_of
 from .families import choose_tiles
@@ -61,7 +61,7 @@ def _ignore(what: str) -> None:
 
 
 @functools.cache
-def _table() -> dict[str, Tiles]:
+def read_table() -> dict[str, Tiles]:
     try:
         path = table_path()
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def tiles_for(shape: AttentionShape, device: torch.device, *, reread: bool = Tru
     rule = choose_tiles(shape, capability, reread=reread)
     if device.type != "cuda" or shape.masked or not reread:
         return rule
-    table = _table()
+    table = read_table()
     if table and shape.recipe.normalization == "two_pass":
         found = table.get(table_key(device_name(device.index or 0), shape))
         if found is not None:
@@ -119,27 +119,6 @@ def tiles_for(shape: AttentionShape, device: torch.device, *, reread: bool = Tru
                 return found
             _warn_of_misfits(table_path())
     return rule
-
-
-def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Path:
-    """Add to the table (entries of other devices stay) and use it from now on; returns its path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    make_cache_folder()
-    _table.cache_clear()  # what another process has added
-    merged = {**_table(), **tiles}
-    path = table_path()
-    write_whole(
-        path,
-        json.dumps(
-            {"about": about, "kernels": KERNELS_VERSION, "tiles": {key: list(entry) for key, entry in merged.items()}}, indent=1
-        )
-        + "\n",
-    )
-    _table.cache_clear()
-    return path
 
 
 def candidates(rule: Tiles, value_dim: int, queries: int, keys: int, processors: int = 132) -> Iterator[Tiles]:

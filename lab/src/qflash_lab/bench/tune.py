@@ -1,12 +1,14 @@
 """``qflash-lab tune``: measure tiles on this GPU and keep the fastest, for the shapes one runs.
 
 Every candidate has to return the rules' bits before it is timed. What wins goes into the user's table
-(:mod:`qflash.kernels.tiles`), which later processes read.
+(:mod:`qflash.kernels.tuning_table`), which later processes read.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 from triton.errors import TritonError
 
 from qflash.api import quantize
+from qflash.kernels import tuning_table
 from qflash.kernels.device import processors_of
-from qflash.kernels.dispatch import attention_launches, one_launch
-from qflash.kernels.families import choose_tiles
+from qflash.kernels.dispatch import one_launch
+from qflash.kernels.families import choose_family, choose_tiles
+from qflash.kernels.launch_arguments import KernelRequest
 from qflash.kernels.tiles import AttentionShape, Tiles
-from qflash.kernels.tuning_table import candidates, save_table, table_key
-from qflash.paths import make_cache_folder
+from qflash.kernels.tuning_table import candidates, table_key
+from qflash.paths import make_cache_folder, write_whole
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.recipe import DEFAULT
 
@@ -64,11 +68,12 @@ def tune_shape(
         given = (q.values, q.scale, k.values, k.scale, v.values, v.scale)
         call = int8_call(*given, None, False, factor, v.scale, torch.int8, DEFAULT)
     out = torch.empty_like(call.query)
+    request = KernelRequest(call, out)
     expected: torch.Tensor | None = None
     times: dict[Tiles, float] = {}
     for tiles in candidates(rule, head_dim, queries, keys, processors_of(device)):
         try:
-            launches = attention_launches(call, out, tiles=tiles)
+            launches = choose_family(request, tiles).launches(request)
             out.zero_()
 
             def run(launches: list[Any] = launches) -> None:
@@ -95,6 +100,32 @@ def _fusable(shape: tuple[int, int, int, int], keys: int, device: torch.device) 
     batch, heads, _, head_dim = shape
     query, key = (torch.empty(size, dtype=torch.float16, device=device) for size in (shape, (batch, heads, keys, head_dim)))
     return one_launch(float_call(query, key, key, None, False, head_dim**-0.5, DEFAULT)).family is not None
+
+
+def save_table(tiles: dict[str, Tiles], about: dict[str, object]) -> pathlib.Path:
+    """Add to the table (entries of other devices stay) and use it from now on; returns its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    make_cache_folder()
+    tuning_table.read_table.cache_clear()  # what another process has added
+    merged = {**tuning_table.read_table(), **tiles}
+    path = tuning_table.table_path()
+    write_whole(
+        path,
+        json.dumps(
+            {
+                "about": about,
+                "kernels": tuning_table.KERNELS_VERSION,
+                "tiles": {key: list(entry) for key, entry in merged.items()},
+            },
+            indent=1,
+        )
+        + "\n",
+    )
+    tuning_table.read_table.cache_clear()
+    return path
 
 
 def run_tune(problems: Sequence[bench_problems.Problem], device: torch.device) -> list[dict[str, Any]]:

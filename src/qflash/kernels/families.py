@@ -1,4 +1,4 @@
-"""Families of attention kernels: which calls each takes, how it divides them, and the order in which they are asked."""
+"""Which kernel takes a call of attention: the families of kernels, in the order in which they are asked."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qflash
 from helpers import DEVICE, make_inputs, operator_samples, same_bits
-from qflash import execution
 from qflash.backends import cpu_missing
+from qflash.kernels.cpu.backend import CpuBackend
 
 MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(0)) < 0.7
 
@@ -124,7 +124,7 @@ def test_a_model_with_static_scales_is_one_graph_and_is_exported() -> None:
 def test_a_compiled_call_goes_the_whole_way_once(
     name: str, monkeypatch: pytest.MonkeyPatch, plans: dict[object, object]
 ) -> None:
-    calls = {"_attend_floats": 0, "_attend_int8": 0}
+    calls = {"attend_floats": 0, "attend_int8": 0}
 
     def counting(part: str, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*arguments: object) -> torch.Tensor:
@@ -138,14 +138,14 @@ def test_a_compiled_call_goes_the_whole_way_once(
     expected = [call(*one) for one in inputs]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for part in calls:
-        monkeypatch.setattr(execution, part, counting(part, getattr(execution, part)))
+        monkeypatch.setattr(CpuBackend, part, counting(part, getattr(CpuBackend, part)))
     plans.clear()
     with torch.no_grad():
         assert all(same_bits(compiled(*one), wanted) for one, wanted in zip(inputs, expected, strict=True))
     # keys behind the last query are hidden, and hidden tokens are replaced in every call
     times = len(inputs) if name == "causal" else 1
     # attention on a CPU is made of the other
-    assert calls == {"_attend_floats": 0 if name == "float output" else times, "_attend_int8": times}
+    assert calls == {"attend_floats": 0 if name == "float output" else times, "attend_int8": times}
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def test_a_repeated_int8_call_has_the_same_bits() -> None:
                     assert same_bits(got.scale, expected.scale)
         assert count_calls(plan_cache._plans) == 2 * len(ways)
     # a float mask, which a kernel of its own converts
-    with mock.patch("qflash.kernels.launch_recorder.record", wraps=record) as recorded:
+    with mock.patch("qflash.kernels.backend.record", wraps=record) as recorded:
         for seed in range(2):
             floating = torch.randn(197, 197, device=CUDA)
             got, expected = (qflash.int8_attention(*int8, floating, backend=backend) for backend in ("auto", "reference"))

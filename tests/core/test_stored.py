@@ -68,6 +68,11 @@ def test_pickles_of_quantised_tensors_load() -> None:
     assert torch.equal(pickle.loads(stored).dequantize(), x.dequantize())
 
 
+def test_pickles_of_recipes_load() -> None:
+    stored = moved(pickle.dumps(qflash.ACCURATE, protocol=0), "qflash.specification.recipe", "qflash.recipe")
+    assert pickle.loads(stored) == pickle.loads(pickle.dumps(qflash.ACCURATE)) == qflash.ACCURATE
+
+
 @pytest.mark.parametrize(
     "path", ["qflash.patching", "qflash.quantization", "qflash.reference", "qflash.recipe", "qflash_lab.baselines"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -53,12 +54,12 @@ class KernelRequest:
         assert self.out is not None
         return self.out
 
-    @property
+    @functools.cached_property
     def capability(self) -> tuple[int, int]:
         """The architecture of the device that the tensors are on."""
         return capability_of(self.call.query.device)
 
-    @property
+    @functools.cached_property
     def unquantisable(self) -> str | None:
         """Why no kernel that attends can quantise the tensors of the call, or None where one can or need not."""
         recipe = self.call.recipe
@@ -75,7 +76,7 @@ class KernelRequest:
             return None
         return "on the way it finds scales of heads, of a query's tokens and a value's channels alone"
 
-    @property
+    @functools.cached_property
     def wide_offsets(self) -> bool:
         """Whether tensors reach further than the 32-bit offsets of all kernels but :mod:`.triton.attention_streaming`."""
         call, scales = self.call, self.call.scales
@@ -102,7 +103,7 @@ class KernelRequest:
             return self.call.recipe.smooth_value
         return scales.offset is not None and self.call.out_dtype != torch.int8
 
-    @property
+    @functools.cached_property
     def shape(self) -> AttentionShape:
         """What the rules for tiles look at."""
         return shape_of(self.call, self.fused)

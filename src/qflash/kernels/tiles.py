@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -136,6 +137,7 @@ def is_crowded(keys: int) -> bool:
     return keys > (448 if SHORT_OF_REGISTERS else 512)
 
 
+@functools.lru_cache(1024)
 def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
     """Return the shared memory that :mod:`.sm90.attention_resident` takes where it reads keys twice.
 

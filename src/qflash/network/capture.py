@@ -20,6 +20,8 @@ import torch
 import torch.utils._pytree
 from torch import fx, nn
 
+from ..torch_internals import tracing_alone
+
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
 aten = torch.ops.aten
@@ -806,11 +808,18 @@ def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
 
 
-def _outside_inference_mode(model: nn.Module) -> nn.Module:
-    """Return a model, or a copy where it was made in inference mode, whose tensors cannot be traced."""
-    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
-        return copy.deepcopy(model)
-    return model
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+
+    ``torch.export`` puts other tensors into modules for as long as it traces, which threads that use the model would meet.
+    Tensors made in inference mode are copied, since they cannot be traced.
+    """
+    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
+    try:
+        return copy.deepcopy(model, same)
+    except Exception:  # whatever an attribute of a foreign module says to being copied
+        return model
 
 
 def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
@@ -827,9 +836,10 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     """
     with torch.no_grad():
         try:
-            program = torch.export.export(
-                _outside_inference_mode(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
-            )
+            with tracing_alone():
+                program = torch.export.export(
+                    _copy_of(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
             raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error

@@ -27,7 +27,7 @@ def quantised(name: str) -> tuple[nn.Module, Any]:
     """Return a float model and its integer network, made once."""
     if name not in _kept:
         model = make(name)
-        _kept[name] = model, qflash.quantize_model(model, [images(16)], progress=False, **STATISTICS)
+        _kept[name] = model, qflash.quantize_model(model, [images(40)], progress=False, **STATISTICS)
     return _kept[name]
 
 
@@ -106,16 +106,16 @@ def test_onnxruntime_has_the_same_bits(name: str, tmp_path: Path) -> None:
     "name", ["timm: class token", "timm: distilled", "transformers: BEiT", "transformers: DINOv2 with registers", "two outputs"]
 )
 def test_unread_rows_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last three read all tokens: for a mean, or as an output."""
     model, network = quantised(name)
     monkeypatch.setattr(quantize, "drop_unread_rows", lambda captured: None)
-    whole = qflash.quantize_model(model, [images(16)], progress=False, **STATISTICS)
+    whole = qflash.quantize_model(model, [images(40)], progress=False, **STATISTICS)
     x = images(3, 9)
     wanted = whole.run(x)
     for label, got in network.run(x).items():
         assert torch.equal(got, wanted[label])
     rows = [sum(shape[1] for shape in each.shapes().values() if len(shape) == 3) for each in (network, whole)]
-    # all tokens are read where they are an output
-    assert rows[0] == rows[1] if name == "two outputs" else rows[0] < rows[1]
+    assert rows[0] < rows[1] if name in ("timm: class token", "timm: distilled") else rows[0] == rows[1]
 
 
 def test_outputs_are_chosen_by_name() -> None:
@@ -154,7 +154,7 @@ REFUSED = {
         ),
         r"in layers\.0\.blocks\.0\.attn",
     ),
-    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"silu in blocks\.0\.mlp\.act"),
+    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"product of two computed tensors in blocks\.0\.mlp"),
     "RMSNorm": (lambda: vit(norm_layer=timm.layers.RmsNorm), r"rms_norm in blocks\.0\.norm1"),
     "post-norm": (lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), r"blocks\.0\.attn has no integer form"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),

@@ -447,7 +447,7 @@ class Attention(IntegerModule):
 
     def heads_of(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return query, key and value, each (batch or windows, heads, tokens, channels), of what :meth:`forward` takes."""
-        batch = len(parts[0])
+        batch = parts[0].shape[0]  # len() would fix it in torch.export
         views = [] if self.query is None else [self.query.expand(batch, -1, -1, -1)]
         for part in parts:
             tokens = self.tokens or part.shape[1]
@@ -472,7 +472,8 @@ class Attention(IntegerModule):
             query, query_scale, key, key_scale, value, value_scale, self.bias, False, self.softmax_scale, output_scale,
             torch.int8, self.recipe, backend,
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(len(parts[0]), -1, self.heads * self.head_dim)
+        windows = parts[0].shape[1] // self.tokens if self.tokens else 1
+        return out.transpose(1, 2).reshape(parts[0].shape[0], windows * out.shape[2], self.heads * self.head_dim)
 
 
 class First(IntegerModule):

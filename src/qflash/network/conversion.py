@@ -192,7 +192,8 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
         ValueError: an activation is beyond what GELU takes here, or its zero point is.
     """
     most = op.GELU_LIMIT * op.GELU_UNIT
-    if float(output.high.max()) > most:
+    # comparisons are written so that a NaN is refused
+    if not float(output.high.max()) <= most:
         raise ValueError(f"an activation of GELU is {float(output.high.max()):.4g}; integer networks take up to {most:.0f}")
     steps = SPREADS["fc2"].steps(output.half, weight)
     shift = 30
@@ -204,7 +205,7 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
     # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
     middle = output.low + 128 * steps
     offset = ((0.5 - middle / steps) * 2.0**shift).round()
-    if float(offset.abs().max()) >= 1 << 30:
+    if not float(offset.abs().max()) < 1 << 30:
         raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
     module.gelu_shift = shift
     module.gelu_multiplier.copy_(multiplier.to(torch.int32))
@@ -230,8 +231,9 @@ def finish_norm(
         float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
     ):
         shift -= 1
-    if float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1:
-        raise ValueError("a normalisation's gain is too large for its unit; the network's scales are degenerate")
+    for name, x, most in (("gain", gain * 2.0 ** (8 + shift), 2**31 - 1), ("offset", offset * 2.0**shift, 2**30 - 1)):
+        if not float(x.abs().max()) < most:
+            raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
     module.epsilon = min(round(gain.numel() ** 2 * norm.eps / unit**2), 1 << 53)
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
@@ -246,7 +248,7 @@ def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: to
     left = max(0, math.frexp(float(ratio.max()))[1] + 1)
     multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
     offset = _offset_of(-middle * tokens / unit * torch.ones_like(step), left, multiplier)
-    if tokens * 32768 * 2.0**left + float(offset.abs().max()) >= 1 << 31:
+    if not tokens * 32768 * 2.0**left + float(offset.abs().max()) < 1 << 31:
         raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
     module.left = left
     module.multiplier.copy_(multiplier.to(torch.int32))

@@ -16,6 +16,7 @@ from torch import nn
 import qflash
 from qflash.network import quantize
 from qflash.network.capture import BATCH, capture, drop_unread_rows
+from qflash.network.float_parts import KEPT, kept_nodes, with_float_parts
 from qflash.network.quality import sqnr_db
 from small_networks import timm
 
@@ -86,6 +87,35 @@ def test_back_ends_files_and_batches_have_the_same_bits(name: str, tmp_path: Pat
         assert torch.equal(torch.cat([loaded.run(part)[label] for part in x.split([1, 4])]), want)
         assert torch.equal(reference.run(x[:2])[label], want[:2])
         assert loaded.run(x[:0])[label].shape == (0, *want.shape[1:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_node_can_stay_float(name: str, tmp_path: Path) -> None:
+    """With all of them a network is its model; with every second one it is closer, saves, loads and exports to ONNX."""
+    model, network = quantised(name)
+    lowering = network.lowering
+    nodes = [node.name for node in network.nodes if type(network.part(node.name)).__name__ in KEPT]
+    x = images(4, 9)
+    wanted = outputs_of(model, network, normalise(x))
+
+    def judged(found: dict[str, torch.Tensor]) -> float:
+        return min(sqnr_db(want, found[label].float() * network.scales[label]) for label, want in wanted.items())
+
+    for kept, least in ((nodes, 40.0), (nodes[::2], 25.0), (nodes[1::2], 25.0)):
+        mixed = with_float_parts(network, lowering.twins, lowering.grids, kept_nodes(network, lowering.twins, kept))
+        assert set(kept) <= set(mixed.float_parts())
+        found = mixed.run(x)
+        assert judged(found) > least
+        mixed.save(tmp_path / "network")
+        loaded = qflash.load_model(tmp_path / "network")
+        assert loaded.float_parts() == mixed.float_parts()
+        assert all(torch.equal(out, found[label]) for label, out in loaded.run(x).items())
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    mixed.export_onnx(tmp_path / "network.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "network.onnx"), providers=["CPUExecutionProvider"])
+    for want, got in zip(found.values(), session.run(None, {"images": x.numpy()}), strict=True):
+        assert sqnr_db(want.double(), torch.tensor(got).double()) > 35
 
 
 @pytest.mark.parametrize("name", FAMILIES)

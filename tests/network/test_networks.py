@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ def change_ours(**changes: Any) -> Any:
         (lambda header: header.pop("head.bias"), "no readable safetensors|missing or not known"),
         (lambda header: header.update({"heads.bias": header.pop("head.bias")}), r"\['head.bias', 'heads.bias'\] are missing"),
         (in_ours(lambda ours: change_constant(ours)), r"left must be an integer, is 1\.5"),
-        (lambda header: change_type(header), r"head\.bias must be torch\.int32 \(10,\), is F32 \(10,\)"),
+        (lambda header: change_type(header), r"head\.bias must be torch\.int32 \(10,\), is torch\.float32 \(10,\)"),
     ],
 )
 def test_a_damaged_header_is_refused(made: Any, tmp_path: Path, change: Any, message: str) -> None:
@@ -142,6 +141,44 @@ def change_constant(ours: dict[str, Any]) -> None:
 
 def change_type(header: dict[str, Any]) -> None:
     header["head.bias"]["dtype"] = "F32"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"operator": "FloatNode"}, "operator must be one of PatchEmbedding"),
+        ({"operator": "Join"}, "operator must be one of PatchEmbedding"),
+        ({"sizes": 1}, "operator must be one of PatchEmbedding"),
+        ({"sizes": {"inputs": 1 << 40, "outputs": 2, "dtype": "int16"}}, "inputs must be whole"),
+        ({"given": []}, "given must be a list of 1 to 3 shapes"),
+        ({"given": 3}, "given must be a list of 1 to 3 shapes"),
+        ({"given": [3]}, "do not fit FloatNode"),
+        ({"given": [[1 << 40]]}, "grids must be whole"),
+        ({"given": [[2, 3]]}, "grids must be a number or one of each channel"),
+        ({"made": "x"}, "grids must be whole"),
+        ({"has_bias": 1}, "has_bias True or False"),
+        ({"mask": [1]}, "mask must be None or have 4 numbers"),
+        ({"epsilon": -1.0}, "epsilon must be at least 0"),
+        ({"other": 1}, "do not fit FloatNode"),
+    ],
+)
+def test_a_damaged_float_node_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    model, path = build("vit", num_classes=2, depth=1), tmp_path / "network.safetensors"
+    qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.0.mlp"], progress=False, min_sqnr=None).save(path)
+
+    def damage(ours: dict[str, Any]) -> None:
+        next(each for each in ours["nodes"] if each["name"] == "blocks.0.mlp.fc2")["sizes"].update(change)
+
+    content = path.read_bytes()
+    path.write_bytes(rewrite(content, in_ours(damage)))
+    with pytest.raises(ValueError, match=message):
+        load_model(path, verify=False)
+    # numbers that are none
+    network = qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.0.mlp"], progress=False, min_sqnr=None)
+    network.part("blocks.0.mlp.fc2").weight.data[0, 0] = float("nan")
+    network.save(path)
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.fc2: weight must be finite"):
+        load_model(path)
 
 
 def test_a_damaged_file_is_refused(made: Any, tmp_path: Path) -> None:
@@ -182,8 +219,10 @@ def test_parts_can_stay_float(made: Any, tmp_path: Path) -> None:
             want = model(normalise(model, images))
             assert not torch.equal(mixed(images), network(images))
             assert sqnr(want, mixed.dequantize(mixed(images))) > 24
-        with pytest.raises(ValueError, match=re.escape(", ".join(kept))):
-            mixed.save(tmp_path / "mixed.safetensors")
+        assert f"in floating point: {', '.join(kept)}" in repr(mixed)
+        mixed.save(tmp_path / "mixed.safetensors")
+        loaded = qflash.load_model(tmp_path / "mixed.safetensors")
+        assert torch.equal(loaded(images), mixed(images)) and loaded.quality == mixed.quality
     with pytest.raises(ValueError, match=r"keep_float must name submodules such as 'blocks.0'.*'blocks.7.mlp'"):
         qflash.quantize_model(build("vit"), [draw(model, 2)], keep_float=["blocks.7.mlp"], progress=False)
 

@@ -361,6 +361,14 @@ def convert_pixels(
     quantize_linear(module, weight, bias, grid, grid.middle, unit)
 
 
+def pixel_layer(
+    weight: Any, bias: torch.Tensor | None, mean: Sequence[float], deviation: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and bias of a patch embedding that takes pixels from 0 to 255; arguments as :func:`convert_pixels`."""
+    centre, spread = (each(numbers, weight.shape[1] // len(mean)) for numbers in (mean, deviation))
+    return weight / (255 * spread), (0 if bias is None else bias) - weight @ (centre / spread)
+
+
 HEADROOM = 2.0
 """How far a residual stream may go beyond what calibration saw: images differ most in a few massive activations."""
 
@@ -397,7 +405,7 @@ def feature_unit(made: Range) -> float:
 
 def fill_norm_mean(
     norm: LayerNorm, module: Mean, float_norm: Any, made: Range, inputs: Range | None, unit: float, weight: torch.Tensor | None
-) -> tuple[Grid | None, float]:
+) -> tuple[Grid | None, float, Grid]:
     """Fill in the last normalisation and the mean over tokens behind it.
 
     Args:
@@ -408,7 +416,7 @@ def fill_norm_mean(
         unit: of the residual stream.
 
     Returns:
-        Where the mean's int8 outputs lie, or None and the unit of features.
+        Where the mean's int8 outputs lie, or None and the unit of features; and where the normalisation's lie.
     """
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
@@ -416,7 +424,7 @@ def fill_norm_mean(
     if inputs is None or weight is None:
         scale = feature_unit(made)
         finish_mean(module, fine, torch.full_like(fine, scale))
-        return None, scale
+        return None, scale, Grid(fine, torch.zeros_like(fine))
     grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
     finish_mean(module, fine, grid.step, grid.middle)
-    return grid, 1.0
+    return grid, 1.0, Grid(fine, torch.zeros_like(fine))

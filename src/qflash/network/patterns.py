@@ -23,7 +23,7 @@ from . import conversion as cv
 from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View
 from .conversion import Grid, Range
 from .float_parts import FloatTwin
-from .graph import IntegerNetwork, Node
+from .graph import IMAGES, IntegerNetwork, Node
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
 
 Ranges = dict[fx.Node, Range]
@@ -260,7 +260,7 @@ class Lowering:
         count = len(rows.table) - prefix
         module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
         group = self.group()
-        name = self.add(operation.name or "embed", module, "images")
+        name = self.add(operation.name or "embed", module, IMAGES)
         term = rows.term
 
         def fill(ranges: Ranges) -> None:
@@ -269,6 +269,11 @@ class Lowering:
                 module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
             if term is not None and module.prefix is not None:
                 module.prefix.copy_(cv.to_int16(term[:prefix], group.unit)[None])
+            position = prefixes = None
+            if term is not None:
+                position, prefixes = term[None, prefix:], term[None, :prefix] if prefix else None
+            layer = cv.pixel_layer(operation.weight, operation.bias, self.mean, self.deviation)
+            self.twins[name] = FloatTwin(*layer, position=position, prefix=prefixes)
 
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
@@ -330,7 +335,9 @@ class Lowering:
         group = self.group()
         name = self.add(operation.name or "norm", module, stream.node)
         self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
-        self.fillers.append(lambda ranges: cv.finish_norm(module, _norm(operation), stream.group.unit, group.unit))
+        float_norm = _norm(operation)
+        self.twins[name] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+        self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
 
     def norm_before(
         self, rows: Rows, user: Operation, dtype: str, *, single: bool = False
@@ -412,6 +419,7 @@ class Lowering:
         stream, there = self.stream(rows.view, seen, user)
         module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
         name = self.add(f"{stream.node}_token", module, stream.node)
+        self.twins[name] = FloatTwin()
 
         def fill_token(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
             inputs = ranges[seen].widened(room)
@@ -490,6 +498,7 @@ class Lowering:
         node = self.add(operation.name or "reduction", module, name)
         group = self.group()
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
+        self.twins[node] = FloatTwin(weight, operation.bias)
         self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, operation.bias, *grid_of(ranges), group.unit))
 
     def lower_add(self, operation: Operation) -> None:
@@ -587,10 +596,15 @@ class Lowering:
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
         node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
         self.references[node] = _whole(operation), None
-        if operation.query is None and not norms:
-            self.twins[node] = FloatTwin(mask=None if mask is None or shape is None else mask.expand(shape))
-            for made, rows_made in self.split_rows(names, layers):
-                self.twins[made] = FloatTwin(weight[rows_made], None if bias is None else bias[rows_made])
+        float_mask = None if mask is None or shape is None else mask.expand(shape)
+        self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
+        linears = [both, names[-1]] if with_norms else names
+        for made, rows_made in self.split_rows(linears, layers):
+            self.twins[made] = FloatTwin(weight[rows_made], None if bias is None else bias[rows_made])
+        for part, made in zip(with_norms, names, strict=False):
+            assert part.norm is not None
+            float_norm = _norm(part.norm)
+            self.twins[made] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
@@ -609,7 +623,12 @@ class Lowering:
                 units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
                 split = 2 * heads * width
                 biases = (None, None) if bias is None else (bias[:split], bias[split:])
-                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, cv.each(units, heads * width))
+                unit = cv.each(units, heads * width)
+                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, unit)
+                self.grids[both], self.grids[names[2]] = Grid(unit, torch.zeros_like(unit)), Grid(*values)
+                query_step = grids.query_step[0]
+                self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
+                self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
                 cv.quantize_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
                 floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
@@ -696,6 +715,7 @@ class Lowering:
             group = self.group()
             name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)
             self.streams[(id(operation),)] = self.begin(name, _whole(operation), group, is_flat=True)
+            self.twins[name] = FloatTwin()
 
             def fill_first(ranges: Ranges) -> None:
                 units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64)
@@ -712,12 +732,13 @@ class Lowering:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
         module = Mean(len(tokens), operation.channels, "int32" if weight is None else "int8", first)
         node = self.values[id(operation)] = self.add(f"{operation.name}.mean".lstrip("."), module, name)
+        self.twins[node] = FloatTwin()
         self.watch(rows.source.node, *(() if seen is None else (seen,)))
 
         def fill(ranges: Ranges) -> None:
             inputs = None if seen is None else ranges[seen]
             made = ranges[rows.source.node]
-            grid, scale = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
+            grid, scale, self.grids[name] = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
             if grid is None:
                 self.scales[node] = scale
             else:
@@ -810,11 +831,13 @@ class Lowering:
         source = names[0] if len(names) == 1 else self.add(f"{output.name}.join", Join(), *names)
         module = Linear(whole.shape[1], whole.shape[0], "int32")
         node = self.add(layers[0].name or output.name, module, source)
+        self.twins[node] = FloatTwin(whole, None if no_bias else bias)
 
         def fill(ranges: Ranges) -> None:
             found = [grid_of(ranges) for grid_of in grids]
             grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
             mean = torch.cat([each for _, each in found])
+            self.grids[source] = grid
             self.scales[node] = cv.convert_head(module, whole, None if no_bias else bias, grid, mean)
 
         self.fillers.append(fill)
@@ -835,9 +858,9 @@ class Lowering:
             group.unit = cv.unit_of(*(ranges[node] for node in group.seen))
         for fill in self.fillers:
             fill(ranges)
-        for name, (_, stream) in self.references.items():
-            if stream is not None:
-                self.grids[name] = Grid(torch.tensor(stream.unit, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+        numbers = {name: stream.unit for name, (_, stream) in self.references.items() if stream is not None}
+        for name, unit in {IMAGES: 1.0, **numbers, **self.scales}.items():
+            self.grids[name] = Grid(torch.tensor(unit, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
         self.grids.update({name: self.grids[source] for name, source in self.selected.items()})
         network.scales = {name: self.scales[node] for name, node in network.outputs.items()}
         network.units = tuple(dict.fromkeys(group.unit for group in self.groups))

@@ -92,7 +92,7 @@ class View:
         """Return :attr:`index`, spelled out."""
         if self.index is not None:
             return self.index
-        return torch.arange(math.prod(self.shape)).view(self.shape)
+        return counted(math.prod(self.shape)).view(self.shape)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor], *, in_order: bool = False) -> View:
         """Return the view behind a rearrangement of elements.
@@ -102,7 +102,7 @@ class View:
             in_order: whether it leaves the elements in their order.
         """
         if in_order and self.index is None:
-            index, shape = None, tuple(move(torch.empty(self.shape, device="meta")).shape)
+            index, shape = None, tuple(move(_on_meta(self.shape)).shape)
         else:
             index = move(self.places())
             shape = tuple(index.shape)
@@ -194,7 +194,7 @@ def _product_of(x: View) -> Product | None:
     places = x.places().reshape(-1, channels)
     rows = places[:, 0] // channels
     constants = [None if each is None else each.expand(x.shape).reshape(-1, channels) for each in (x.factor, x.term)]
-    if not torch.equal(places, rows[:, None] * channels + torch.arange(channels)) or int(rows.min()) < 0:
+    if not torch.equal(places, rows[:, None] * channels + counted(channels)) or int(rows.min()) < 0:
         return None
     if any(each is not None and not bool((each == each[:1]).all()) for each in constants):
         return None
@@ -261,7 +261,22 @@ def _shape_of(x: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _wide(x: Any) -> torch.Tensor:
+def counted(count: int, first: int = 0) -> torch.Tensor:
+    """Return ``count`` whole numbers from ``first`` on, as int64 on the CPU."""
+    return torch.arange(first, first + count, dtype=torch.int64, device="cpu")
+
+
+def nowhere(*shape: int) -> torch.Tensor:
+    """Return places where there is only a constant: -1, as int64 on the CPU."""
+    return torch.full(shape, -1, dtype=torch.int64, device="cpu")
+
+
+def _on_meta(shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that has a shape alone."""
+    return torch.empty(tuple(shape), dtype=torch.float32, device="meta")
+
+
+def wide(x: Any) -> torch.Tensor:
     """Return a constant as float64 on the CPU."""
     if isinstance(x, torch.Tensor):
         return x.detach().to("cpu", torch.float64)
@@ -308,7 +323,7 @@ class _Tracer(fx.Interpreter):
         if packet in _SAME:
             return args[0]
         if packet in _OF_SHAPE:
-            like = torch.empty(args[0].shape)
+            like = torch.empty(args[0].shape, dtype=torch.float32, device="cpu")
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
             return target(like, *args[1:], **kwargs)
         if packet in self.handlers:
@@ -356,9 +371,9 @@ class _Tracer(fx.Interpreter):
         if isinstance(x, Scores):
             if not in_order:
                 raise self.refusal(f"{target} of scores")
-            return x.reshaped(target(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
+            return x.reshaped(target(_on_meta(x.shape), *args, **kwargs).shape)
         kwargs.pop("memory_format", None)
-        found = target(torch.empty(x.shape, device="meta"), *args, **kwargs) if not in_order else None
+        found = target(_on_meta(x.shape), *args, **kwargs) if not in_order else None
         if isinstance(found, (list, tuple)):
 
             def piece(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -383,10 +398,10 @@ class _Tracer(fx.Interpreter):
         index = torch.cat([x.places() for x in parts], dim)
         terms = factors = None
         if any(x.term is not None for x in parts):
-            zero = torch.zeros((), dtype=torch.float64)
+            zero = wide(0.0)
             terms = torch.cat([(zero if x.term is None else x.term).expand(x.shape) for x in parts], dim)
         if any(x.factor is not None for x in parts):
-            one = torch.ones((), dtype=torch.float64)
+            one = wide(1.0)
             factors = torch.cat([(one if x.factor is None else x.factor).expand(x.shape) for x in parts], dim)
         return View(views[0].source, tuple(index.shape), index, factors, terms)
 
@@ -410,7 +425,7 @@ class _Tracer(fx.Interpreter):
             if alpha != 1:
                 raise self.refusal("add with alpha")
         if not _has_view(b):
-            return a.plus(_wide(b) * alpha)
+            return a.plus(wide(b) * alpha)
         if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
             raise self.refusal("sum of scores")
         if a.shape != b.shape:
@@ -422,7 +437,7 @@ class _Tracer(fx.Interpreter):
     def sub(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         if _has_view(b):
             raise self.refusal("difference")
-        return a.plus(-_wide(b) * alpha)
+        return a.plus(-wide(b) * alpha)
 
     def mul(self, a: Any, b: Any) -> Any:
         if _has_view(a) and _has_view(b):
@@ -430,18 +445,18 @@ class _Tracer(fx.Interpreter):
         if not _has_view(a):
             a, b = b, a
         if isinstance(a, Scores):
-            number = _wide(b)
+            number = wide(b)
             if number.numel() != 1 or a.weights:
                 raise self.refusal("product of scores with a tensor")
             return dataclasses.replace(
                 a, factor=a.factor * float(number), term=None if a.term is None else a.term * float(number)
             )
-        return a.scaled(_wide(b))
+        return a.scaled(wide(b))
 
     def div(self, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
         if _has_view(b) or rounding_mode is not None:
             raise self.refusal("division")
-        return self.mul(a, 1 / _wide(b))
+        return self.mul(a, 1 / wide(b))
 
     def neg(self, a: Any) -> Any:
         return self.mul(a, -1.0)
@@ -454,7 +469,7 @@ class _Tracer(fx.Interpreter):
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias):
             raise self.refusal("linear layer with computed weights")
-        return self.product(Product(x, self.seen(0), _wide(weight), None if bias is None else _wide(bias)))
+        return self.product(Product(x, self.seen(0), wide(weight), None if bias is None else wide(bias)))
 
     def product(self, layer: Product) -> View:
         """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
@@ -469,7 +484,7 @@ class _Tracer(fx.Interpreter):
     def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
             raise self.refusal("addmm")
-        return self.product(Product(x, self.seen(1), _wide(weight).t().contiguous(), _wide(bias)))
+        return self.product(Product(x, self.seen(1), wide(weight).t().contiguous(), wide(bias)))
 
     def convolution(
         self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
@@ -491,12 +506,12 @@ class _Tracer(fx.Interpreter):
         if x.factor is not None or x.term is not None:
             raise self.refusal("convolution of what a constant was added to")
         view = View(x.source, tuple(patches.shape), patches)
-        out = self.product(Product(view, self.seen(0), _wide(weight).flatten(1), None if bias is None else _wide(bias)))
+        out = self.product(Product(view, self.seen(0), wide(weight).flatten(1), None if bias is None else wide(bias)))
         return out.moved(lambda y: y.movedim(-1, 1))
 
     def matmul(self, a: Any, b: Any) -> Any:
         if isinstance(a, View) and not _has_view(b) and b.dim() == 2:
-            return self.product(Product(a, self.seen(0), _wide(b).t().contiguous()))
+            return self.product(Product(a, self.seen(0), wide(b).t().contiguous()))
         if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
             query = a if isinstance(a, View) else _constant_view(b.source, a)
             key = b.moved(lambda y: y.transpose(-1, -2))
@@ -512,13 +527,13 @@ class _Tracer(fx.Interpreter):
         if _has_view(term) or not isinstance(scores, Scores):
             raise self.refusal("baddbmm")
         scores = self.mul(scores, alpha)
-        return scores if beta == 0 else scores.plus(_wide(term) * beta)
+        return scores if beta == 0 else scores.plus(wide(term) * beta)
 
     def masked_fill(self, x: Any, mask: Any, value: Any) -> Any:
         if not isinstance(x, Scores) or _has_view(mask) or x.weights:
             raise self.refusal("masked_fill")
-        term = torch.zeros((), dtype=torch.float64) if x.term is None else x.term
-        return dataclasses.replace(x, term=torch.where(mask.cpu(), _wide(value), term))
+        term = wide(0.0) if x.term is None else x.term
+        return dataclasses.replace(x, term=torch.where(mask.cpu(), wide(value), term))
 
     def softmax(self, x: Any, dim: int, *rest: Any, **more: Any) -> Any:
         if not isinstance(x, Scores) or x.weights or dim not in (-1, len(x.shape) - 1):
@@ -539,7 +554,7 @@ class _Tracer(fx.Interpreter):
         term = None
         if mask is not None:
             mask = mask.detach().cpu()
-            term = torch.where(mask, 0.0, -math.inf).to(torch.float64) if mask.dtype == torch.bool else _wide(mask)
+            term = torch.where(mask, 0.0, -math.inf).to(torch.float64) if mask.dtype == torch.bool else wide(mask)
             if not term.any():
                 term = None
         q, k, v = (_with_heads(x) for x in (query, key, value))
@@ -589,8 +604,8 @@ class _Tracer(fx.Interpreter):
         if not isinstance(x, View) or len(shape) != 1:
             raise self.refusal("layer normalisation over several dimensions")
         return self.made(
-            "norm", (x,), self.seen(0), x.shape, weight=None if weight is None else _wide(weight),
-            bias=None if bias is None else _wide(bias), epsilon=float(eps),
+            "norm", (x,), self.seen(0), x.shape, weight=None if weight is None else wide(weight),
+            bias=None if bias is None else wide(bias), epsilon=float(eps),
         )  # fmt: skip
 
     def mean(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
@@ -624,7 +639,7 @@ def _image_order(view: View) -> torch.Tensor | None:
 
 
 def _constant_view(source: Operation, x: torch.Tensor) -> View:
-    return View(source, tuple(x.shape), torch.full(tuple(x.shape), -1), None, _wide(x))
+    return View(source, tuple(x.shape), nowhere(*x.shape), None, wide(x))
 
 
 def _with_heads(x: View) -> View:
@@ -764,7 +779,7 @@ def drop_unread_rows(captured: Captured) -> None:
         keep = (read[read >= 0] // operation.channels).unique()
         heads = operation.inputs[0].shape if operation.kind == "attention" else (BATCH,)
         # the first tokens alone, where that saves much
-        few = 2 * len(keep) <= count and torch.equal(keep, torch.arange(len(keep)))
+        few = 2 * len(keep) <= count and torch.equal(keep, counted(len(keep)))
         if not few or operation.inputs[0].source.kind == "images" or heads[0] != BATCH:
             if operation.kind == "attention":
                 return
@@ -780,8 +795,8 @@ def drop_unread_rows(captured: Captured) -> None:
                 continue  # what a lone block makes of its class token, a constant: no part of a stream
             operation.inputs = fewer
         operation.rows = BATCH * len(keep)
-        position = torch.full((count,), -1)
-        position[keep] = torch.arange(len(keep))
+        position = nowhere(count)
+        position[keep] = counted(len(keep))
 
         def renumbered(view: View, operation: Operation = operation, position: torch.Tensor = position) -> View:
             assert view.index is not None

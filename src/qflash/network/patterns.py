@@ -20,7 +20,7 @@ from torch import fx
 from ..quantization import bias_to_fixed
 from ..recipe import Recipe
 from . import conversion as cv
-from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View
+from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View, counted, nowhere, wide
 from .conversion import Grid, Range
 from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
@@ -59,14 +59,14 @@ class Rows:
         """Whether these are all rows and channels of the source, in their order."""
         return (
             self.table.shape[1] == 1
-            and torch.equal(self.table[:, 0], torch.arange(self.source.rows // BATCH))
+            and torch.equal(self.table[:, 0], counted(self.source.rows // BATCH))
             and self.has_all_columns
         )
 
     @property
     def has_all_columns(self) -> bool:
         """Whether a piece is a whole row of the source."""
-        return torch.equal(self.columns, torch.arange(self.source.channels))
+        return torch.equal(self.columns, counted(self.source.channels))
 
 
 def rows_of(view: View, user: Operation) -> Rows:
@@ -97,7 +97,7 @@ def rows_of(view: View, user: Operation) -> Rows:
     row, column = row.view(len(row), -1, width), column.view(len(column), -1, width)
     if not bool((row == row[..., :1]).all()) or not bool((column == column[:1, :1]).all()):
         raise _refuse(user, "channels come from several rows in an irregular way")
-    table = torch.full((count, channels // width), -1)
+    table = nowhere(count, channels // width)
     table[(first >= 0).all(dim=1)] = row[..., 0]
     if bool(((first < 0).any(dim=1) & (first >= 0).any(dim=1)).any()):
         raise _refuse(user, "rows are constant in part")
@@ -230,7 +230,7 @@ class Lowering:
                 raise _refuse(user, "patch embeddings are multiplied")
             tokens = rows.table[:, 0]
             prefix = int((tokens < 0).sum())
-            if not torch.equal(tokens[prefix:], torch.arange(len(tokens) - prefix)) or rows.table.shape[1] != 1:
+            if not torch.equal(tokens[prefix:], counted(len(tokens) - prefix)) or rows.table.shape[1] != 1:
                 raise _refuse(user, "tokens are not class tokens, then patches in their order")
             made = self.streams.get(key)
             if made is None:
@@ -239,7 +239,7 @@ class Lowering:
             elif not _same(rows.term, self.embedded.term) or not torch.equal(rows.table, self.embedded.table):
                 raise _refuse(user, "patches are used with different constants around them")
             self.see(made.group, seen)
-            whole = torch.arange(len(tokens))[:, None]
+            whole = counted(len(tokens))[:, None]
             return made, Rows(view, rows.source, whole, rows.columns, None, None)
         if key not in self.streams:
             raise _refuse(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
@@ -282,7 +282,7 @@ class Lowering:
         """Return the (height, width) of patches that a linear layer takes, which cut the image without overlap or rest."""
         view = operation.inputs[0]
         channels, height, width = self.image
-        pixels = torch.arange(channels * height * width).view(1, channels, height, width)
+        pixels = counted(channels * height * width).view(1, channels, height, width)
         places = view.places()
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
         for high in range(1, height + 1):
@@ -321,7 +321,7 @@ class Lowering:
 
     def first(self, node: str, tokens: torch.Tensor, user: Operation) -> str:
         """Add a node that takes the first tokens of another's output."""
-        if not torch.equal(tokens, torch.arange(len(tokens))):
+        if not torch.equal(tokens, counted(len(tokens))):
             raise _refuse(user, "it takes some tokens that are not the first ones")
         name = self.add(f"{node}_first", First(len(tokens)), node)
         self.selected[name] = node
@@ -362,7 +362,7 @@ class Lowering:
             raise _refuse(user, "tokens are merged on both sides of a normalisation")
         if rows.table.shape[1] > 1:
             raise _refuse(user, "tokens are merged behind a normalisation")
-        gather = None if torch.equal(table, torch.arange(stream.rows)[:, None]) else table
+        gather = None if torch.equal(table, counted(stream.rows)[:, None]) else table
         module = _norm_module(operation.channels, dtype, gather, single and not stream.is_flat)
         name = self.add(operation.name or "norm", module, stream.node)
         term = None
@@ -400,7 +400,7 @@ class Lowering:
                 raise _refuse(user, f"it takes a part of what {source.kind} of {source.name or 'the model'} computes")
             whole = self.values[id(source)]
             node = whole
-            if not torch.equal(tokens, torch.arange(source.rows // BATCH)):
+            if not torch.equal(tokens, counted(source.rows // BATCH)):
                 node = self.first(whole, tokens, user)
             return node, lambda ranges: (self.grids[whole], ranges[seen].mean)
         if source.kind == "norm" and (id(source),) not in self.streams:
@@ -522,9 +522,9 @@ class Lowering:
             residual = self.first(stream.node, old.table[:, 0], operation)
         weight, bias = self.scaled(linear)
         scatter = None
-        if not torch.equal(rows.table[:, 0], torch.arange(count)):
-            scatter = torch.empty(count, dtype=torch.int64)
-            scatter[rows.table[:, 0]] = torch.arange(count)
+        if not torch.equal(rows.table[:, 0], counted(count)):
+            scatter = nowhere(count)
+            scatter[rows.table[:, 0]] = counted(count)
         source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], weight, "fc1")
         module = Linear(weight.shape[1], weight.shape[0], "int16", 0 if scatter is None else len(scatter))
         if scatter is not None and module.scatter is not None:
@@ -554,7 +554,7 @@ class Lowering:
         with_norms = [part for part in parts if part.norm is not None]
         if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
             raise _refuse(operation, "only query and key together can be normalised")
-        if any(not torch.equal(part.tokens, torch.arange(len(part.tokens))) for part in parts):
+        if any(not torch.equal(part.tokens, counted(len(part.tokens))) for part in parts):
             raise _refuse(operation, "it takes some tokens of its linear layers that are not the first ones")
         if any(len(part.tokens) != part.linear.rows // batch for part in parts[-2:]):
             raise _refuse(operation, "keys or values are some tokens of those that its linear layers take")
@@ -568,7 +568,7 @@ class Lowering:
         weight = torch.cat([part.weight for part in parts])
         bias = None
         if any(part.bias is not None for part in parts):
-            zeros = [torch.zeros(len(part.weight), dtype=torch.float64) for part in parts]
+            zeros = [torch.zeros(len(part.weight), dtype=torch.float64, device="cpu") for part in parts]
             bias = torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
         first = parts[0].linear
         source, grid_of = self.take(rows, operation, first.seen[0], weight, "qkv")
@@ -670,7 +670,7 @@ class Lowering:
             # (batch, heads, tokens, channels) of rows (batch x heads x tokens), in any order
             inner, outer = norm.inputs[0].places().reshape(norm.rows, norm.channels), view.places()
             rows = outer // norm.channels
-            if not bool((outer % norm.channels == torch.arange(width)).all()):
+            if not bool((outer % norm.channels == counted(width)).all()):
                 raise _refuse(user, "heads of query or key are not what was normalised")
             view = View(norm.inputs[0].source, view.shape, inner[rows[..., 0]])
             if norm.inputs[0].factor is not None or norm.inputs[0].term is not None:
@@ -682,7 +682,7 @@ class Lowering:
         row, column = places // linear.channels, places % linear.channels
         per_batch = linear.rows // batch
         some = row[0, 0, :, 0]
-        same = (row == some[None, None, :, None] + per_batch * torch.arange(batch)[:, None, None, None]).all()
+        same = (row == some[None, None, :, None] + per_batch * counted(batch)[:, None, None, None]).all()
         if int(places.min()) < 0 or linear.rows % batch or not bool(same) or not bool((some.diff() > 0).all()):
             raise _refuse(user, "tokens are rearranged between its linear layers and its scores")
         if not bool((column == column[:1, :, :1]).all()):
@@ -702,10 +702,10 @@ class Lowering:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
         tokens = rows.table[:, 0]
         first = int(tokens[0])
-        if not torch.equal(tokens, torch.arange(first, first + len(tokens))):
+        if not torch.equal(tokens, counted(len(tokens), first)):
             order = tokens.sort().values
             first = int(order[0])
-            if not torch.equal(order, torch.arange(first, first + len(tokens))):
+            if not torch.equal(order, counted(len(tokens), first)):
                 raise _refuse(operation, "it averages tokens that do not lie side by side")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
@@ -718,14 +718,12 @@ class Lowering:
             self.twins[name] = FloatTwin()
 
             def fill_first(ranges: Ranges) -> None:
-                units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64)
+                units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64, device="cpu")
                 cv.finish_mean(module, units, units * (group.unit / stream.group.unit))
 
             self.fillers.append(fill_first)
             return
-        norm_rows = Rows(
-            view, rows.source, torch.arange(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term
-        )
+        norm_rows = Rows(view, rows.source, counted(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term)
         name, norm, float_norm, group = self.norm_before(norm_rows, operation, "int16")
         weight, seen = self.weight_behind(operation)
         if kinds not in ({"linear"}, {"join"}, {"output"}):
@@ -788,7 +786,7 @@ class Lowering:
             return name
         stream, there = self.stream(output.view, output.node, source)
         token = int(there.table[0, 0]) if len(there.table) == 1 and len(output.view.shape) == 2 else None
-        if token is None and not torch.equal(there.table, torch.arange(stream.rows)[:, None]):
+        if token is None and not torch.equal(there.table, counted(stream.rows)[:, None]):
             raise _refuse(source, "an output is some tokens of the residual stream")
         name = self.add(output.name, Widen(None if stream.is_flat else token), stream.node)
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
@@ -797,7 +795,7 @@ class Lowering:
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
         """Add the last linear layer; several whose sum is the output become one, whose inputs lie side by side."""
         columns = rows_of(output.view, layers[0])
-        weights, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64), [], []
+        weights, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
         if not columns.has_all_columns:
             raise _refuse(layers[0], "the output is a part of it")
         for layer in layers:
@@ -860,7 +858,7 @@ class Lowering:
             fill(ranges)
         numbers = {name: stream.unit for name, (_, stream) in self.references.items() if stream is not None}
         for name, unit in {IMAGES: 1.0, **numbers, **self.scales}.items():
-            self.grids[name] = Grid(torch.tensor(unit, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+            self.grids[name] = Grid(wide(unit), wide(0.0))
         self.grids.update({name: self.grids[source] for name, source in self.selected.items()})
         network.scales = {name: self.scales[node] for name, node in network.outputs.items()}
         network.units = tuple(dict.fromkeys(group.unit for group in self.groups))
@@ -916,8 +914,8 @@ class _FloatNorm:
 
 
 def _norm(operation: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> _FloatNorm:
-    weight = torch.ones(operation.channels, dtype=torch.float64) if operation.weight is None else operation.weight
-    bias = torch.zeros(operation.channels, dtype=torch.float64) if operation.bias is None else operation.bias
+    weight = torch.ones(operation.channels, dtype=torch.float64, device="cpu") if operation.weight is None else operation.weight
+    bias = torch.zeros(operation.channels, dtype=torch.float64, device="cpu") if operation.bias is None else operation.bias
     if factor is not None:
         weight, bias = weight * factor, bias * factor
     return _FloatNorm(weight, bias if term is None else bias + term, operation.epsilon)

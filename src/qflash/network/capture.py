@@ -21,6 +21,7 @@ import torch.utils._pytree
 from torch import fx, nn
 
 from ..torch_internals import tracing_alone
+from .matrix import Matrix
 
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
@@ -44,7 +45,9 @@ class Operation:
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
         name: of the submodule that computes it.
-        weight, bias: float64 constants of a linear layer or a normalisation, or None.
+        matrix: weights of a linear layer.
+        weight: of a normalisation, float64 (channels,), or None.
+        bias: of both, float64, or None.
         epsilon: of a normalisation.
         scale: of attention, the factor of the scores.
         mask: of attention, what is added to the scores, float64 (windows of an image or 1, heads or 1, queries, keys), or None.
@@ -60,6 +63,7 @@ class Operation:
     rows: int
     channels: int
     name: str
+    matrix: Matrix | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
@@ -172,24 +176,25 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A linear layer that is not yet an operation: ``view @ weight.T + bias``.
+    """A linear layer that is not yet an operation: ``view @ matrix.T + bias``.
 
     Attributes:
         view: (..., inputs).
         seen: the node of the traced graph whose value it is.
-        weight, bias: float64 (outputs, inputs) and (outputs,) or None.
+        matrix: (outputs, inputs).
+        bias: float64 (outputs,) or None.
     """
 
     view: View
     seen: list[fx.Node]
-    weight: torch.Tensor
+    matrix: Matrix
     bias: torch.Tensor | None = None
 
 
 def _product_of(x: View) -> Product | None:
     """Return a view of a linear layer's output as a linear layer of its own, or None where it is something else."""
     layer, channels = x.source, x.shape[-1]
-    if layer.kind != "linear" or layer.weight is None or channels != layer.channels:
+    if layer.kind != "linear" or layer.matrix is None or channels != layer.channels:
         return None
     places = x.places().reshape(-1, channels)
     rows = places[:, 0] // channels
@@ -198,14 +203,14 @@ def _product_of(x: View) -> Product | None:
         return None
     if any(each is not None and not bool((each == each[:1]).all()) for each in constants):
         return None
-    view, weight, bias = layer.inputs[0], layer.weight, layer.bias
+    view, matrix, bias = layer.inputs[0], layer.matrix, layer.bias
     view = view.moved(lambda y: y.reshape(layer.rows, -1)[rows].reshape(*x.shape[:-1], -1))
     factor, term = constants
     if factor is not None:
-        weight, bias = weight * factor[0][:, None], None if bias is None else bias * factor[0]
+        matrix, bias = matrix.scaled(factor[0]), None if bias is None else bias * factor[0]
     if term is not None:
         bias = term[0] if bias is None else bias + term[0]
-    return Product(view, layer.seen, weight, bias)
+    return Product(view, layer.seen, matrix, bias)
 
 
 def _sum_of_linear(a: View, b: View) -> Product | None:
@@ -219,7 +224,7 @@ def _sum_of_linear(a: View, b: View) -> Product | None:
         if (first is None) != (second is None) or (first is not None and second is not None and not torch.equal(first, second)):
             return None
     biases = [each.bias for each in (one, other) if each.bias is not None]
-    return Product(one.view, one.seen, one.weight + other.weight, sum(biases) if biases else None)  # type: ignore[arg-type]
+    return Product(one.view, one.seen, one.matrix.plus(other.matrix), sum(biases) if biases else None)  # type: ignore[arg-type]
 
 
 _IN_ORDER = {
@@ -469,22 +474,22 @@ class _Tracer(fx.Interpreter):
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias):
             raise self.refusal("linear layer with computed weights")
-        return self.product(Product(x, self.seen(0), wide(weight), None if bias is None else wide(bias)))
+        return self.product(Product(x, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
 
     def product(self, layer: Product) -> View:
         """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
         if (first := _product_of(layer.view)) is not None:
             bias = layer.bias
             if first.bias is not None:
-                bias = layer.weight @ first.bias + (0 if bias is None else bias)
-            layer = Product(first.view, first.seen, layer.weight @ first.weight, bias)
-        shape = *layer.view.shape[:-1], len(layer.weight)
-        return self.made("linear", (layer.view,), layer.seen, shape, weight=layer.weight, bias=layer.bias)
+                bias = layer.matrix.make() @ first.bias + (0 if bias is None else bias)
+            layer = Product(first.view, first.seen, layer.matrix.times(first.matrix), bias)
+        shape = *layer.view.shape[:-1], layer.matrix.shape[0]
+        return self.made("linear", (layer.view,), layer.seen, shape, matrix=layer.matrix, bias=layer.bias)
 
     def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
             raise self.refusal("addmm")
-        return self.product(Product(x, self.seen(1), wide(weight).t().contiguous(), wide(bias)))
+        return self.product(Product(x, self.seen(1), Matrix.of(weight).transposed(), wide(bias)))
 
     def convolution(
         self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
@@ -506,12 +511,12 @@ class _Tracer(fx.Interpreter):
         if x.factor is not None or x.term is not None:
             raise self.refusal("convolution of what a constant was added to")
         view = View(x.source, tuple(patches.shape), patches)
-        out = self.product(Product(view, self.seen(0), wide(weight).flatten(1), None if bias is None else wide(bias)))
+        out = self.product(Product(view, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
         return out.moved(lambda y: y.movedim(-1, 1))
 
     def matmul(self, a: Any, b: Any) -> Any:
         if isinstance(a, View) and not _has_view(b) and b.dim() == 2:
-            return self.product(Product(a, self.seen(0), wide(b).t().contiguous()))
+            return self.product(Product(a, self.seen(0), Matrix.of(b).transposed()))
         if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
             query = a if isinstance(a, View) else _constant_view(b.source, a)
             key = b.moved(lambda y: y.transpose(-1, -2))
@@ -734,8 +739,8 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
     if operation.kind == "images":
         return images
     if operation.kind == "linear":
-        assert weight is not None
-        return nn.functional.linear(inputs[0], weight, bias)
+        assert operation.matrix is not None
+        return nn.functional.linear(inputs[0], operation.matrix.make().to(images), bias)
     if operation.kind == "norm":
         return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
     if operation.kind == "gelu":

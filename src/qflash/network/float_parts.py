@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from . import operators as op
 from .conversion import Grid
 from .graph import IntegerNetwork
+from .matrix import Matrix
 from .modules import (
     OPERATORS,
     Attention,
@@ -39,7 +40,7 @@ class FloatTwin:
         position, prefix: of a patch embedding, (tokens, channels), whose weights take pixels from 0 to 255.
     """
 
-    weight: torch.Tensor | None = None
+    weight: Matrix | torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
     mask: torch.Tensor | None = None
@@ -145,7 +146,7 @@ class FloatNode(IntegerModule):
                 values |= {f"step{number}": grid.step, f"middle{number}": grid.middle}
         for name, x in values.items():
             if x is not None:
-                getattr(node, name).copy_(x)
+                getattr(node, name).copy_(x.make() if isinstance(x, Matrix) else x)
         return node
 
     @property

@@ -24,6 +24,7 @@ from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View,
 from .conversion import Grid, Range
 from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
+from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
 
 Ranges = dict[fx.Node, Range]
@@ -256,6 +257,8 @@ class Lowering:
     def embed(self, rows: Rows, prefix: int) -> Stream:
         """Add the patch embedding: patches, position embeddings, class tokens."""
         operation = rows.source
+        matrix = operation.matrix
+        assert matrix is not None
         patch = self.patch_size(operation)
         count = len(rows.table) - prefix
         module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
@@ -264,7 +267,7 @@ class Lowering:
         term = rows.term
 
         def fill(ranges: Ranges) -> None:
-            cv.convert_pixels(module, operation.weight, operation.bias, self.mean, self.deviation, group.unit)
+            cv.convert_pixels(module, matrix.make(), operation.bias, self.mean, self.deviation, group.unit)
             if term is not None and module.position is not None:
                 module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
             if term is not None and module.prefix is not None:
@@ -272,8 +275,8 @@ class Lowering:
             position = prefixes = None
             if term is not None:
                 position, prefixes = term[None, prefix:], term[None, :prefix] if prefix else None
-            layer = cv.pixel_layer(operation.weight, operation.bias, self.mean, self.deviation)
-            self.twins[name] = FloatTwin(*layer, position=position, prefix=prefixes)
+            scaled, bias = cv.pixel_layer(matrix.make(), operation.bias, self.mean, self.deviation)
+            self.twins[name] = FloatTwin(scaled, bias, position=position, prefix=prefixes)
 
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
@@ -375,7 +378,7 @@ class Lowering:
         return name, module, float_norm, stream.group
 
     def take(
-        self, rows: Rows, user: Operation, seen: fx.Node, weight: torch.Tensor, layer: str, room: float = 1.0, *,
+        self, rows: Rows, user: Operation, seen: fx.Node, matrix: Matrix, layer: str, room: float = 1.0, *,
         single: bool = False,
     ) -> tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]:  # fmt: skip
         """Return the node whose int8 output a linear layer takes, and a function that fills it in.
@@ -384,7 +387,7 @@ class Lowering:
             rows: that the layer takes.
             user: the layer.
             seen: node of the traced graph with its input.
-            weight: of the layer.
+            matrix: of the layer.
             layer: of :data:`.conversion.SPREADS`.
             room: how much wider than what calibration saw the range is taken.
             single: whether the layer takes one token of an image, (batch, channels).
@@ -409,7 +412,9 @@ class Lowering:
 
             def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
                 inputs = ranges[seen] if room == 1.0 else ranges[seen].widened(room)
-                self.grids[name] = cv.convert_norm_linear(norm, float_norm, group.unit, weight, inputs, cv.SPREADS[layer])
+                self.grids[name] = cv.convert_norm_linear(
+                    norm, float_norm, group.unit, matrix.make(), inputs, cv.SPREADS[layer]
+                )
                 return self.grids[name], ranges[seen].mean
 
             return name, fill
@@ -423,7 +428,7 @@ class Lowering:
 
         def fill_token(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
             inputs = ranges[seen].widened(room)
-            grid = Grid(cv.SPREADS[layer].steps(inputs.half, weight), inputs.middle)
+            grid = Grid(cv.SPREADS[layer].steps(inputs.half, matrix.make()), inputs.middle)
             cv.finish_mean(module, torch.full_like(grid.step, stream.group.unit), grid.step, grid.middle)
             self.grids[name] = grid
             return grid, ranges[seen].mean
@@ -436,7 +441,7 @@ class Lowering:
         first = rows.source
         if (
             first.kind != "linear"
-            or first.weight is None
+            or first.matrix is None
             or not rows.is_whole
             or rows.term is not None
             or rows.factor is not None
@@ -445,38 +450,38 @@ class Lowering:
         (second, _), *others = self.users[id(operation)] or [(operation, 0)]
         if others or second.kind != "linear" or self.users[id(first)] != [(operation, 0)]:
             raise _refuse(operation, "it stands before something else than one linear layer")
-        weight = first.weight
-        name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], weight, "fc1")
-        module = LinearGelu(weight.shape[1], weight.shape[0])
+        matrix = first.matrix
+        name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
+        module = LinearGelu(matrix.shape[1], matrix.shape[0])
         node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
         self.references[node] = _whole(operation), None
-        self.twins[node] = FloatTwin(weight, first.bias)
+        self.twins[node] = FloatTwin(matrix, first.bias)
         self.watch(second.seen[0])
         after, _ = self.scaled(second)
 
         def fill(ranges: Ranges) -> None:
-            cv.quantize_linear(module, weight, first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
-            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after)
+            cv.quantize_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
+            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after.make())
 
         self.fillers.append(fill)
 
-    def scaled(self, linear: Operation) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scaled(self, linear: Operation) -> tuple[Matrix, torch.Tensor | None]:
         """Return weight and bias of a linear layer with what its one user multiplies and adds (layer scale)."""
-        assert linear.weight is not None
+        assert linear.matrix is not None
         users = self.users[id(linear)]
-        weight, bias = linear.weight, linear.bias
+        matrix, bias = linear.matrix, linear.bias
         if len(users) == 1 and users[0][0].kind == "add":
             user, place = users[0]
             rows = rows_of(user.inputs[place], user)
             if not rows.has_all_columns:
                 raise _refuse(user, "it adds some channels of a linear layer")
             if rows.factor is not None:
-                weight, bias = weight * rows.factor[:, None], None if bias is None else bias * rows.factor
+                matrix, bias = matrix.scaled(rows.factor), None if bias is None else bias * rows.factor
             if rows.term is not None:
                 if not bool((rows.term == rows.term[:1]).all()):
                     raise _refuse(user, "what is added to tokens differs")
                 bias = rows.term[0] if bias is None else bias + rows.term[0]
-        return weight, bias
+        return matrix, bias
 
     def lower_linear(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
@@ -491,15 +496,19 @@ class Lowering:
 
     def begin_stream(self, operation: Operation) -> None:
         """A linear layer whose output is a residual stream: patch merging, the projection of a pooling by attention."""
-        weight = operation.weight
-        assert weight is not None
-        name, grid_of = self.take(rows_of(operation.inputs[0], operation), operation, operation.seen[0], weight, "fc1")
-        module = Linear(weight.shape[1], weight.shape[0], "int16")
+        matrix = operation.matrix
+        assert matrix is not None
+        name, grid_of = self.take(rows_of(operation.inputs[0], operation), operation, operation.seen[0], matrix, "fc1")
+        module = Linear(matrix.shape[1], matrix.shape[0], "int16")
         node = self.add(operation.name or "reduction", module, name)
         group = self.group()
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
-        self.twins[node] = FloatTwin(weight, operation.bias)
-        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, operation.bias, *grid_of(ranges), group.unit))
+        self.twins[node] = FloatTwin(matrix, operation.bias)
+
+        def fill(ranges: Ranges) -> None:
+            cv.quantize_linear(module, matrix.make(), operation.bias, *grid_of(ranges), group.unit)
+
+        self.fillers.append(fill)
 
     def lower_add(self, operation: Operation) -> None:
         """A residual connection: a linear layer that adds to the stream."""
@@ -520,20 +529,24 @@ class Lowering:
         residual, count = stream.node, len(old.table)
         if count != stream.rows:
             residual = self.first(stream.node, old.table[:, 0], operation)
-        weight, bias = self.scaled(linear)
+        matrix, bias = self.scaled(linear)
         scatter = None
         if not torch.equal(rows.table[:, 0], counted(count)):
             scatter = nowhere(count)
             scatter[rows.table[:, 0]] = counted(count)
-        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], weight, "fc1")
-        module = Linear(weight.shape[1], weight.shape[0], "int16", 0 if scatter is None else len(scatter))
+        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], matrix, "fc1")
+        module = Linear(matrix.shape[1], matrix.shape[0], "int16", 0 if scatter is None else len(scatter))
         if scatter is not None and module.scatter is not None:
             module.scatter.copy_(scatter)
         node = self.add(linear.name or "projection", module, source, residual)
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), stream.group)
-        self.twins[node] = FloatTwin(weight, bias)
+        self.twins[node] = FloatTwin(matrix, bias)
         self.see(stream.group, operation.node)
-        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, bias, *grid_of(ranges), stream.group.unit))
+
+        def fill(ranges: Ranges) -> None:
+            cv.quantize_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
+
+        self.fillers.append(fill)
 
     # --- attention --------------------------------------------------------------------------------------------
 
@@ -565,13 +578,13 @@ class Lowering:
                 raise _refuse(operation, "query, key and value are not of the same tokens")
             if any(user.kind not in ("attention", "norm") for user, _ in self.users[id(part.linear)]):
                 raise _refuse(operation, "query, key or value are used elsewhere, too")
-        weight = torch.cat([part.weight for part in parts])
+        matrix = Matrix.join([part.matrix for part in parts], 0)
         bias = None
         if any(part.bias is not None for part in parts):
-            zeros = [torch.zeros(len(part.weight), dtype=torch.float64, device="cpu") for part in parts]
+            zeros = [torch.zeros(part.matrix.shape[0], dtype=torch.float64, device="cpu") for part in parts]
             bias = torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
         first = parts[0].linear
-        source, grid_of = self.take(rows, operation, first.seen[0], weight, "qkv")
+        source, grid_of = self.take(rows, operation, first.seen[0], matrix, "qkv")
         prefix = operation.name or "attention"
         mask = operation.mask
         shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
@@ -583,7 +596,7 @@ class Lowering:
         norms: list[LayerNorm] = []
         if with_norms:
             # in a unit each, for the normalisations; values need none
-            layers = [Linear(weight.shape[1], 2 * heads * width, "int16"), Linear(weight.shape[1], heads * width, "int8")]
+            layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
             both = self.add(f"{prefix}.qk", layers[0], source)
             norms = [LayerNorm(width, "int8", part=(number * heads * width, heads)) for number in range(2)]
             names = []
@@ -591,7 +604,7 @@ class Lowering:
                 names.append(self.add((part.norm and part.norm.name) or f"{prefix}.norm", each, both))
             names.append(self.add(f"{prefix}.v", layers[1], source))
         else:
-            layers = [Linear(weight.shape[1], len(weight), "int8")]
+            layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
         node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
@@ -600,7 +613,7 @@ class Lowering:
         self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
         linears = [both, names[-1]] if with_norms else names
         for made, rows_made in self.split_rows(linears, layers):
-            self.twins[made] = FloatTwin(weight[rows_made], None if bias is None else bias[rows_made])
+            self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
         for part, made in zip(with_norms, names, strict=False):
             assert part.norm is not None
             float_norm = _norm(part.norm)
@@ -613,6 +626,7 @@ class Lowering:
 
         def fill(ranges: Ranges) -> None:
             grid, mean = grid_of(ranges)
+            weight = matrix.make()
             ends = [part.ends(ranges) for part in parts]
             if constant is not None:
                 ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
@@ -647,7 +661,7 @@ class Lowering:
                 values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module)
-            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after)
+            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after.make())
             if mask is not None and module.bias is not None:
                 module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
 
@@ -676,7 +690,7 @@ class Lowering:
             if norm.inputs[0].factor is not None or norm.inputs[0].term is not None:
                 raise _refuse(norm, "constants stand before it")
         linear = view.source
-        if linear.kind != "linear" or linear.weight is None:
+        if linear.kind != "linear" or linear.matrix is None:
             raise _refuse(user, f"its input comes of {linear.kind} of {linear.name or 'the model'}, no linear layer")
         places = view.places()
         row, column = places // linear.channels, places % linear.channels
@@ -689,7 +703,7 @@ class Lowering:
             raise _refuse(user, "heads take different channels for different tokens")
         columns = column[0, :, 0]
         flat = columns.flatten()
-        return Part(linear, norm, some, columns, linear.weight[flat], None if linear.bias is None else linear.bias[flat])
+        return Part(linear, norm, some, columns, linear.matrix.rows(flat), None if linear.bias is None else linear.bias[flat])
 
     # --- behind the blocks ------------------------------------------------------------------------------------
 
@@ -725,10 +739,10 @@ class Lowering:
             return
         norm_rows = Rows(view, rows.source, counted(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term)
         name, norm, float_norm, group = self.norm_before(norm_rows, operation, "int16")
-        weight, seen = self.weight_behind(operation)
+        matrix, seen = self.matrix_behind(operation)
         if kinds not in ({"linear"}, {"join"}, {"output"}):
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
-        module = Mean(len(tokens), operation.channels, "int32" if weight is None else "int8", first)
+        module = Mean(len(tokens), operation.channels, "int32" if matrix is None else "int8", first)
         node = self.values[id(operation)] = self.add(f"{operation.name}.mean".lstrip("."), module, name)
         self.twins[node] = FloatTwin()
         self.watch(rows.source.node, *(() if seen is None else (seen,)))
@@ -736,6 +750,7 @@ class Lowering:
         def fill(ranges: Ranges) -> None:
             inputs = None if seen is None else ranges[seen]
             made = ranges[rows.source.node]
+            weight = None if matrix is None else matrix.make()
             grid, scale, self.grids[name] = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
             if grid is None:
                 self.scales[node] = scale
@@ -744,19 +759,19 @@ class Lowering:
 
         self.fillers.append(fill)
 
-    def weight_behind(self, operation: Operation) -> tuple[torch.Tensor | None, fx.Node | None]:
+    def matrix_behind(self, operation: Operation) -> tuple[Matrix | None, fx.Node | None]:
         """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes."""
         users = self.users[id(operation)]
         if len(users) != 1:
             return None, None
         user, place = users[0]
         if user.kind == "linear":
-            return user.weight, user.seen[0]
+            return user.matrix, user.seen[0]
         if user.kind == "join" and [each.kind for each, _ in self.users[id(user)]] == ["linear"]:
             first = sum(x.shape[-1] for x in user.inputs[:place])
             head = self.users[id(user)][0][0]
-            assert head.weight is not None
-            return head.weight[:, first : first + operation.channels], user.seen[place]
+            assert head.matrix is not None
+            return head.matrix.columns(first, operation.channels), user.seen[place]
         return None, None
 
     # --- outputs ----------------------------------------------------------------------------------------------
@@ -795,11 +810,11 @@ class Lowering:
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
         """Add the last linear layer; several whose sum is the output become one, whose inputs lie side by side."""
         columns = rows_of(output.view, layers[0])
-        weights, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
+        matrices, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
         if not columns.has_all_columns:
             raise _refuse(layers[0], "the output is a part of it")
         for layer in layers:
-            assert layer.weight is not None
+            assert layer.matrix is not None
             if layer.bias is not None:
                 bias = bias + layer.bias
             inner = layer.inputs[0].source
@@ -810,19 +825,19 @@ class Lowering:
                 pieces = list(zip(inner.inputs, inner.seen, strict=True))
             first = 0
             for view, seen in pieces:
-                weight = layer.weight[:, first : first + view.shape[-1]]
+                matrix = layer.matrix.columns(first, view.shape[-1])
                 first += view.shape[-1]
                 rows = rows_of(view, layer)
                 if len(rows.table) != 1 and len(view.shape) == 2:
                     raise _refuse(layer, f"it takes {len(rows.table)} tokens of an image")
                 single = len(rows.table) == 1
-                name, grid_of = self.take(rows, layer, seen, weight, "head", cv.HEAD_ROOM, single=single)
+                name, grid_of = self.take(rows, layer, seen, matrix, "head", cv.HEAD_ROOM, single=single)
                 names.append(name)
                 grids.append(grid_of)
-                weights.append(weight)
-        whole = torch.cat(weights, dim=1)
+                matrices.append(matrix)
+        whole = Matrix.join(matrices, 1)
         if columns.factor is not None:
-            whole, bias = whole * columns.factor[:, None], bias * columns.factor
+            whole, bias = whole.scaled(columns.factor), bias * columns.factor
         if columns.term is not None:
             bias = bias + columns.term[0]
         no_bias = all(layer.bias is None for layer in layers) and columns.term is None
@@ -836,7 +851,7 @@ class Lowering:
             grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
             mean = torch.cat([each for _, each in found])
             self.grids[source] = grid
-            self.scales[node] = cv.convert_head(module, whole, None if no_bias else bias, grid, mean)
+            self.scales[node] = cv.convert_head(module, whole.make(), None if no_bias else bias, grid, mean)
 
         self.fillers.append(fill)
         return node
@@ -872,14 +887,14 @@ class Part:
         linear, norm: operations; the second may be None.
         tokens: int64, rows of an image (or window) of the layer.
         columns: int64 (heads, channels): channels of the layer.
-        weight, bias: of those channels.
+        matrix, bias: of those channels.
     """
 
     linear: Operation
     norm: Operation | None
     tokens: torch.Tensor
     columns: torch.Tensor
-    weight: torch.Tensor
+    matrix: Matrix
     bias: torch.Tensor | None
 
     def ends(self, ranges: Ranges) -> cv.Ends:

@@ -712,24 +712,30 @@ class Captured:
         leaves = torch.utils._pytree.tree_leaves(returned)
         return {output.name: leaves[output.place] for output in self.outputs}
 
-    def compute(self, images: torch.Tensor) -> dict[int, torch.Tensor]:
+    def compute(self, images: torch.Tensor, *, whole: bool = True) -> dict[int, torch.Tensor]:
         """Compute every operation without the model's own code.
 
         Args:
             images: as the model takes them, any number.
+            whole: whether all outputs are returned; else those that the network's outputs are made of.
 
         Returns:
             By the operation's ``id``, (images, elements of an image).
         """
+        last_use = {id(x.source): place for place, operation in enumerate(self.operations) for x in operation.inputs}
+        kept = {id(output.view.source) for output in self.outputs}
         computed: dict[int, torch.Tensor] = {}
-        for operation in self.operations:
+        for place, operation in enumerate(self.operations):
             inputs = [x.evaluate(computed[id(x.source)]) for x in operation.inputs]
             computed[id(operation)] = _compute(operation, inputs, images).reshape(len(images), -1)
+            for source in {id(x.source) for x in operation.inputs}:
+                if not whole and last_use[source] == place and source not in kept:
+                    del computed[source]
         return computed
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs, by name, from the operations alone."""
-        computed = self.compute(images)
+        computed = self.compute(images, whole=False)
         return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +90,46 @@ class LightDispatchMode(TorchDispatchMode):
     def dispatch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of an operator."""
         raise NotImplementedError
+
+
+_tracer = _find("fx.experimental.proxy_tensor._ModuleStackTracer")
+_tracing = threading.Lock()
+
+
+@contextlib.contextmanager
+def tracing_alone() -> Iterator[None]:
+    """Let this thread alone trace modules, and other threads call theirs meanwhile.
+
+    ``torch.export`` puts itself in place of every module's call and attributes, and turns oneDNN off, which rounds otherwise:
+    in all threads. Where a release has these parts no longer, only one thread traces at a time.
+    """
+    import torch.export._trace as export
+
+    with _tracing, contextlib.ExitStack() as stack:
+        owner = threading.get_ident()
+
+        def put(place: Any, name: str, make: Callable[[Any], Any]) -> None:
+            if (old := getattr(place, name, None)) is not None:
+                setattr(place, name, make(old))
+                stack.callback(setattr, place, name, old)
+
+        def call_of(old: Any) -> Any:
+            def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+                mine = threading.get_ident() == owner
+                return old(tracer, module, forward, args, kwargs) if mine else forward(*args, **kwargs)
+
+            return call_module
+
+        def attribute_of(old: Any) -> Any:
+            def get_attribute(tracer: Any, name: str, value: Any, *rest: Any) -> Any:
+                return old(tracer, name, value, *rest) if threading.get_ident() == owner else value
+
+            return get_attribute
+
+        put(_tracer, "call_module", call_of)
+        put(_tracer, "getattr", attribute_of)
+        put(export, "_ignore_backend_decomps", lambda old: contextlib.nullcontext)
+        yield
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:

@@ -81,6 +81,7 @@ NOT_RUN = {
     "python scripts/release.py": "builds both packages and installs PyTorch twice; tests/core/test_release.py tests the parts",
     "python scripts/sanitize_cpu.py": "minutes; tests/kernels/test_cpu_driver.py runs what is behind it",
     "python scripts/survey_models.py": "makes models of hundreds of names; tests/integrations/test_model_survey.py runs two",
+    "python scripts/survey_networks.py": "quantises hundreds of models; tests/integrations/test_network_survey.py runs some",
     "python scripts/train_models.py": "writes the weights that the package ships",
     "qflash-lab demo": "a step of .ci/run, as make demo; tests/lab/test_demo.py runs what is behind it",
     "qflash-lab energy": "needs an NVIDIA GPU",

@@ -188,7 +188,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "head: two towers": (
         "vit",
         put("head", lambda x: nn.ModuleList([x, x])),
-        r"Module \\[ModuleList\\] is missing the required",
+        r"Module \[ModuleList\] is missing the required",
     ),
     "head_drop: a linear": ("vit", put("head_drop", lambda x: nn.Linear(48, 48)), RIGHT),
     "head_drop: doubled": ("vit", put("head_drop", lambda x: Doubled()), RIGHT),
@@ -351,7 +351,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "swin head: a linear": (
         "swin",
         put("head", lambda x: nn.Linear(32, 10)),
-        r"the output has shape \\(batch, 8, 8, 10\\), not tokens",
+        r"the output has shape \(batch, 8, 8, 10\), not tokens",
     ),
     "swin head: cosine": ("swin", put("head.fc", lambda x: Cosine(32, 10)), r"linalg_vector_norm in head.fc"),
     "swin head: drop": ("swin", put("head.drop", lambda x: nn.Linear(32, 32)), RIGHT),

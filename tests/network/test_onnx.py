@@ -502,11 +502,21 @@ def test_a_recipe_without_a_form_in_onnx_is_named(recipe: qflash.Recipe, field: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_network_with_float_parts_is_refused(made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path) -> None:
+def test_a_network_with_float_parts_is_close(made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path) -> None:
     model, _ = made("class token")
-    network = qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.1.mlp"], progress=False)
-    with pytest.raises(ValueError, match=r"keeps in floating point: blocks\.1\.mlp"):
-        network.export_onnx(tmp_path / "network.onnx")
+    network = qflash.quantize_model(model, [draw(model, 24)], keep_float=["blocks.1.mlp"], progress=False)
+    path = tmp_path / "network.onnx"
+    network.export_onnx(path)
+    stored = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert json.loads(stored["float_parts"]) == network.float_parts()
+    assert all(outcome.problem is None for outcome in check_onnx(path, ["onnxruntime", "reference"]))
+    # a network that computes something else is found out
+    wrong = json.loads(stored["self_test"])
+    wrong["logits"][0].reverse()
+    model = onnx.load(path)
+    next(entry for entry in model.metadata_props if entry.key == "self_test").value = json.dumps(wrong)
+    onnx.save(model, path)
+    assert all("at least 30 are wanted" in str(outcome.problem) for outcome in check_onnx(path, ["onnxruntime"]))
 
 
 def test_wrong_arguments_are_named(tmp_path: pathlib.Path) -> None:

@@ -103,12 +103,15 @@ def test_a_changed_weight_is_found(path: Path) -> None:
 def test_a_runtime_that_is_wrong_or_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (right,) = [run for name, run in onnx_check._reference(path, None)]
 
-    def fail(images: np.ndarray) -> np.ndarray:
+    def changed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray, list[str]], list[np.ndarray]]:
+        return lambda images, names: [change(out) for out in right(images, names)]
+
+    def fail(images: np.ndarray, names: list[str]) -> list[np.ndarray]:
         raise RuntimeError("no\nkernel")
 
     ways = {
-        "right": right, "off by one": lambda images: right(images) + np.eye(2, 10, dtype=np.int32), "fails": fail,
-        "another type": lambda images: right(images).astype(np.int64), "another shape": lambda images: right(images)[:1],
+        "right": right, "off by one": changed(lambda out: out + np.eye(2, 10, dtype=np.int32)), "fails": fail,
+        "another type": changed(lambda out: out.astype(np.int64)), "another shape": changed(lambda out: out[:1]),
     }  # fmt: skip
     monkeypatch.setitem(onnx_check._WAYS, "openvino", lambda path, providers: iter(ways.items()))
     monkeypatch.setitem(sys.modules, "openvino", types.ModuleType("openvino"))

@@ -51,12 +51,15 @@ def test_every_name_is_taken_or_refused_by_name(module: str) -> None:
         if (model := make(module, name)) is None:
             continue
         tried += 1
-        for parameter in model.parameters():
+        for label, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(std=(1 / parameter[0].numel()) ** 0.5)
+            elif "gamma" in label:
+                # layer scale begins near 0, where no class token sees an image
+                parameter.data.uniform_(0.3, 0.6)
         side = max(model.default_cfg["input_size"][1:]) if "img_size" not in MODULES[module] else 0
         side = getattr(getattr(model, "patch_embed", None), "img_size", (side,))[0]
-        calibration, fresh = draw_images(16, 3, side, 1), draw_images(4, 3, side, 3)
+        calibration, fresh = draw_images(40, 3, side, 1), draw_images(4, 3, side, 3)
         model.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
         network, refusal = None, ""
         try:

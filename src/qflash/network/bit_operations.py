@@ -84,7 +84,8 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
 
     The bit operations of a matrix product are its multiply-adds times the widths of both operands, as in van Baalen et al.,
     *Bayesian Bits*, NeurIPS 2020: ``BOPs = MACs * b_w * b_a``. What has no product of two operands is not counted:
-    normalisation, GELU, softmax, changes of unit, additions. Both networks have the same products.
+    normalisation, GELU, softmax, changes of unit, additions. Both are counted with the products that the integer network
+    computes: rows that no output reads, which a class token's head leaves in the last block, are in neither.
     :func:`qflash_lab.evaluation.summaries.bit_operations` counts the two products of attention alone.
 
     Args:

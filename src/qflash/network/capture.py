@@ -20,6 +20,9 @@ import torch
 import torch.utils._pytree
 from torch import fx, nn
 
+from ..torch_internals import tracing_alone
+from .matrix import Matrix
+
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
 aten = torch.ops.aten
@@ -42,7 +45,9 @@ class Operation:
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
         name: of the submodule that computes it.
-        weight, bias: float64 constants of a linear layer or a normalisation, or None.
+        matrix: weights of a linear layer.
+        weight: of a normalisation, float64 (channels,), or None.
+        bias: of both, float64, or None.
         epsilon: of a normalisation.
         scale: of attention, the factor of the scores.
         mask: of attention, what is added to the scores, float64 (windows of an image or 1, heads or 1, queries, keys), or None.
@@ -58,6 +63,7 @@ class Operation:
     rows: int
     channels: int
     name: str
+    matrix: Matrix | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
@@ -90,7 +96,7 @@ class View:
         """Return :attr:`index`, spelled out."""
         if self.index is not None:
             return self.index
-        return torch.arange(math.prod(self.shape)).view(self.shape)
+        return counted(math.prod(self.shape)).view(self.shape)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor], *, in_order: bool = False) -> View:
         """Return the view behind a rearrangement of elements.
@@ -100,7 +106,7 @@ class View:
             in_order: whether it leaves the elements in their order.
         """
         if in_order and self.index is None:
-            index, shape = None, tuple(move(torch.empty(self.shape, device="meta")).shape)
+            index, shape = None, tuple(move(_on_meta(self.shape)).shape)
         else:
             index = move(self.places())
             shape = tuple(index.shape)
@@ -170,40 +176,41 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A linear layer that is not yet an operation: ``view @ weight.T + bias``.
+    """A linear layer that is not yet an operation: ``view @ matrix.T + bias``.
 
     Attributes:
         view: (..., inputs).
         seen: the node of the traced graph whose value it is.
-        weight, bias: float64 (outputs, inputs) and (outputs,) or None.
+        matrix: (outputs, inputs).
+        bias: float64 (outputs,) or None.
     """
 
     view: View
     seen: list[fx.Node]
-    weight: torch.Tensor
+    matrix: Matrix
     bias: torch.Tensor | None = None
 
 
 def _product_of(x: View) -> Product | None:
     """Return a view of a linear layer's output as a linear layer of its own, or None where it is something else."""
     layer, channels = x.source, x.shape[-1]
-    if layer.kind != "linear" or layer.weight is None or channels != layer.channels:
+    if layer.kind != "linear" or layer.matrix is None or channels != layer.channels:
         return None
     places = x.places().reshape(-1, channels)
     rows = places[:, 0] // channels
     constants = [None if each is None else each.expand(x.shape).reshape(-1, channels) for each in (x.factor, x.term)]
-    if not torch.equal(places, rows[:, None] * channels + torch.arange(channels)) or int(rows.min()) < 0:
+    if not torch.equal(places, rows[:, None] * channels + counted(channels)) or int(rows.min()) < 0:
         return None
     if any(each is not None and not bool((each == each[:1]).all()) for each in constants):
         return None
-    view, weight, bias = layer.inputs[0], layer.weight, layer.bias
+    view, matrix, bias = layer.inputs[0], layer.matrix, layer.bias
     view = view.moved(lambda y: y.reshape(layer.rows, -1)[rows].reshape(*x.shape[:-1], -1))
     factor, term = constants
     if factor is not None:
-        weight, bias = weight * factor[0][:, None], None if bias is None else bias * factor[0]
+        matrix, bias = matrix.scaled(factor[0]), None if bias is None else bias * factor[0]
     if term is not None:
         bias = term[0] if bias is None else bias + term[0]
-    return Product(view, layer.seen, weight, bias)
+    return Product(view, layer.seen, matrix, bias)
 
 
 def _sum_of_linear(a: View, b: View) -> Product | None:
@@ -217,7 +224,7 @@ def _sum_of_linear(a: View, b: View) -> Product | None:
         if (first is None) != (second is None) or (first is not None and second is not None and not torch.equal(first, second)):
             return None
     biases = [each.bias for each in (one, other) if each.bias is not None]
-    return Product(one.view, one.seen, one.weight + other.weight, sum(biases) if biases else None)  # type: ignore[arg-type]
+    return Product(one.view, one.seen, one.matrix.plus(other.matrix), sum(biases) if biases else None)  # type: ignore[arg-type]
 
 
 _IN_ORDER = {
@@ -259,7 +266,22 @@ def _shape_of(x: Any) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _wide(x: Any) -> torch.Tensor:
+def counted(count: int, first: int = 0) -> torch.Tensor:
+    """Return ``count`` whole numbers from ``first`` on, as int64 on the CPU."""
+    return torch.arange(first, first + count, dtype=torch.int64, device="cpu")
+
+
+def nowhere(*shape: int) -> torch.Tensor:
+    """Return places where there is only a constant: -1, as int64 on the CPU."""
+    return torch.full(shape, -1, dtype=torch.int64, device="cpu")
+
+
+def _on_meta(shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that has a shape alone."""
+    return torch.empty(tuple(shape), dtype=torch.float32, device="meta")
+
+
+def wide(x: Any) -> torch.Tensor:
     """Return a constant as float64 on the CPU."""
     if isinstance(x, torch.Tensor):
         return x.detach().to("cpu", torch.float64)
@@ -306,7 +328,7 @@ class _Tracer(fx.Interpreter):
         if packet in _SAME:
             return args[0]
         if packet in _OF_SHAPE:
-            like = torch.empty(args[0].shape)
+            like = torch.empty(args[0].shape, dtype=torch.float32, device="cpu")
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
             return target(like, *args[1:], **kwargs)
         if packet in self.handlers:
@@ -354,9 +376,9 @@ class _Tracer(fx.Interpreter):
         if isinstance(x, Scores):
             if not in_order:
                 raise self.refusal(f"{target} of scores")
-            return x.reshaped(target(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
+            return x.reshaped(target(_on_meta(x.shape), *args, **kwargs).shape)
         kwargs.pop("memory_format", None)
-        found = target(torch.empty(x.shape, device="meta"), *args, **kwargs) if not in_order else None
+        found = target(_on_meta(x.shape), *args, **kwargs) if not in_order else None
         if isinstance(found, (list, tuple)):
 
             def piece(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -381,10 +403,10 @@ class _Tracer(fx.Interpreter):
         index = torch.cat([x.places() for x in parts], dim)
         terms = factors = None
         if any(x.term is not None for x in parts):
-            zero = torch.zeros((), dtype=torch.float64)
+            zero = wide(0.0)
             terms = torch.cat([(zero if x.term is None else x.term).expand(x.shape) for x in parts], dim)
         if any(x.factor is not None for x in parts):
-            one = torch.ones((), dtype=torch.float64)
+            one = wide(1.0)
             factors = torch.cat([(one if x.factor is None else x.factor).expand(x.shape) for x in parts], dim)
         return View(views[0].source, tuple(index.shape), index, factors, terms)
 
@@ -408,7 +430,7 @@ class _Tracer(fx.Interpreter):
             if alpha != 1:
                 raise self.refusal("add with alpha")
         if not _has_view(b):
-            return a.plus(_wide(b) * alpha)
+            return a.plus(wide(b) * alpha)
         if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
             raise self.refusal("sum of scores")
         if a.shape != b.shape:
@@ -420,7 +442,7 @@ class _Tracer(fx.Interpreter):
     def sub(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         if _has_view(b):
             raise self.refusal("difference")
-        return a.plus(-_wide(b) * alpha)
+        return a.plus(-wide(b) * alpha)
 
     def mul(self, a: Any, b: Any) -> Any:
         if _has_view(a) and _has_view(b):
@@ -428,18 +450,18 @@ class _Tracer(fx.Interpreter):
         if not _has_view(a):
             a, b = b, a
         if isinstance(a, Scores):
-            number = _wide(b)
+            number = wide(b)
             if number.numel() != 1 or a.weights:
                 raise self.refusal("product of scores with a tensor")
             return dataclasses.replace(
                 a, factor=a.factor * float(number), term=None if a.term is None else a.term * float(number)
             )
-        return a.scaled(_wide(b))
+        return a.scaled(wide(b))
 
     def div(self, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
         if _has_view(b) or rounding_mode is not None:
             raise self.refusal("division")
-        return self.mul(a, 1 / _wide(b))
+        return self.mul(a, 1 / wide(b))
 
     def neg(self, a: Any) -> Any:
         return self.mul(a, -1.0)
@@ -452,22 +474,22 @@ class _Tracer(fx.Interpreter):
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias):
             raise self.refusal("linear layer with computed weights")
-        return self.product(Product(x, self.seen(0), _wide(weight), None if bias is None else _wide(bias)))
+        return self.product(Product(x, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
 
     def product(self, layer: Product) -> View:
         """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
         if (first := _product_of(layer.view)) is not None:
             bias = layer.bias
             if first.bias is not None:
-                bias = layer.weight @ first.bias + (0 if bias is None else bias)
-            layer = Product(first.view, first.seen, layer.weight @ first.weight, bias)
-        shape = *layer.view.shape[:-1], len(layer.weight)
-        return self.made("linear", (layer.view,), layer.seen, shape, weight=layer.weight, bias=layer.bias)
+                bias = layer.matrix.make() @ first.bias + (0 if bias is None else bias)
+            layer = Product(first.view, first.seen, layer.matrix.times(first.matrix), bias)
+        shape = *layer.view.shape[:-1], layer.matrix.shape[0]
+        return self.made("linear", (layer.view,), layer.seen, shape, matrix=layer.matrix, bias=layer.bias)
 
     def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
             raise self.refusal("addmm")
-        return self.product(Product(x, self.seen(1), _wide(weight).t().contiguous(), _wide(bias)))
+        return self.product(Product(x, self.seen(1), Matrix.of(weight).transposed(), wide(bias)))
 
     def convolution(
         self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
@@ -489,12 +511,12 @@ class _Tracer(fx.Interpreter):
         if x.factor is not None or x.term is not None:
             raise self.refusal("convolution of what a constant was added to")
         view = View(x.source, tuple(patches.shape), patches)
-        out = self.product(Product(view, self.seen(0), _wide(weight).flatten(1), None if bias is None else _wide(bias)))
+        out = self.product(Product(view, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
         return out.moved(lambda y: y.movedim(-1, 1))
 
     def matmul(self, a: Any, b: Any) -> Any:
         if isinstance(a, View) and not _has_view(b) and b.dim() == 2:
-            return self.product(Product(a, self.seen(0), _wide(b).t().contiguous()))
+            return self.product(Product(a, self.seen(0), Matrix.of(b).transposed()))
         if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
             query = a if isinstance(a, View) else _constant_view(b.source, a)
             key = b.moved(lambda y: y.transpose(-1, -2))
@@ -510,13 +532,13 @@ class _Tracer(fx.Interpreter):
         if _has_view(term) or not isinstance(scores, Scores):
             raise self.refusal("baddbmm")
         scores = self.mul(scores, alpha)
-        return scores if beta == 0 else scores.plus(_wide(term) * beta)
+        return scores if beta == 0 else scores.plus(wide(term) * beta)
 
     def masked_fill(self, x: Any, mask: Any, value: Any) -> Any:
         if not isinstance(x, Scores) or _has_view(mask) or x.weights:
             raise self.refusal("masked_fill")
-        term = torch.zeros((), dtype=torch.float64) if x.term is None else x.term
-        return dataclasses.replace(x, term=torch.where(mask.cpu(), _wide(value), term))
+        term = wide(0.0) if x.term is None else x.term
+        return dataclasses.replace(x, term=torch.where(mask.cpu(), wide(value), term))
 
     def softmax(self, x: Any, dim: int, *rest: Any, **more: Any) -> Any:
         if not isinstance(x, Scores) or x.weights or dim not in (-1, len(x.shape) - 1):
@@ -537,7 +559,7 @@ class _Tracer(fx.Interpreter):
         term = None
         if mask is not None:
             mask = mask.detach().cpu()
-            term = torch.where(mask, 0.0, -math.inf).to(torch.float64) if mask.dtype == torch.bool else _wide(mask)
+            term = torch.where(mask, 0.0, -math.inf).to(torch.float64) if mask.dtype == torch.bool else wide(mask)
             if not term.any():
                 term = None
         q, k, v = (_with_heads(x) for x in (query, key, value))
@@ -587,8 +609,8 @@ class _Tracer(fx.Interpreter):
         if not isinstance(x, View) or len(shape) != 1:
             raise self.refusal("layer normalisation over several dimensions")
         return self.made(
-            "norm", (x,), self.seen(0), x.shape, weight=None if weight is None else _wide(weight),
-            bias=None if bias is None else _wide(bias), epsilon=float(eps),
+            "norm", (x,), self.seen(0), x.shape, weight=None if weight is None else wide(weight),
+            bias=None if bias is None else wide(bias), epsilon=float(eps),
         )  # fmt: skip
 
     def mean(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
@@ -622,7 +644,7 @@ def _image_order(view: View) -> torch.Tensor | None:
 
 
 def _constant_view(source: Operation, x: torch.Tensor) -> View:
-    return View(source, tuple(x.shape), torch.full(tuple(x.shape), -1), None, _wide(x))
+    return View(source, tuple(x.shape), nowhere(*x.shape), None, wide(x))
 
 
 def _with_heads(x: View) -> View:
@@ -690,24 +712,30 @@ class Captured:
         leaves = torch.utils._pytree.tree_leaves(returned)
         return {output.name: leaves[output.place] for output in self.outputs}
 
-    def compute(self, images: torch.Tensor) -> dict[int, torch.Tensor]:
+    def compute(self, images: torch.Tensor, *, whole: bool = True) -> dict[int, torch.Tensor]:
         """Compute every operation without the model's own code.
 
         Args:
             images: as the model takes them, any number.
+            whole: whether all outputs are returned; else those that the network's outputs are made of.
 
         Returns:
             By the operation's ``id``, (images, elements of an image).
         """
+        last_use = {id(x.source): place for place, operation in enumerate(self.operations) for x in operation.inputs}
+        kept = {id(output.view.source) for output in self.outputs}
         computed: dict[int, torch.Tensor] = {}
-        for operation in self.operations:
+        for place, operation in enumerate(self.operations):
             inputs = [x.evaluate(computed[id(x.source)]) for x in operation.inputs]
             computed[id(operation)] = _compute(operation, inputs, images).reshape(len(images), -1)
+            for source in {id(x.source) for x in operation.inputs}:
+                if not whole and last_use[source] == place and source not in kept:
+                    del computed[source]
         return computed
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs, by name, from the operations alone."""
-        computed = self.compute(images)
+        computed = self.compute(images, whole=False)
         return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
 
 
@@ -717,8 +745,8 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
     if operation.kind == "images":
         return images
     if operation.kind == "linear":
-        assert weight is not None
-        return nn.functional.linear(inputs[0], weight, bias)
+        assert operation.matrix is not None
+        return nn.functional.linear(inputs[0], operation.matrix.make().to(images), bias)
     if operation.kind == "norm":
         return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
     if operation.kind == "gelu":
@@ -762,7 +790,7 @@ def drop_unread_rows(captured: Captured) -> None:
         keep = (read[read >= 0] // operation.channels).unique()
         heads = operation.inputs[0].shape if operation.kind == "attention" else (BATCH,)
         # the first tokens alone, where that saves much
-        few = 2 * len(keep) <= count and torch.equal(keep, torch.arange(len(keep)))
+        few = 2 * len(keep) <= count and torch.equal(keep, counted(len(keep)))
         if not few or operation.inputs[0].source.kind == "images" or heads[0] != BATCH:
             if operation.kind == "attention":
                 return
@@ -778,8 +806,8 @@ def drop_unread_rows(captured: Captured) -> None:
                 continue  # what a lone block makes of its class token, a constant: no part of a stream
             operation.inputs = fewer
         operation.rows = BATCH * len(keep)
-        position = torch.full((count,), -1)
-        position[keep] = torch.arange(len(keep))
+        position = nowhere(count)
+        position[keep] = counted(len(keep))
 
         def renumbered(view: View, operation: Operation = operation, position: torch.Tensor = position) -> View:
             assert view.index is not None
@@ -806,11 +834,18 @@ def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
 
 
-def _outside_inference_mode(model: nn.Module) -> nn.Module:
-    """Return a model, or a copy where it was made in inference mode, whose tensors cannot be traced."""
-    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
-        return copy.deepcopy(model)
-    return model
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+
+    ``torch.export`` puts other tensors into modules for as long as it traces, which threads that use the model would meet.
+    Tensors made in inference mode are copied, since they cannot be traced.
+    """
+    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
+    try:
+        return copy.deepcopy(model, same)
+    except Exception:  # whatever an attribute of a foreign module says to being copied
+        return model
 
 
 def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
@@ -827,9 +862,10 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     """
     with torch.no_grad():
         try:
-            program = torch.export.export(
-                _outside_inference_mode(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
-            )
+            with tracing_alone():
+                program = torch.export.export(
+                    _copy_of(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
             raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error

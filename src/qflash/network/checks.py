@@ -174,7 +174,9 @@ class _Saturation(TorchDispatchMode):
         if getattr(func, "namespace", None) == "qflash" and isinstance(out, torch.Tensor) and out.dtype == torch.int8:
             self.total += out.numel()
             wide = self._unclipped(func, args)
-            self.clipped += int(((wide < -128.5) | (wide >= 127.5)).sum())
+            # attention's are floats, which round to integers
+            ends = (-128.5, 127.5) if wide.is_floating_point() else (-128, 128)
+            self.clipped += int(((wide < ends[0]) | (wide >= ends[1])).sum())
         return out
 
     def _unclipped(self, func: Any, args: Any) -> torch.Tensor:

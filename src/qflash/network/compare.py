@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..optional_packages import require_packages
 from .calibration import progress_bar
 from .execution import check_images
 from .float_parts import with_float_parts
@@ -120,6 +119,8 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
+        from ..optional_packages import require_packages
+
         require_packages("Comparison.plot", "matplotlib")
         from matplotlib.figure import Figure
 

@@ -192,7 +192,8 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
         ValueError: an activation is beyond what GELU takes here, or its zero point is.
     """
     most = op.GELU_LIMIT * op.GELU_UNIT
-    if float(output.high.max()) > most:
+    # comparisons are written so that a NaN is refused
+    if not float(output.high.max()) <= most:
         raise ValueError(f"an activation of GELU is {float(output.high.max()):.4g}; integer networks take up to {most:.0f}")
     steps = SPREADS["fc2"].steps(output.half, weight)
     shift = 30
@@ -204,7 +205,7 @@ def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
     # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
     middle = output.low + 128 * steps
     offset = ((0.5 - middle / steps) * 2.0**shift).round()
-    if float(offset.abs().max()) >= 1 << 30:
+    if not float(offset.abs().max()) < 1 << 30:
         raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
     module.gelu_shift = shift
     module.gelu_multiplier.copy_(multiplier.to(torch.int32))
@@ -230,8 +231,9 @@ def finish_norm(
         float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1 or float(offset.abs().max()) * 2.0**shift >= 2**30 - 1
     ):
         shift -= 1
-    if float(gain.abs().max()) * 2.0 ** (8 + shift) >= 2**31 - 1:
-        raise ValueError("a normalisation's gain is too large for its unit; the network's scales are degenerate")
+    for name, x, most in (("gain", gain * 2.0 ** (8 + shift), 2**31 - 1), ("offset", offset * 2.0**shift, 2**30 - 1)):
+        if not float(x.abs().max()) < most:
+            raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
     module.epsilon = min(round(gain.numel() ** 2 * norm.eps / unit**2), 1 << 53)
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
@@ -246,7 +248,7 @@ def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: to
     left = max(0, math.frexp(float(ratio.max()))[1] + 1)
     multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
     offset = _offset_of(-middle * tokens / unit * torch.ones_like(step), left, multiplier)
-    if tokens * 32768 * 2.0**left + float(offset.abs().max()) >= 1 << 31:
+    if not tokens * 32768 * 2.0**left + float(offset.abs().max()) < 1 << 31:
         raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
     module.left = left
     module.multiplier.copy_(multiplier.to(torch.int32))
@@ -359,6 +361,14 @@ def convert_pixels(
     quantize_linear(module, weight, bias, grid, grid.middle, unit)
 
 
+def pixel_layer(
+    weight: Any, bias: torch.Tensor | None, mean: Sequence[float], deviation: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and bias of a patch embedding that takes pixels from 0 to 255; arguments as :func:`convert_pixels`."""
+    centre, spread = (each(numbers, weight.shape[1] // len(mean)) for numbers in (mean, deviation))
+    return weight / (255 * spread), (0 if bias is None else bias) - weight @ (centre / spread)
+
+
 HEADROOM = 2.0
 """How far a residual stream may go beyond what calibration saw: images differ most in a few massive activations."""
 
@@ -395,7 +405,7 @@ def feature_unit(made: Range) -> float:
 
 def fill_norm_mean(
     norm: LayerNorm, module: Mean, float_norm: Any, made: Range, inputs: Range | None, unit: float, weight: torch.Tensor | None
-) -> tuple[Grid | None, float]:
+) -> tuple[Grid | None, float, Grid]:
     """Fill in the last normalisation and the mean over tokens behind it.
 
     Args:
@@ -406,7 +416,7 @@ def fill_norm_mean(
         unit: of the residual stream.
 
     Returns:
-        Where the mean's int8 outputs lie, or None and the unit of features.
+        Where the mean's int8 outputs lie, or None and the unit of features; and where the normalisation's lie.
     """
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
@@ -414,7 +424,7 @@ def fill_norm_mean(
     if inputs is None or weight is None:
         scale = feature_unit(made)
         finish_mean(module, fine, torch.full_like(fine, scale))
-        return None, scale
+        return None, scale, Grid(fine, torch.zeros_like(fine))
     grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
     finish_mean(module, fine, grid.step, grid.middle)
-    return grid, 1.0
+    return grid, 1.0, Grid(fine, torch.zeros_like(fine))

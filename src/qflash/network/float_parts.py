@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,19 @@ from torch.nn import functional as F
 from ..specification import layers as op
 from .conversion import Grid
 from .graph import IntegerNetwork
-from .modules import Attention, IntegerModule, LayerNorm, Linear, LinearGelu
+from .matrix import Matrix
+from .modules import (
+    OPERATORS,
+    Attention,
+    IntegerModule,
+    LayerNorm,
+    Linear,
+    LinearGelu,
+    Mean,
+    PatchEmbedding,
+    require_lists,
+    shapes_only,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,80 +36,189 @@ class FloatTwin:
     Attributes:
         weight, bias: of a linear layer or a normalisation, in the order of the node's channels.
         epsilon: of a normalisation.
-        mask: of attention, or None.
+        mask, query: of attention; the second where it is a constant.
+        position, prefix: of a patch embedding, (tokens, channels), whose weights take pixels from 0 to 255.
     """
 
-    weight: torch.Tensor | None = None
+    weight: Matrix | torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
     mask: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+    position: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
+
+
+KEPT = ("PatchEmbedding", "LayerNorm", "Linear", "LinearGelu", "Attention", "Mean")
+"""Operators that can be kept in floating point; others move values."""
+_TABLES = ("gather", "scatter", "query", "position", "prefix")
 
 
 class FloatNode(IntegerModule):
     """A node in floating point. Between two of them values stay floats; elsewhere they lie on the grids of integers.
 
     Attributes:
-        inner: the integer module that it stands for, for its sizes and tables.
+        inner: an integer module of the operator that it stands for, without numbers.
+        weight, bias: float32, of a linear layer or a normalisation, in the order of the node's channels.
+        mask: float32 (1 or windows, heads, queries, keys), of attention, or None.
+        query, position, prefix: float32, as the integer module has them.
+        gather, scatter: int32, as the integer module has them.
+        step0, middle0, step1, ...: float32, where each input lies, and last the output; None for floats.
     """
 
-    def __init__(self, inner: IntegerModule, twin: FloatTwin, given: Sequence[Grid | None], made: Grid | None) -> None:
-        """Make it.
+    weight: Any
+    bias: Any
+    mask: torch.Tensor | None
+    query: torch.Tensor | None
+    position: torch.Tensor | None
+    prefix: torch.Tensor | None
+    gather: torch.Tensor | None
+    scatter: torch.Tensor | None
+
+    def __init__(
+        self, operator: str, sizes: dict[str, Any], given: Sequence[Sequence[int] | None], made: Sequence[int] | None,
+        has_bias: bool = False, mask: Sequence[int] | None = None, epsilon: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Make it empty.
 
         Args:
-            inner: a :class:`.modules.LayerNorm`, :class:`.modules.Linear` or :class:`.modules.Attention`.
+            operator, sizes: of the integer module: one of :data:`KEPT`, and what it is made with.
+            given: shapes of the inputs' grids; None for floats.
+            made: of the output's.
+            has_bias: whether a linear layer has a bias.
+            mask: shape of :attr:`mask`.
+            epsilon: of a normalisation.
+        """
+        if operator not in KEPT or type(sizes) is not dict:
+            raise ValueError(f"operator must be one of {', '.join(KEPT)} with its sizes, got {operator!r} and {sizes!r}")
+        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 3 or type(has_bias) is not bool:
+            raise ValueError(f"given must be a list of 1 to 3 shapes, and has_bias True or False, got {given!r}, {has_bias!r}")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
+            raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
+        shapes = [None if x is None else list(x) for x in (*given, made)]
+        super().__init__(
+            operator=operator, sizes=sizes, given=shapes[:-1], made=shapes[-1], has_bias=has_bias,
+            mask=mask and list(mask), epsilon=float(epsilon),
+        )  # fmt: skip
+        with shapes_only():
+            # in a tuple, since its tensors are no part of this module's state
+            self._inner: tuple[Any] = (OPERATORS[operator](**sizes),)
+        self.epsilon, self._grids = float(epsilon), len(given)
+        require_lists(4, mask=mask)
+        own = self.inner
+        weight = own.weight.shape if isinstance(own, Linear) else own.gain.shape if isinstance(own, LayerNorm) else None
+        self._buffer("weight", weight, torch.float32)
+        bias = weight[:1] if weight is not None and (has_bias or isinstance(own, LayerNorm)) else None
+        self._buffer("bias", bias, torch.float32)
+        self._buffer("mask", tuple(mask) if mask else None, torch.float32)
+        for name in _TABLES:
+            table = getattr(own, name, None)
+            dtype = torch.int32 if name in ("gather", "scatter") else torch.float32
+            self._buffer(name, None if table is None else tuple(table.shape), dtype)
+        for number, shape in enumerate(shapes):
+            if shape is not None and len(shape) > 1:
+                raise ValueError(f"grids must be a number or one of each channel, got the shape {shape}")
+            if shape:
+                require_lists(1, grids=shape)
+            for end in ("step", "middle"):
+                self._buffer(f"{end}{number}", None if shape is None else tuple(shape), torch.float32)
+
+    @classmethod
+    def of(cls, inner: IntegerModule, twin: FloatTwin, given: Sequence[Grid | None], made: Grid | None) -> FloatNode:
+        """Return the node that stands for an integer module.
+
+        Args:
+            inner: of :data:`KEPT`.
             twin: what it stands for.
             given: grids of the inputs; None for floats.
             made: of the output; None for floats.
         """
-        super().__init__()
-        self.inner = inner
-        self.epsilon = twin.epsilon
-        self._grids = len(given)
-        for name, x in (("weight", twin.weight), ("bias", twin.bias), ("mask", twin.mask)):
-            self.register_buffer(name, None if x is None else x.float(), persistent=False)
-        for number, grid in enumerate([*given, made]):
-            for end in ("step", "middle"):
-                x = None if grid is None else getattr(grid, end).float()
-                self.register_buffer(f"{end}{number}", x, persistent=False)
+        shapes = [None if grid is None else list(grid.step.shape) for grid in (*given, made)]
+        mask = None if twin.mask is None else list(twin.mask.shape)
+        node = cls(
+            type(inner).__name__, inner.sizes, shapes[:-1], shapes[-1], twin.bias is not None and isinstance(inner, Linear),
+            mask, twin.epsilon,
+        )  # fmt: skip
+        values = {field.name: getattr(twin, field.name) for field in dataclasses.fields(twin) if field.name != "epsilon"}
+        values |= {name: getattr(inner, name, None) for name in ("gather", "scatter")}
+        for number, grid in enumerate((*given, made)):
+            if grid is not None:
+                values |= {f"step{number}": grid.step, f"middle{number}": grid.middle}
+        for name, x in values.items():
+            if x is not None:
+                getattr(node, name).copy_(x.make() if isinstance(x, Matrix) else x)
+        return node
+
+    @property
+    def inner(self) -> Any:
+        """The integer module that this one stands for, on the meta device."""
+        return self._inner[0]
+
+    def grid(self, number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return step and middle of an input, or behind all of them of the output; None for floats."""
+        step, middle = getattr(self, f"step{number}"), getattr(self, f"middle{number}")
+        return None if step is None else (step, middle)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output where an integer node takes it."""
+        found: torch.dtype = torch.int8 if isinstance(self.inner, Attention) else self.inner.dtype
+        return found
+
+    def check_values(self) -> None:
+        for name, x in self.tensors().items():
+            if not x.is_floating_point():
+                continue
+            if name != "mask" and not bool(x.isfinite().all()):
+                raise ValueError(f"{name} must be finite")
+            if name.startswith("step") and not bool((x > 0).all()):
+                raise ValueError(f"{name} must be positive")
+            if name == "mask" and not bool((x < math.inf).all()):
+                raise ValueError("mask must be numbers or minus infinity")
 
     def _compute(self, x: torch.Tensor, more: Sequence[torch.Tensor]) -> torch.Tensor:
-        inner: Any = self.inner
-        weight: Any = self.weight
+        inner, weight = self.inner, self.weight
+        if isinstance(inner, Mean):
+            return x[:, inner.first : inner.first + inner.tokens].mean(dim=1)
+        if isinstance(inner, PatchEmbedding):
+            high, wide = inner.patch_size
+            x = F.conv2d(x, weight.unflatten(1, (-1, high, wide)), self.bias, (high, wide)).flatten(2).mT
+            x = x if self.position is None else x + self.position
+            return x if self.prefix is None else torch.cat((self.prefix.expand(x.shape[0], -1, -1), x), dim=1)
         if isinstance(inner, LayerNorm):
             if inner.part is not None:
                 first, heads = inner.part
                 x = x[..., first : first + heads * weight.numel()].unflatten(-1, (heads, -1))
-            if inner.gather is not None:
-                x = op.gather_tokens(x, inner.gather)
-            x = F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)  # type: ignore[arg-type]
+            if self.gather is not None:
+                x = op.gather_tokens(x, self.gather)
+            x = F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
             return x[:, 0] if inner.single else x
         if isinstance(inner, Linear):
-            x = F.linear(x, weight, self.bias)  # type: ignore[arg-type]
+            x = F.linear(x, weight, self.bias)
             if isinstance(inner, LinearGelu):
                 return F.gelu(x)
-            if inner.scatter is not None:
-                x = op.scatter_tokens(x, inner.scatter)
+            if self.scatter is not None:
+                x = op.scatter_tokens(x, self.scatter)
             return x + more[0] if more else x
-        query, key, value = inner.heads_of((x, *more))
-        mask: torch.Tensor | None = self.mask  # type: ignore[assignment]
+        query, key, value = inner.heads_of((x, *more), self.query)
+        mask = self.mask
         if mask is not None:
-            mask = mask.repeat(len(query) // len(mask), 1, 1, 1)
+            mask = mask.repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
         out = F.scaled_dot_product_attention(query, key, value, mask, scale=inner.softmax_scale)
-        return out.transpose(1, 2).reshape(len(x), -1, inner.heads * inner.head_dim)
+        windows = x.shape[1] // inner.tokens if inner.tokens else 1
+        return out.transpose(1, 2).reshape(x.shape[0], windows * out.shape[2], inner.heads * inner.head_dim)
 
     def forward(self, *inputs: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return what the node computes, as integers on its grid where an integer node takes it."""
         floats = []
         for number, x in enumerate(inputs):
-            step, middle = getattr(self, f"step{number}"), getattr(self, f"middle{number}")
-            floats.append(x if step is None else x.to(torch.float32) * step + middle)
+            grid = self.grid(number)
+            floats.append(x if grid is None else x.to(torch.float32) * grid[0] + grid[1])
         out = self._compute(floats[0], floats[1:])
-        step, middle = getattr(self, f"step{self._grids}"), getattr(self, f"middle{self._grids}")
-        if step is None:
+        if (grid := self.grid(self._grids)) is None:
             return out
-        inner: Any = self.inner
-        dtype = torch.int8 if isinstance(inner, Attention) else inner.dtype
-        return ((out - middle) / step).round().clamp(*op.LIMITS[dtype]).to(dtype)
+        step, middle = grid
+        return ((out - middle) / step).round().clamp(*op.LIMITS[self.dtype]).to(self.dtype)
 
 
 def kept_nodes(network: IntegerNetwork, twins: Mapping[str, FloatTwin], names: Sequence[str]) -> list[str]:
@@ -143,7 +265,7 @@ def with_float_parts(
         if node.name in floats:
             given = [None if name in floats and floats.issuperset(users[name]) else grids[name] for name in node.inputs]
             only_floats = bool(users[node.name]) and floats.issuperset(users[node.name])
-            part = FloatNode(part, twins[node.name], given, None if only_floats else grids[node.name])
+            part = FloatNode.of(part, twins[node.name], given, None if only_floats else grids[node.name])
         modules[node.name] = part
     made = IntegerNetwork(network.nodes, modules, network.image, network.recipe, network.outputs)
     made.scales, made.units, made.backend = network.scales, network.units, network.backend

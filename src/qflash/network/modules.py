@@ -56,7 +56,7 @@ def _require_sizes(least: int = 1, **sizes: Any) -> None:
             raise ValueError(f"{name} must be whole and from {least} to {1 << 24}, got {size!r}")
 
 
-def _require_lists(length: int, least: int = 1, **lists: Any) -> None:
+def require_lists(length: int, least: int = 1, **lists: Any) -> None:
     """Require None or so many whole numbers."""
     for name, found in lists.items():
         if found is not None and (not isinstance(found, (list, tuple)) or len(found) != length):
@@ -94,7 +94,7 @@ class IntegerModule(nn.Module):
         self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        own = [prefix + name for name in self.integers()]
+        own = [prefix + name for name in self.tensors()]
         if any(state_dict.get(key, LOADED) is not LOADED for key in own):
             error_msgs.append(
                 f"{prefix.rstrip('.') or type(self).__name__} is a part of an integer network, which is loaded as a whole: its "
@@ -109,7 +109,7 @@ class IntegerModule(nn.Module):
                 key for key in state_dict if key.startswith(prefix) and key not in known and not key.startswith(inner)
             )
 
-    def integers(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return this module's own tensors that files and a ``state_dict`` hold."""
         return {name: x for name, x in self._buffers.items() if x is not None and name not in self._non_persistent_buffers_set}
 
@@ -218,7 +218,7 @@ class PatchEmbedding(Linear):
             prefix_tokens: class token and registers.
         """
         _require_sizes(image_channels=image_channels)
-        _require_lists(2, patch_size=patch_size)
+        require_lists(2, patch_size=patch_size)
         _require_sizes(0, positions=positions, prefix_tokens=prefix_tokens)
         high, wide = patch_size
         super().__init__(image_channels * high * wide, outputs, "int16")
@@ -321,8 +321,8 @@ class LayerNorm(IntegerModule):
             single, part: see there.
         """
         _require_sizes(channels=channels)
-        _require_lists(2, gather=gather)
-        _require_lists(2, 0, part=part)
+        require_lists(2, gather=gather)
+        require_lists(2, 0, part=part)
         sizes = {"channels": channels, "dtype": dtype, "gather": gather and list(gather), "single": single}
         super().__init__(**sizes, part=part and list(part))
         _require_flags(single=single)
@@ -421,7 +421,7 @@ class Attention(IntegerModule):
         """
         _require_sizes(heads=heads, head_dim=head_dim)
         _require_sizes(0, tokens=tokens, queries=queries, first=first)
-        _require_lists(4, bias=bias)
+        require_lists(4, bias=bias)
         sizes = {"heads": heads, "head_dim": head_dim, "softmax_scale": softmax_scale, "recipe": recipe}
         super().__init__(**sizes, bias=bias and list(bias), tokens=tokens, queries=queries, first=first)
         if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
@@ -445,10 +445,15 @@ class Attention(IntegerModule):
             marks = torch.tensor([fp.BIAS_MASKED, fp.BIAS_EVEN, fp.BIAS_POISON], dtype=torch.int32, device=self.bias.device)
             require_within("bias", self.bias.masked_fill(torch.isin(self.bias, marks), 0), -fp.BIAS_LIMIT, fp.BIAS_LIMIT)
 
-    def heads_of(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return query, key and value, each (batch or windows, heads, tokens, channels), of what :meth:`forward` takes."""
-        batch = len(parts[0])
-        views = [] if self.query is None else [self.query.expand(batch, -1, -1, -1)]
+    def heads_of(self, parts: Sequence[torch.Tensor], query: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return query, key and value, each (batch or windows, heads, tokens, channels), of what :meth:`forward` takes.
+
+        Args:
+            parts: see there.
+            query: a constant one, or None.
+        """
+        batch = parts[0].shape[0]  # len() would fix it in torch.export
+        views = [] if query is None else [query.expand(batch, -1, -1, -1)]
         for part in parts:
             tokens = self.tokens or part.shape[1]
             x = part.reshape(-1, tokens, math.prod(part.shape[2:]) // (self.heads * self.head_dim), self.heads, self.head_dim)
@@ -465,14 +470,15 @@ class Attention(IntegerModule):
                 tokens, heads, head_dim); all together query, key and value, or key and value where the query is a constant.
             backend: see :func:`qflash.attention`.
         """
-        query, key, value = self.heads_of(parts)
+        query, key, value = self.heads_of(parts, self.query)
         scales = (x.view(torch.float32) for x in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
         query_scale, key_scale, value_scale, output_scale = scales
         out = torch.ops.qflash.int8_attention(
             query, query_scale, key, key_scale, value, value_scale, self.bias, False, self.softmax_scale, output_scale,
             torch.int8, self.recipe, backend,
         )  # fmt: skip
-        return out.transpose(1, 2).reshape(len(parts[0]), -1, self.heads * self.head_dim)
+        windows = parts[0].shape[1] // self.tokens if self.tokens else 1
+        return out.transpose(1, 2).reshape(parts[0].shape[0], windows * out.shape[2], self.heads * self.head_dim)
 
 
 class First(IntegerModule):

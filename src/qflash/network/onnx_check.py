@@ -15,6 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from .graph import IntegerNetwork
+from .quality import sqnr_db
 
 INPUT, OUTPUT = "images", "logits"
 """Names of the model's input and output."""
@@ -65,7 +66,8 @@ class Outcome:
 
     Attributes:
         runtime: its name and version, and how it was run.
-        problem: None if its logits are those of the file; else how they differ, or why it could not run.
+        problem: None if its logits are those of the file, or as close as floats are where the network keeps parts in floating
+            point; else how they differ, or why it could not run.
     """
 
     runtime: str
@@ -96,13 +98,13 @@ def check_onnx(
     needed = {"onnx", *(packages[name] for name in runtimes or ()), *(["onnxruntime"] if providers else [])}
     require_packages("check-onnx", *sorted(needed))
     path = Path(path)
-    images, wanted = _read(path)
+    images, wanted, has_floats = _read(path)
     outcomes = []
     for name in runtimes or [name for name in RUNTIMES if importlib.util.find_spec(packages[name]) is not None]:
         for runtime, run in _WAYS[name](path, providers):
             try:
                 found = run(images.numpy(), list(wanted))
-                problems = [_difference(name, x, got) for (name, x), got in zip(wanted.items(), found, strict=True)]
+                problems = [_difference(name, x, got, has_floats) for (name, x), got in zip(wanted.items(), found, strict=True)]
                 problem = "; ".join(filter(None, problems)) or None
             except Exception as error:
                 problem = f"cannot run it: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -110,8 +112,8 @@ def check_onnx(
     return outcomes
 
 
-def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the images of a file's self-test and what it wants of them, by the output's name."""
+def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
+    """Return the images of a file's self-test, what it wants of them by the output's name, and whether parts are floats."""
     import onnx
 
     with path.open("rb") as file:
@@ -143,14 +145,22 @@ def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ) as error:
         raise ValueError(f"{path} has a self-test that is damaged: {type(error).__name__}: {error}") from error
     which = torch.arange(batch or COUNT, dtype=torch.int64, device="cpu") % COUNT
-    return self_test_images(COUNT, channels, height, width)[which], {name: x[which] for name, x in wanted.items()}
+    images = self_test_images(COUNT, channels, height, width)[which]
+    return images, {name: x[which] for name, x in wanted.items()}, "float_parts" in texts
 
 
-def _difference(name: str, want: torch.Tensor, found: Any) -> str | None:
-    """Say how an output differs from the one wanted; None if they are the same."""
+LEAST_FLOAT_DB = 30.0
+"""Signal to noise of outputs where parts are in floating point: one rounding the other way changes integers behind it."""
+
+
+def _difference(name: str, want: torch.Tensor, found: Any, has_floats: bool) -> str | None:
+    """Say how an output differs from the one wanted; None if they are the same, or close where parts are floats."""
     got = torch.as_tensor(found)
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{name} must be {want.dtype} {tuple(want.shape)}, are {got.dtype} {tuple(got.shape)}"
+    if has_floats:
+        db = sqnr_db(want.double(), got.double())
+        return None if db >= LEAST_FLOAT_DB else f"{name} have {db:.1f} dB, at least {LEAST_FLOAT_DB:.0f} are wanted of floats"
     wrong = int((got != want).sum())
     most = int((got.long() - want.long()).abs().max()) if wrong else 0
     return f"{wrong} of {want.numel()} {name} differ, by up to {most}" if wrong else None

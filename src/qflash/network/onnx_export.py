@@ -12,7 +12,7 @@ from typing import Any
 
 from ..scalars import unboxed
 from ..specification.reference import ARITHMETIC_VERSION
-from .graph import IntegerNetwork, check_integer
+from .graph import IntegerNetwork
 from .onnx_check import INPUT, output_names, self_test
 
 BATCH = "batch"
@@ -35,7 +35,8 @@ def export_onnx(
 
     Its results are those of the network, bit for bit, in any runtime that computes ONNX's integer operators as they are
     defined; ``qflash check-onnx`` tells whether a runtime does. ``docs/onnx.md`` lists the operators, what the metadata hold,
-    and runtimes. The model needs opset 18. The network is run once, on two images, for the file's self-test.
+    and runtimes. Nodes that ``keep_float`` left in floating point become ONNX's float operators, which runtimes round in their
+    own ways; the metadata name them. The model needs opset 18. The network is run once, on two images, for the self-test.
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
@@ -47,14 +48,14 @@ def export_onnx(
     Raises:
         ImportError: the package ``onnx`` is not installed.
         TypeError: an argument is of another type.
-        ValueError: ``batch`` or ``external_data_threshold`` is not in its range, a part of the network is kept in floating
-            point, or its recipe of attention has no form in ONNX: that needs ``normalization="two_pass"``,
-            ``output="accumulator"`` and 7 or 8 ``probability_bits``.
+        ValueError: ``batch`` or ``external_data_threshold`` is not in its range, or the network's recipe of attention has no
+            form in ONNX: that needs ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``.
         OSError: the file cannot be written.
     """
     from ..optional_packages import require_packages
 
-    check_integer(network)
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
     batch = unboxed(batch)
@@ -97,6 +98,7 @@ def export_onnx(
             "arithmetic_version": str(ARITHMETIC_VERSION),
             "kind": type(network).__name__,
             "qflash_version": __version__,
+            **({"float_parts": json.dumps(parts)} if (parts := network.float_parts()) else {}),
             "self_test": self_test(network),
         },
     )

@@ -18,8 +18,10 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
+from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
 
 Shape = tuple[int, ...]
@@ -354,6 +356,8 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
         image: (channels, height, width).
     """
     x, shape = inputs[0], shapes[0]
+    if isinstance(module, FloatNode):
+        return float_node(graph, module, inputs, shapes)
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x, image)
     if isinstance(module, LayerNorm):

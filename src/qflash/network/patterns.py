@@ -20,10 +20,11 @@ from torch import fx
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
-from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View
+from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View, counted, nowhere, wide
 from .conversion import Grid, Range
 from .float_parts import FloatTwin
-from .graph import IntegerNetwork, Node
+from .graph import IMAGES, IntegerNetwork, Node
+from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
 
 Ranges = dict[fx.Node, Range]
@@ -59,14 +60,14 @@ class Rows:
         """Whether these are all rows and channels of the source, in their order."""
         return (
             self.table.shape[1] == 1
-            and torch.equal(self.table[:, 0], torch.arange(self.source.rows // BATCH))
+            and torch.equal(self.table[:, 0], counted(self.source.rows // BATCH))
             and self.has_all_columns
         )
 
     @property
     def has_all_columns(self) -> bool:
         """Whether a piece is a whole row of the source."""
-        return torch.equal(self.columns, torch.arange(self.source.channels))
+        return torch.equal(self.columns, counted(self.source.channels))
 
 
 def rows_of(view: View, user: Operation) -> Rows:
@@ -97,7 +98,7 @@ def rows_of(view: View, user: Operation) -> Rows:
     row, column = row.view(len(row), -1, width), column.view(len(column), -1, width)
     if not bool((row == row[..., :1]).all()) or not bool((column == column[:1, :1]).all()):
         raise _refuse(user, "channels come from several rows in an irregular way")
-    table = torch.full((count, channels // width), -1)
+    table = nowhere(count, channels // width)
     table[(first >= 0).all(dim=1)] = row[..., 0]
     if bool(((first < 0).any(dim=1) & (first >= 0).any(dim=1)).any()):
         raise _refuse(user, "rows are constant in part")
@@ -230,7 +231,7 @@ class Lowering:
                 raise _refuse(user, "patch embeddings are multiplied")
             tokens = rows.table[:, 0]
             prefix = int((tokens < 0).sum())
-            if not torch.equal(tokens[prefix:], torch.arange(len(tokens) - prefix)) or rows.table.shape[1] != 1:
+            if not torch.equal(tokens[prefix:], counted(len(tokens) - prefix)) or rows.table.shape[1] != 1:
                 raise _refuse(user, "tokens are not class tokens, then patches in their order")
             made = self.streams.get(key)
             if made is None:
@@ -239,7 +240,7 @@ class Lowering:
             elif not _same(rows.term, self.embedded.term) or not torch.equal(rows.table, self.embedded.table):
                 raise _refuse(user, "patches are used with different constants around them")
             self.see(made.group, seen)
-            whole = torch.arange(len(tokens))[:, None]
+            whole = counted(len(tokens))[:, None]
             return made, Rows(view, rows.source, whole, rows.columns, None, None)
         if key not in self.streams:
             raise _refuse(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
@@ -256,19 +257,26 @@ class Lowering:
     def embed(self, rows: Rows, prefix: int) -> Stream:
         """Add the patch embedding: patches, position embeddings, class tokens."""
         operation = rows.source
+        matrix = operation.matrix
+        assert matrix is not None
         patch = self.patch_size(operation)
         count = len(rows.table) - prefix
         module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
         group = self.group()
-        name = self.add(operation.name or "embed", module, "images")
+        name = self.add(operation.name or "embed", module, IMAGES)
         term = rows.term
 
         def fill(ranges: Ranges) -> None:
-            cv.convert_pixels(module, operation.weight, operation.bias, self.mean, self.deviation, group.unit)
+            cv.convert_pixels(module, matrix.make(), operation.bias, self.mean, self.deviation, group.unit)
             if term is not None and module.position is not None:
                 module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
             if term is not None and module.prefix is not None:
                 module.prefix.copy_(cv.to_int16(term[:prefix], group.unit)[None])
+            position = prefixes = None
+            if term is not None:
+                position, prefixes = term[None, prefix:], term[None, :prefix] if prefix else None
+            scaled, bias = cv.pixel_layer(matrix.make(), operation.bias, self.mean, self.deviation)
+            self.twins[name] = FloatTwin(scaled, bias, position=position, prefix=prefixes)
 
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
@@ -277,7 +285,7 @@ class Lowering:
         """Return the (height, width) of patches that a linear layer takes, which cut the image without overlap or rest."""
         view = operation.inputs[0]
         channels, height, width = self.image
-        pixels = torch.arange(channels * height * width).view(1, channels, height, width)
+        pixels = counted(channels * height * width).view(1, channels, height, width)
         places = view.places()
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
         for high in range(1, height + 1):
@@ -316,7 +324,7 @@ class Lowering:
 
     def first(self, node: str, tokens: torch.Tensor, user: Operation) -> str:
         """Add a node that takes the first tokens of another's output."""
-        if not torch.equal(tokens, torch.arange(len(tokens))):
+        if not torch.equal(tokens, counted(len(tokens))):
             raise _refuse(user, "it takes some tokens that are not the first ones")
         name = self.add(f"{node}_first", First(len(tokens)), node)
         self.selected[name] = node
@@ -330,7 +338,9 @@ class Lowering:
         group = self.group()
         name = self.add(operation.name or "norm", module, stream.node)
         self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
-        self.fillers.append(lambda ranges: cv.finish_norm(module, _norm(operation), stream.group.unit, group.unit))
+        float_norm = _norm(operation)
+        self.twins[name] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+        self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
 
     def norm_before(
         self, rows: Rows, user: Operation, dtype: str, *, single: bool = False
@@ -355,7 +365,7 @@ class Lowering:
             raise _refuse(user, "tokens are merged on both sides of a normalisation")
         if rows.table.shape[1] > 1:
             raise _refuse(user, "tokens are merged behind a normalisation")
-        gather = None if torch.equal(table, torch.arange(stream.rows)[:, None]) else table
+        gather = None if torch.equal(table, counted(stream.rows)[:, None]) else table
         module = _norm_module(operation.channels, dtype, gather, single and not stream.is_flat)
         name = self.add(operation.name or "norm", module, stream.node)
         term = None
@@ -368,7 +378,7 @@ class Lowering:
         return name, module, float_norm, stream.group
 
     def take(
-        self, rows: Rows, user: Operation, seen: fx.Node, weight: torch.Tensor, layer: str, room: float = 1.0, *,
+        self, rows: Rows, user: Operation, seen: fx.Node, matrix: Matrix, layer: str, room: float = 1.0, *,
         single: bool = False,
     ) -> tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]:  # fmt: skip
         """Return the node whose int8 output a linear layer takes, and a function that fills it in.
@@ -377,7 +387,7 @@ class Lowering:
             rows: that the layer takes.
             user: the layer.
             seen: node of the traced graph with its input.
-            weight: of the layer.
+            matrix: of the layer.
             layer: of :data:`.conversion.SPREADS`.
             room: how much wider than what calibration saw the range is taken.
             single: whether the layer takes one token of an image, (batch, channels).
@@ -393,7 +403,7 @@ class Lowering:
                 raise _refuse(user, f"it takes a part of what {source.kind} of {source.name or 'the model'} computes")
             whole = self.values[id(source)]
             node = whole
-            if not torch.equal(tokens, torch.arange(source.rows // BATCH)):
+            if not torch.equal(tokens, counted(source.rows // BATCH)):
                 node = self.first(whole, tokens, user)
             return node, lambda ranges: (self.grids[whole], ranges[seen].mean)
         if source.kind == "norm" and (id(source),) not in self.streams:
@@ -402,7 +412,9 @@ class Lowering:
 
             def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
                 inputs = ranges[seen] if room == 1.0 else ranges[seen].widened(room)
-                self.grids[name] = cv.convert_norm_linear(norm, float_norm, group.unit, weight, inputs, cv.SPREADS[layer])
+                self.grids[name] = cv.convert_norm_linear(
+                    norm, float_norm, group.unit, matrix.make(), inputs, cv.SPREADS[layer]
+                )
                 return self.grids[name], ranges[seen].mean
 
             return name, fill
@@ -412,10 +424,11 @@ class Lowering:
         stream, there = self.stream(rows.view, seen, user)
         module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
         name = self.add(f"{stream.node}_token", module, stream.node)
+        self.twins[name] = FloatTwin()
 
         def fill_token(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
             inputs = ranges[seen].widened(room)
-            grid = Grid(cv.SPREADS[layer].steps(inputs.half, weight), inputs.middle)
+            grid = Grid(cv.SPREADS[layer].steps(inputs.half, matrix.make()), inputs.middle)
             cv.finish_mean(module, torch.full_like(grid.step, stream.group.unit), grid.step, grid.middle)
             self.grids[name] = grid
             return grid, ranges[seen].mean
@@ -428,7 +441,7 @@ class Lowering:
         first = rows.source
         if (
             first.kind != "linear"
-            or first.weight is None
+            or first.matrix is None
             or not rows.is_whole
             or rows.term is not None
             or rows.factor is not None
@@ -437,38 +450,38 @@ class Lowering:
         (second, _), *others = self.users[id(operation)] or [(operation, 0)]
         if others or second.kind != "linear" or self.users[id(first)] != [(operation, 0)]:
             raise _refuse(operation, "it stands before something else than one linear layer")
-        weight = first.weight
-        name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], weight, "fc1")
-        module = LinearGelu(weight.shape[1], weight.shape[0])
+        matrix = first.matrix
+        name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
+        module = LinearGelu(matrix.shape[1], matrix.shape[0])
         node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
         self.references[node] = _whole(operation), None
-        self.twins[node] = FloatTwin(weight, first.bias)
+        self.twins[node] = FloatTwin(matrix, first.bias)
         self.watch(second.seen[0])
         after, _ = self.scaled(second)
 
         def fill(ranges: Ranges) -> None:
-            cv.quantize_linear(module, weight, first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
-            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after)
+            cv.quantize_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
+            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after.make())
 
         self.fillers.append(fill)
 
-    def scaled(self, linear: Operation) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scaled(self, linear: Operation) -> tuple[Matrix, torch.Tensor | None]:
         """Return weight and bias of a linear layer with what its one user multiplies and adds (layer scale)."""
-        assert linear.weight is not None
+        assert linear.matrix is not None
         users = self.users[id(linear)]
-        weight, bias = linear.weight, linear.bias
+        matrix, bias = linear.matrix, linear.bias
         if len(users) == 1 and users[0][0].kind == "add":
             user, place = users[0]
             rows = rows_of(user.inputs[place], user)
             if not rows.has_all_columns:
                 raise _refuse(user, "it adds some channels of a linear layer")
             if rows.factor is not None:
-                weight, bias = weight * rows.factor[:, None], None if bias is None else bias * rows.factor
+                matrix, bias = matrix.scaled(rows.factor), None if bias is None else bias * rows.factor
             if rows.term is not None:
                 if not bool((rows.term == rows.term[:1]).all()):
                     raise _refuse(user, "what is added to tokens differs")
                 bias = rows.term[0] if bias is None else bias + rows.term[0]
-        return weight, bias
+        return matrix, bias
 
     def lower_linear(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
@@ -483,14 +496,19 @@ class Lowering:
 
     def begin_stream(self, operation: Operation) -> None:
         """A linear layer whose output is a residual stream: patch merging, the projection of a pooling by attention."""
-        weight = operation.weight
-        assert weight is not None
-        name, grid_of = self.take(rows_of(operation.inputs[0], operation), operation, operation.seen[0], weight, "fc1")
-        module = Linear(weight.shape[1], weight.shape[0], "int16")
+        matrix = operation.matrix
+        assert matrix is not None
+        name, grid_of = self.take(rows_of(operation.inputs[0], operation), operation, operation.seen[0], matrix, "fc1")
+        module = Linear(matrix.shape[1], matrix.shape[0], "int16")
         node = self.add(operation.name or "reduction", module, name)
         group = self.group()
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
-        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, operation.bias, *grid_of(ranges), group.unit))
+        self.twins[node] = FloatTwin(matrix, operation.bias)
+
+        def fill(ranges: Ranges) -> None:
+            cv.quantize_linear(module, matrix.make(), operation.bias, *grid_of(ranges), group.unit)
+
+        self.fillers.append(fill)
 
     def lower_add(self, operation: Operation) -> None:
         """A residual connection: a linear layer that adds to the stream."""
@@ -511,20 +529,24 @@ class Lowering:
         residual, count = stream.node, len(old.table)
         if count != stream.rows:
             residual = self.first(stream.node, old.table[:, 0], operation)
-        weight, bias = self.scaled(linear)
+        matrix, bias = self.scaled(linear)
         scatter = None
-        if not torch.equal(rows.table[:, 0], torch.arange(count)):
-            scatter = torch.empty(count, dtype=torch.int64)
-            scatter[rows.table[:, 0]] = torch.arange(count)
-        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], weight, "fc1")
-        module = Linear(weight.shape[1], weight.shape[0], "int16", 0 if scatter is None else len(scatter))
+        if not torch.equal(rows.table[:, 0], counted(count)):
+            scatter = nowhere(count)
+            scatter[rows.table[:, 0]] = counted(count)
+        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], matrix, "fc1")
+        module = Linear(matrix.shape[1], matrix.shape[0], "int16", 0 if scatter is None else len(scatter))
         if scatter is not None and module.scatter is not None:
             module.scatter.copy_(scatter)
         node = self.add(linear.name or "projection", module, source, residual)
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), stream.group)
-        self.twins[node] = FloatTwin(weight, bias)
+        self.twins[node] = FloatTwin(matrix, bias)
         self.see(stream.group, operation.node)
-        self.fillers.append(lambda ranges: cv.quantize_linear(module, weight, bias, *grid_of(ranges), stream.group.unit))
+
+        def fill(ranges: Ranges) -> None:
+            cv.quantize_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
+
+        self.fillers.append(fill)
 
     # --- attention --------------------------------------------------------------------------------------------
 
@@ -545,7 +567,7 @@ class Lowering:
         with_norms = [part for part in parts if part.norm is not None]
         if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
             raise _refuse(operation, "only query and key together can be normalised")
-        if any(not torch.equal(part.tokens, torch.arange(len(part.tokens))) for part in parts):
+        if any(not torch.equal(part.tokens, counted(len(part.tokens))) for part in parts):
             raise _refuse(operation, "it takes some tokens of its linear layers that are not the first ones")
         if any(len(part.tokens) != part.linear.rows // batch for part in parts[-2:]):
             raise _refuse(operation, "keys or values are some tokens of those that its linear layers take")
@@ -556,13 +578,13 @@ class Lowering:
                 raise _refuse(operation, "query, key and value are not of the same tokens")
             if any(user.kind not in ("attention", "norm") for user, _ in self.users[id(part.linear)]):
                 raise _refuse(operation, "query, key or value are used elsewhere, too")
-        weight = torch.cat([part.weight for part in parts])
+        matrix = Matrix.join([part.matrix for part in parts], 0)
         bias = None
         if any(part.bias is not None for part in parts):
-            zeros = [torch.zeros(len(part.weight), dtype=torch.float64) for part in parts]
+            zeros = [torch.zeros(part.matrix.shape[0], dtype=torch.float64, device="cpu") for part in parts]
             bias = torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
         first = parts[0].linear
-        source, grid_of = self.take(rows, operation, first.seen[0], weight, "qkv")
+        source, grid_of = self.take(rows, operation, first.seen[0], matrix, "qkv")
         prefix = operation.name or "attention"
         mask = operation.mask
         shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
@@ -574,7 +596,7 @@ class Lowering:
         norms: list[LayerNorm] = []
         if with_norms:
             # in a unit each, for the normalisations; values need none
-            layers = [Linear(weight.shape[1], 2 * heads * width, "int16"), Linear(weight.shape[1], heads * width, "int8")]
+            layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
             both = self.add(f"{prefix}.qk", layers[0], source)
             norms = [LayerNorm(width, "int8", part=(number * heads * width, heads)) for number in range(2)]
             names = []
@@ -582,15 +604,20 @@ class Lowering:
                 names.append(self.add((part.norm and part.norm.name) or f"{prefix}.norm", each, both))
             names.append(self.add(f"{prefix}.v", layers[1], source))
         else:
-            layers = [Linear(weight.shape[1], len(weight), "int8")]
+            layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
         node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
         self.references[node] = _whole(operation), None
-        if operation.query is None and not norms:
-            self.twins[node] = FloatTwin(mask=None if mask is None or shape is None else mask.expand(shape))
-            for made, rows_made in self.split_rows(names, layers):
-                self.twins[made] = FloatTwin(weight[rows_made], None if bias is None else bias[rows_made])
+        float_mask = None if mask is None or shape is None else mask.expand(shape)
+        self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
+        linears = [both, names[-1]] if with_norms else names
+        for made, rows_made in self.split_rows(linears, layers):
+            self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
+        for part, made in zip(with_norms, names, strict=False):
+            assert part.norm is not None
+            float_norm = _norm(part.norm)
+            self.twins[made] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
@@ -599,6 +626,7 @@ class Lowering:
 
         def fill(ranges: Ranges) -> None:
             grid, mean = grid_of(ranges)
+            weight = matrix.make()
             ends = [part.ends(ranges) for part in parts]
             if constant is not None:
                 ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
@@ -609,7 +637,12 @@ class Lowering:
                 units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
                 split = 2 * heads * width
                 biases = (None, None) if bias is None else (bias[:split], bias[split:])
-                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, cv.each(units, heads * width))
+                unit = cv.each(units, heads * width)
+                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, unit)
+                self.grids[both], self.grids[names[2]] = Grid(unit, torch.zeros_like(unit)), Grid(*values)
+                query_step = grids.query_step[0]
+                self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
+                self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
                 cv.quantize_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
                 floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
@@ -628,7 +661,7 @@ class Lowering:
                 values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module)
-            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after)
+            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after.make())
             if mask is not None and module.bias is not None:
                 module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
 
@@ -651,26 +684,26 @@ class Lowering:
             # (batch, heads, tokens, channels) of rows (batch x heads x tokens), in any order
             inner, outer = norm.inputs[0].places().reshape(norm.rows, norm.channels), view.places()
             rows = outer // norm.channels
-            if not bool((outer % norm.channels == torch.arange(width)).all()):
+            if not bool((outer % norm.channels == counted(width)).all()):
                 raise _refuse(user, "heads of query or key are not what was normalised")
             view = View(norm.inputs[0].source, view.shape, inner[rows[..., 0]])
             if norm.inputs[0].factor is not None or norm.inputs[0].term is not None:
                 raise _refuse(norm, "constants stand before it")
         linear = view.source
-        if linear.kind != "linear" or linear.weight is None:
+        if linear.kind != "linear" or linear.matrix is None:
             raise _refuse(user, f"its input comes of {linear.kind} of {linear.name or 'the model'}, no linear layer")
         places = view.places()
         row, column = places // linear.channels, places % linear.channels
         per_batch = linear.rows // batch
         some = row[0, 0, :, 0]
-        same = (row == some[None, None, :, None] + per_batch * torch.arange(batch)[:, None, None, None]).all()
+        same = (row == some[None, None, :, None] + per_batch * counted(batch)[:, None, None, None]).all()
         if int(places.min()) < 0 or linear.rows % batch or not bool(same) or not bool((some.diff() > 0).all()):
             raise _refuse(user, "tokens are rearranged between its linear layers and its scores")
         if not bool((column == column[:1, :, :1]).all()):
             raise _refuse(user, "heads take different channels for different tokens")
         columns = column[0, :, 0]
         flat = columns.flatten()
-        return Part(linear, norm, some, columns, linear.weight[flat], None if linear.bias is None else linear.bias[flat])
+        return Part(linear, norm, some, columns, linear.matrix.rows(flat), None if linear.bias is None else linear.bias[flat])
 
     # --- behind the blocks ------------------------------------------------------------------------------------
 
@@ -683,10 +716,10 @@ class Lowering:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
         tokens = rows.table[:, 0]
         first = int(tokens[0])
-        if not torch.equal(tokens, torch.arange(first, first + len(tokens))):
+        if not torch.equal(tokens, counted(len(tokens), first)):
             order = tokens.sort().values
             first = int(order[0])
-            if not torch.equal(order, torch.arange(first, first + len(tokens))):
+            if not torch.equal(order, counted(len(tokens), first)):
                 raise _refuse(operation, "it averages tokens that do not lie side by side")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
@@ -696,28 +729,29 @@ class Lowering:
             group = self.group()
             name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)
             self.streams[(id(operation),)] = self.begin(name, _whole(operation), group, is_flat=True)
+            self.twins[name] = FloatTwin()
 
             def fill_first(ranges: Ranges) -> None:
-                units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64)
+                units = torch.full((operation.channels,), stream.group.unit, dtype=torch.float64, device="cpu")
                 cv.finish_mean(module, units, units * (group.unit / stream.group.unit))
 
             self.fillers.append(fill_first)
             return
-        norm_rows = Rows(
-            view, rows.source, torch.arange(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term
-        )
+        norm_rows = Rows(view, rows.source, counted(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term)
         name, norm, float_norm, group = self.norm_before(norm_rows, operation, "int16")
-        weight, seen = self.weight_behind(operation)
+        matrix, seen = self.matrix_behind(operation)
         if kinds not in ({"linear"}, {"join"}, {"output"}):
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
-        module = Mean(len(tokens), operation.channels, "int32" if weight is None else "int8", first)
+        module = Mean(len(tokens), operation.channels, "int32" if matrix is None else "int8", first)
         node = self.values[id(operation)] = self.add(f"{operation.name}.mean".lstrip("."), module, name)
+        self.twins[node] = FloatTwin()
         self.watch(rows.source.node, *(() if seen is None else (seen,)))
 
         def fill(ranges: Ranges) -> None:
             inputs = None if seen is None else ranges[seen]
             made = ranges[rows.source.node]
-            grid, scale = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
+            weight = None if matrix is None else matrix.make()
+            grid, scale, self.grids[name] = cv.fill_norm_mean(norm, module, float_norm, made, inputs, group.unit, weight)
             if grid is None:
                 self.scales[node] = scale
             else:
@@ -725,19 +759,19 @@ class Lowering:
 
         self.fillers.append(fill)
 
-    def weight_behind(self, operation: Operation) -> tuple[torch.Tensor | None, fx.Node | None]:
+    def matrix_behind(self, operation: Operation) -> tuple[Matrix | None, fx.Node | None]:
         """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes."""
         users = self.users[id(operation)]
         if len(users) != 1:
             return None, None
         user, place = users[0]
         if user.kind == "linear":
-            return user.weight, user.seen[0]
+            return user.matrix, user.seen[0]
         if user.kind == "join" and [each.kind for each, _ in self.users[id(user)]] == ["linear"]:
             first = sum(x.shape[-1] for x in user.inputs[:place])
             head = self.users[id(user)][0][0]
-            assert head.weight is not None
-            return head.weight[:, first : first + operation.channels], user.seen[place]
+            assert head.matrix is not None
+            return head.matrix.columns(first, operation.channels), user.seen[place]
         return None, None
 
     # --- outputs ----------------------------------------------------------------------------------------------
@@ -767,7 +801,7 @@ class Lowering:
             return name
         stream, there = self.stream(output.view, output.node, source)
         token = int(there.table[0, 0]) if len(there.table) == 1 and len(output.view.shape) == 2 else None
-        if token is None and not torch.equal(there.table, torch.arange(stream.rows)[:, None]):
+        if token is None and not torch.equal(there.table, counted(stream.rows)[:, None]):
             raise _refuse(source, "an output is some tokens of the residual stream")
         name = self.add(output.name, Widen(None if stream.is_flat else token), stream.node)
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
@@ -776,11 +810,11 @@ class Lowering:
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
         """Add the last linear layer; several whose sum is the output become one, whose inputs lie side by side."""
         columns = rows_of(output.view, layers[0])
-        weights, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64), [], []
+        matrices, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
         if not columns.has_all_columns:
             raise _refuse(layers[0], "the output is a part of it")
         for layer in layers:
-            assert layer.weight is not None
+            assert layer.matrix is not None
             if layer.bias is not None:
                 bias = bias + layer.bias
             inner = layer.inputs[0].source
@@ -791,31 +825,33 @@ class Lowering:
                 pieces = list(zip(inner.inputs, inner.seen, strict=True))
             first = 0
             for view, seen in pieces:
-                weight = layer.weight[:, first : first + view.shape[-1]]
+                matrix = layer.matrix.columns(first, view.shape[-1])
                 first += view.shape[-1]
                 rows = rows_of(view, layer)
                 if len(rows.table) != 1 and len(view.shape) == 2:
                     raise _refuse(layer, f"it takes {len(rows.table)} tokens of an image")
                 single = len(rows.table) == 1
-                name, grid_of = self.take(rows, layer, seen, weight, "head", cv.HEAD_ROOM, single=single)
+                name, grid_of = self.take(rows, layer, seen, matrix, "head", cv.HEAD_ROOM, single=single)
                 names.append(name)
                 grids.append(grid_of)
-                weights.append(weight)
-        whole = torch.cat(weights, dim=1)
+                matrices.append(matrix)
+        whole = Matrix.join(matrices, 1)
         if columns.factor is not None:
-            whole, bias = whole * columns.factor[:, None], bias * columns.factor
+            whole, bias = whole.scaled(columns.factor), bias * columns.factor
         if columns.term is not None:
             bias = bias + columns.term[0]
         no_bias = all(layer.bias is None for layer in layers) and columns.term is None
         source = names[0] if len(names) == 1 else self.add(f"{output.name}.join", Join(), *names)
         module = Linear(whole.shape[1], whole.shape[0], "int32")
         node = self.add(layers[0].name or output.name, module, source)
+        self.twins[node] = FloatTwin(whole, None if no_bias else bias)
 
         def fill(ranges: Ranges) -> None:
             found = [grid_of(ranges) for grid_of in grids]
             grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
             mean = torch.cat([each for _, each in found])
-            self.scales[node] = cv.convert_head(module, whole, None if no_bias else bias, grid, mean)
+            self.grids[source] = grid
+            self.scales[node] = cv.convert_head(module, whole.make(), None if no_bias else bias, grid, mean)
 
         self.fillers.append(fill)
         return node
@@ -835,9 +871,9 @@ class Lowering:
             group.unit = cv.unit_of(*(ranges[node] for node in group.seen))
         for fill in self.fillers:
             fill(ranges)
-        for name, (_, stream) in self.references.items():
-            if stream is not None:
-                self.grids[name] = Grid(torch.tensor(stream.unit, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+        numbers = {name: stream.unit for name, (_, stream) in self.references.items() if stream is not None}
+        for name, unit in {IMAGES: 1.0, **numbers, **self.scales}.items():
+            self.grids[name] = Grid(wide(unit), wide(0.0))
         self.grids.update({name: self.grids[source] for name, source in self.selected.items()})
         network.scales = {name: self.scales[node] for name, node in network.outputs.items()}
         network.units = tuple(dict.fromkeys(group.unit for group in self.groups))
@@ -851,14 +887,14 @@ class Part:
         linear, norm: operations; the second may be None.
         tokens: int64, rows of an image (or window) of the layer.
         columns: int64 (heads, channels): channels of the layer.
-        weight, bias: of those channels.
+        matrix, bias: of those channels.
     """
 
     linear: Operation
     norm: Operation | None
     tokens: torch.Tensor
     columns: torch.Tensor
-    weight: torch.Tensor
+    matrix: Matrix
     bias: torch.Tensor | None
 
     def ends(self, ranges: Ranges) -> cv.Ends:
@@ -893,8 +929,8 @@ class _FloatNorm:
 
 
 def _norm(operation: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> _FloatNorm:
-    weight = torch.ones(operation.channels, dtype=torch.float64) if operation.weight is None else operation.weight
-    bias = torch.zeros(operation.channels, dtype=torch.float64) if operation.bias is None else operation.bias
+    weight = torch.ones(operation.channels, dtype=torch.float64, device="cpu") if operation.weight is None else operation.weight
+    bias = torch.zeros(operation.channels, dtype=torch.float64, device="cpu") if operation.bias is None else operation.bias
     if factor is not None:
         weight, bias = weight * factor, bias * factor
     return _FloatNorm(weight, bias if term is None else bias + term, operation.epsilon)

@@ -211,8 +211,8 @@ def quantize_model(
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
         percentile: for that method, above 50 and at most 100.
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
-        keep_float: names of submodules whose nodes compute in floating point, to find what costs accuracy:
-            ``"blocks.3.attn"``, ``"blocks.3.mlp"``, ``"blocks.3"``. Such a network cannot be saved.
+        keep_float: names of submodules, or of nodes, that compute in floating point: ``"blocks.3.attn"``, ``"blocks.3"``,
+            ``"head"``.
         outputs: names of the outputs that are wanted, of a model that returns several; ``"logits"`` if there are such,
             otherwise all. A network of several returns a dictionary.
         progress: show a bar.

@@ -19,7 +19,8 @@ from ..specification.recipe import Recipe
 from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .first_form import from_first_form, is_first_form
-from .graph import IntegerNetwork, Node, check_integer
+from .float_parts import FloatNode
+from .graph import IntegerNetwork, Node
 from .modules import EXTRA_STATE, OPERATORS, IntegerModule, shapes_only
 from .quality import Quality
 
@@ -29,9 +30,10 @@ VERSION = 2
 """Of the file's form."""
 DIGEST = "sha256"
 """The entry with the digest of all else, which files have."""
-_TYPES = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
+_TYPES = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "F32": torch.float32}
 """What safetensors calls the types that networks have."""
 _FLOAT32 = torch.finfo(torch.float32)
+_OPERATORS = {**OPERATORS, FloatNode.__name__: FloatNode}
 
 Form = tuple[object, tuple[int, ...]]
 """A tensor's type and shape."""
@@ -134,7 +136,7 @@ def _strings(what: str, found: Any) -> None:
 
 def network_tensors(network: IntegerNetwork) -> dict[str, torch.Tensor]:
     """Return the integers of a network by the names of nodes and their tensors."""
-    return {f"{node.name}.{own}": x for node in network.nodes for own, x in network.part(node.name).integers().items()}
+    return {f"{node.name}.{own}": x for node in network.nodes for own, x in network.part(node.name).tensors().items()}
 
 
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
@@ -169,18 +171,21 @@ def _network(header: Mapping[str, Any], most: int) -> IntegerNetwork:
     for entry in header["nodes"]:
         _check_names("a node", entry, ("name", "operator", "inputs", "sizes"))
         name, operator, inputs, sizes = (entry[each] for each in ("name", "operator", "inputs", "sizes"))
-        if type(name) is not str or type(operator) is not str or operator not in OPERATORS or type(sizes) is not dict:
-            raise ValueError(f"a node must have a name, sizes and one of the operators {sorted(OPERATORS)}, is {_shown(entry)}")
+        if type(name) is not str or type(operator) is not str or operator not in _OPERATORS or type(sizes) is not dict:
+            raise ValueError(
+                f"a node must have a name, sizes and one of the operators {sorted(_OPERATORS)}, is {_shown(entry)}"
+            )
         if type(inputs) is not list or not inputs or not all(type(each) is str for each in inputs):
             raise ValueError(f"inputs of {name} must be names, are {_shown(inputs)}")
         try:
-            modules[name] = OPERATORS[operator](**sizes)
+            modules[name] = _OPERATORS[operator](**sizes)
         except TypeError as error:
             raise ValueError(f"sizes of {name} do not fit {operator}: {error}") from error
         except (ValueError, RecursionError, OverflowError, RuntimeError) as error:  # sizes beyond 64 bits are the last
             raise ValueError(f"{name}: {error}") from error
-        if sizes.get("recipe", recipe.key) != recipe.key:
-            raise ValueError(f"recipe of {name} must be the network's, is {_shown(sizes['recipe'])}")
+        own = getattr(modules[name], "recipe", recipe.key)
+        if own != recipe.key:
+            raise ValueError(f"recipe of {name} must be the network's, is {_shown(own)}")
         nodes.append(Node(name, tuple(inputs)))
     _strings("outputs", header["outputs"])
     if type(header["image"]) is not list:
@@ -288,18 +293,20 @@ def network_from_header(header: Any, tensors: Mapping[str, torch.Tensor]) -> Int
 def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
     """Write an integer network to a safetensors file: integers, and a header with its shape, shifts and a SHA-256 of all.
 
+    Nodes that are kept in floating point are written with their float32 weights.
+
     A file that is there is replaced when the new one is whole, and stays if that fails.
 
     Raises:
         TypeError: ``network`` is not an integer network.
-        ValueError: a part of it is kept in floating point.
         OSError: the file cannot be written.
     """
     from safetensors.torch import save
 
     from ..paths import write_whole
 
-    check_integer(network)
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
     tensors = {name: x.detach().cpu().contiguous() for name, x in network_tensors(network).items()}
     # as it will be read again
     header = _parsed(json.dumps(network_header(network)))
@@ -388,8 +395,6 @@ def load_state(network: IntegerNetwork, state: Mapping[str, Any], assign: bool) 
     Raises:
         ValueError: there is no header, it describes another network, or is wrong as one of a file can be.
     """
-    if parts := network.float_parts():
-        raise ValueError(f"it keeps in floating point: {', '.join(parts)}")
     text = state.get(EXTRA_STATE)
     if text is None:
         raise ValueError(f"the state_dict lacks {EXTRA_STATE!r} with its shifts, output scale, units and recipe")

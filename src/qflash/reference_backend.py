@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .plan_cache import Run, Tensors
-from .specification import quantization, reference
+from .specification import layers, quantization, reference
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
+from .specification.layers import Gelu, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
 from .unseen_tokens import once, searches, shown_tokens, without_unseen
 
@@ -139,6 +140,63 @@ class Backend:
     def quantize_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Turn an additive float mask of any rank into fixed point, contiguous; see :func:`qflash.quantize_bias`."""
         return quantization.bias_to_fixed(bias)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        layer: LinearIntegers,
+        out_dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+        gelu: Gelu | None = None,
+        scatter: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run a linear layer of an integer network, then add a residual or apply GELU; see :mod:`qflash.network.execution`.
+
+        Args:
+            scatter: where output and residual have each token; None: in the same place.
+        """
+        near = residual if residual is None or scatter is None else residual.index_select(1, scatter)
+        out = self._linear(x, layer, out_dtype, near, gelu)
+        return out if scatter is None else layers.scatter_tokens(out, scatter)
+
+    def _linear(
+        self, x: torch.Tensor, layer: LinearIntegers, dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+    ) -> torch.Tensor:
+        out = layers.rescale(layers.integer_matmul(x, layer.weight), layer.left, layer.bias, layer.multiplier)
+        if gelu is not None:
+            return layers.gelu_int8(out, *gelu)
+        return layers.saturate(out if residual is None else out + residual, dtype)
+
+    def layer_norm(
+        self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
+        gather: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Normalise rows, each of one token or of those that ``gather`` names; see :mod:`qflash.network.execution`."""
+        h = h if gather is None else layers.gather_tokens(h, gather)
+        return self._layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+
+    def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
+        return layers.layer_norm(h, *constants)
+
+    def mean(
+        self, x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Average tokens; see :mod:`qflash.network.execution`."""
+        return layers.token_mean(x, multiplier, left, offset, out_dtype)
+
+    def embed(
+        self,
+        images: torch.Tensor,
+        patch_size: Sequence[int],
+        layer: LinearIntegers,
+        position: torch.Tensor | None,
+        prefix: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Bring images to the residual stream; see :mod:`qflash.network.execution`."""
+        batch = images.shape[0]
+        residual = None if position is None else position.expand(batch, -1, -1)
+        h = self.linear(layers.patches(images, patch_size), layer, torch.int16, residual)
+        return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
 
 
 class KernelBackend(Backend):

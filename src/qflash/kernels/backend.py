@@ -10,9 +10,10 @@ import torch
 from ..plan_cache import CPU, Tensors
 from ..reference_backend import KernelBackend, Prepare
 from ..specification.attention_call import AttentionCall, VarlenCall
+from ..specification.layers import Gelu, LinearIntegers
 from ..specification.memory_format import as_four
 from ..unseen_tokens import first_keys, leaves_out_keys, once, searches
-from . import dispatch
+from . import dispatch, layers
 from .launch_recorder import record
 from .triton import quantize
 from .triton.unseen_tokens import launch_places, take
@@ -60,3 +61,18 @@ class GpuBackend(KernelBackend):
     def quantize_with_scale(self, x: torch.Tensor, scale: torch.Tensor, center: torch.Tensor | None = None) -> torch.Tensor:
         middle = None if center is None else as_four(center.expand(*x.shape[:-2], 1, x.shape[-1]))
         return quantize.launch_quantize_values(as_four(x), as_four(scale.expand(x.shape)), middle).reshape(x.shape)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        layer: LinearIntegers,
+        out_dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+        gelu: Gelu | None = None,
+        scatter: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return layers.launch_linear(x, layer, out_dtype, residual, gelu, scatter)
+
+    layer_norm = staticmethod(layers.launch_layer_norm)
+    mean = staticmethod(layers.launch_mean)
+    embed = staticmethod(layers.launch_embedding)

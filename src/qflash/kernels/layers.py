@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..specification.layers import Gelu, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
 from .triton import network as portable
@@ -14,29 +15,20 @@ from .triton import network as portable
 
 def launch_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
-    residual: torch.Tensor | None,
+    layer: LinearIntegers,
     out_dtype: torch.dtype,
-    gelu: tuple[torch.Tensor, torch.Tensor, int] | None = None,
-    scatter: torch.Tensor | None = None,
+    residual: torch.Tensor | None,
+    gelu: Gelu | None,
+    scatter: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run a linear layer and what is fused with it.
-
-    Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
-
-    Args:
-        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs.
-    """
-    outputs = weight.shape[0]
+    """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`."""
+    outputs = layer.weight.shape[0]
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device=x.device)
     places = None
     if scatter is not None:
         tokens = x.shape[1]
         places = Places(scatter.contiguous(), tokens, tokens, 0, tokens)
-    _run_linear(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out, places))
+    _run_linear(LinearCall(x, *layer, residual, gelu, out, places))
     return out
 
 
@@ -61,25 +53,22 @@ def _run_linear(call: LinearCall) -> None:
 def launch_embedding(
     images: torch.Tensor,
     patch_size: Sequence[int],
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
+    layer: LinearIntegers,
     position: torch.Tensor | None,
     prefix: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Embed patches; arguments are those of :func:`qflash.network.execution.patch_embedding`, which checks them."""
+    """Embed patches: :meth:`qflash.reference_backend.Backend.embed`."""
     batch, _, height, width = images.shape
     patches = (height // patch_size[0]) * (width // patch_size[1])
     before = 0 if prefix is None else prefix.shape[1]
-    outputs, inputs = weight.shape
+    outputs, inputs = layer.weight.shape
     out = torch.empty((batch, before + patches, outputs), dtype=torch.int16, device=images.device)
     if out.numel() == 0:
         return out
     x = torch.empty((batch, patches, inputs), dtype=torch.int8, device=images.device)
     portable.patches_launch(images.contiguous(), patch_size, x, None if prefix is None else prefix.contiguous(), out).run()
     places = Places(None, patches, before + patches, before, 0)
-    _run_linear(LinearCall(x, weight, bias, multiplier, left, position, None, out, places))
+    _run_linear(LinearCall(x, *layer, position, None, out, places))
     return out
 
 

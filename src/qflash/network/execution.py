@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..backends import resolve_backend
+from ..backends import find_backend
 from ..specification import layers as op
 from ..validation import check_backend, check_tensor
 
@@ -226,20 +226,6 @@ def check_images(images: torch.Tensor, channels: int, size: tuple[int, int]) -> 
         raise ValueError(f"images must have shape (batch, {', '.join(map(str, want))}), got {tuple(images.shape)}")
 
 
-def _kernels(backend: str, device: torch.device) -> Any:
-    """Return the module with a back end's launches of layers; None for the reference, which has none."""
-    resolved = resolve_backend(backend, device)
-    if resolved == "cpu":
-        from ..kernels.cpu import network as cpu
-
-        return cpu
-    if resolved == "triton":
-        from ..kernels import layers as gpu
-
-        return gpu
-    return None
-
-
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -271,19 +257,8 @@ def int8_linear(
     _check_linear(x, weight, bias, multiplier, left, residual, scatter, out_dtype, backend)
     if scatter is not None:
         _check_tokens("scatter", scatter, x.shape[1], once=True)
-    kernels = _kernels(backend, x.device)
-    launched: torch.Tensor
-    if _moves_tokens(kernels):
-        launched = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype, scatter=scatter)
-        return launched
-    if scatter is not None:
-        near = None if residual is None else residual.index_select(1, scatter)
-        return op.scatter_tokens(int8_linear(x, weight, bias, multiplier, left, near, None, out_dtype, backend), scatter)
-    if kernels is not None:
-        launched = kernels.launch_linear(x, weight, bias, multiplier, left, residual, out_dtype)
-        return launched
-    out = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
-    return op.saturate(out if residual is None else out + residual, out_dtype)
+    layer = op.LinearIntegers(weight, bias, multiplier, left)
+    return find_backend(backend, x.device).linear(x, layer, out_dtype, residual, scatter=scatter)
 
 
 def int8_linear_gelu(
@@ -309,13 +284,8 @@ def int8_linear_gelu(
     """
     _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend)
     _check_gelu(x, weight.shape[0], gelu_multiplier, gelu_offset, gelu_shift)
-    gelu = gelu_multiplier, gelu_offset, gelu_shift
-    kernels = _kernels(backend, x.device)
-    if kernels is not None:
-        launched: torch.Tensor = kernels.launch_linear(x, weight, bias, multiplier, left, None, torch.int8, gelu=gelu)
-        return launched
-    u = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier)
-    return op.gelu_int8(u, *gelu)
+    layer, gelu = op.LinearIntegers(weight, bias, multiplier, left), (gelu_multiplier, gelu_offset, gelu_shift)
+    return find_backend(backend, x.device).linear(x, layer, torch.int8, gelu=gelu)
 
 
 def integer_layer_norm(
@@ -349,16 +319,7 @@ def integer_layer_norm(
     _check_layer_norm(h, epsilon, gain, offset, shift, gather, out_dtype, backend)
     if gather is not None:
         _check_tokens("gather", gather, h.shape[1], once=False)
-    kernels = _kernels(backend, h.device)
-    launched: torch.Tensor
-    if _moves_tokens(kernels):
-        launched = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype, gather)
-        return launched
-    h = h if gather is None else op.gather_tokens(h, gather)
-    if kernels is not None:
-        launched = kernels.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
-        return launched
-    return op.layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+    return find_backend(backend, h.device).layer_norm(h, epsilon, gain, offset, shift, out_dtype, gather)
 
 
 def integer_mean(
@@ -380,11 +341,7 @@ def integer_mean(
         TypeError, ValueError: as :func:`int8_linear`.
     """
     _check_mean(x, multiplier, left, offset, out_dtype, backend)
-    kernels = _kernels(backend, x.device)
-    if hasattr(kernels, "launch_mean"):
-        launched: torch.Tensor = kernels.launch_mean(x, multiplier, left, offset, out_dtype)
-        return launched
-    return op.token_mean(x, multiplier, left, offset, out_dtype)
+    return find_backend(backend, x.device).mean(x, multiplier, left, offset, out_dtype)
 
 
 def patch_embedding(
@@ -414,19 +371,8 @@ def patch_embedding(
         TypeError, ValueError: as :func:`int8_linear`.
     """
     _check_embedding(images, patch_size, weight, bias, multiplier, left, position, prefix, backend)
-    kernels = _kernels(backend, images.device)
-    if _moves_tokens(kernels):
-        launched: torch.Tensor = kernels.launch_embedding(images, patch_size, weight, bias, multiplier, left, position, prefix)
-        return launched
-    x, batch = op.patches(images, patch_size), images.shape[0]
-    residual = None if position is None else position.expand(batch, -1, -1)
-    h = int8_linear(x, weight, bias, multiplier, left, residual, None, torch.int16, backend)
-    return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
-
-
-def _moves_tokens(kernels: Any) -> bool:
-    """Tell whether a back end's kernels take tokens from other places and bring them there, as those of a GPU do."""
-    return hasattr(kernels, "launch_embedding")
+    layer = op.LinearIntegers(weight, bias, multiplier, left)
+    return find_backend(backend, images.device).embed(images, patch_size, layer, position, prefix)
 
 
 def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:

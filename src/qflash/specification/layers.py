@@ -27,6 +27,7 @@ mulhi(N << 4, G) + B + half ``< 2**31``                2**29 + 2**30 + 2**28
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -88,6 +89,19 @@ MAX_GELU_MULTIPLIER = 1 << 13
 """Largest M of :func:`gelu_int8`."""
 GELU_CONSTANTS = 59898, 10, 18588, 23
 """Of the tail; fitted for the least largest error, with units in which both small factors are whole."""
+
+
+Gelu: TypeAlias = tuple[torch.Tensor, torch.Tensor, int]
+"""M, B and shift of :func:`gelu_int8`."""
+
+
+class LinearIntegers(NamedTuple):
+    """What a linear layer multiplies by and adds; see :func:`qflash.network.execution.int8_linear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    multiplier: torch.Tensor
+    left: int
 
 
 def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,9 +11,10 @@ from ... import segments
 from ...plan_cache import Run, Tensors
 from ...reference_backend import KernelBackend, Prepare
 from ...specification.attention_call import AttentionCall, VarlenCall
+from ...specification.layers import Gelu, LinearIntegers
 from ...specification.memory_format import as_four
 from ...unseen_tokens import leaves_out_keys, searches, seen_tokens
-from . import launch
+from . import launch, network
 
 
 class CpuBackend(KernelBackend):
@@ -60,3 +62,11 @@ class CpuBackend(KernelBackend):
             assert steps is not None
             return launch.launch_quantize_values(as_four(x), steps, middle).reshape(x.shape)
         return super().quantize_with_scale(x, scale, center)
+
+    def _linear(
+        self, x: torch.Tensor, layer: LinearIntegers, dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+    ) -> torch.Tensor:
+        return network.launch_linear(x, layer, dtype, residual, gelu)
+
+    def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
+        return network.launch_layer_norm(h, *constants)

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from ...specification.layers import Gelu, LinearIntegers
 from . import launch
 
 _Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 7)
@@ -13,22 +14,10 @@ _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 6)
 
 
 def launch_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    gelu: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    x: torch.Tensor, layer: LinearIntegers, out_dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
 ) -> torch.Tensor:
-    """Run a linear layer and what is fused with it.
-
-    Arguments are those of :func:`qflash.network.execution.int8_linear`, which checks them.
-
-    Args:
-        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs.
-    """
+    """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`."""
+    weight, bias, multiplier, left = layer
     outputs, inputs = weight.shape
     out = torch.empty((*x.shape[:-1], outputs), dtype=out_dtype, device="cpu")
     if out.numel() == 0:

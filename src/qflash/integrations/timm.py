@@ -208,6 +208,7 @@ def _timm_cosine_window_attention(self: Any, x: torch.Tensor, mask: torch.Tensor
     return _attend_windows(self, query * scale, key, heads[2], bias, mask, 1.0)
 
 
+# which classes are replaced, and the forward that they get; integrations/patching.py changes the class of a module
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter(
         "timm Attention (ViT, DeiT and relatives)",

@@ -55,7 +55,11 @@ FAMILIES = (
         portable.streaming_launches,
     ),
 )  # fmt: skip
-"""In the order in which they are asked; the last takes whatever is quantised."""
+"""In the order in which they are asked; the last takes whatever is quantised.
+
+:func:`choose_tiles` asks by shapes (``misfit``, in each family's ``rules.py``), :func:`choose_family` again by the tensors
+(``refusal``, in its ``launch.py``). A table of measured tiles comes before the rules (:mod:`.tuning_table`).
+"""
 
 
 def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: bool = True) -> Tiles:

@@ -346,7 +346,8 @@ def probability(t: torch.Tensor, fraction_bits: torch.Tensor, exponential: str, 
         exponential, bits, nearest: see :class:`qflash.Recipe`.
 
     Returns:
-        integers in ``[0, 2**bits)``, of ``t``'s shape and dtype.
+        integers in ``[0, 2**bits)``, of ``t``'s shape and dtype. With exact row sums, which the default recipe takes for more
+        than 64 keys, :func:`qflash.reference` rounds what :func:`fine_probability` returns in place of this.
     """
     _, up, down = probability_constants(exponential, bits)
     fraction_bits = fraction_bits.to(t.dtype)

@@ -14,9 +14,11 @@ from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, of_tra
 from torch import nn
 
 import qflash
+from helpers import DEVICE
 from qflash.network import quantize
 from qflash.network.capture import BATCH, capture, drop_unread_rows
 from qflash.network.float_parts import KEPT, kept_nodes, with_float_parts
+from qflash.network.onnx_check import check_onnx
 from qflash.network.quality import sqnr_db
 from small_networks import timm
 
@@ -86,7 +88,23 @@ def test_back_ends_files_and_batches_have_the_same_bits(name: str, tmp_path: Pat
         assert torch.equal(loaded.run(x)[label], want)
         assert torch.equal(torch.cat([loaded.run(part)[label] for part in x.split([1, 4])]), want)
         assert torch.equal(reference.run(x[:2])[label], want[:2])
+        assert torch.equal(loaded.run(x.repeat(13, 1, 1, 1)[:64])[label], want.repeat(13, *[1] * (want.dim() - 1))[:64])
         assert loaded.run(x[:0])[label].shape == (0, *want.shape[1:])
+
+
+@pytest.mark.parametrize(
+    "name", ["timm: class token", "timm: distilled", "timm: Swin", "transformers: BEiT", "transformers: SigLIP", "two outputs"]
+)
+@pytest.mark.slow
+def test_kernels_have_the_same_bits(name: str) -> None:
+    """In Triton's interpreter, or on a GPU."""
+    network = copy.deepcopy(quantised(name)[1])
+    x = images(2, 10)
+    network.backend = "reference"
+    wanted = network.run(x)
+    network.backend = "triton"
+    for label, got in network.to(DEVICE).run(x.to(DEVICE)).items():
+        assert torch.equal(got.cpu(), wanted[label])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,6 +148,9 @@ def test_onnxruntime_has_the_same_bits(name: str, tmp_path: Path) -> None:
         wanted = list(network.run(x).values())
         for want, got in zip(wanted, session.run(None, {"images": x.numpy()}), strict=True):
             assert np.array_equal(got, want.numpy())
+    # at every level of onnxruntime's optimisation
+    outcomes = check_onnx(tmp_path / "network.onnx", ["onnxruntime"])
+    assert len(outcomes) >= 4 and all(outcome.problem is None for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def _left_of(ratio: torch.Tensor) -> int:
 
 
 def _offset_of(sums: torch.Tensor, left: int, multiplier: torch.Tensor) -> torch.Tensor:
-    """Return b of :func:`.operators.rescale` that adds to sums and rounds what comes out."""
+    """Return b of :func:`.layers.rescale` that adds to sums and rounds what comes out."""
     return (sums * 2.0**left + 2.0**31 / multiplier).round()
 
 

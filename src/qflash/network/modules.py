@@ -114,7 +114,7 @@ class IntegerModule(nn.Module):
         return {name: x for name, x in self._buffers.items() if x is not None and name not in self._non_persistent_buffers_set}
 
     def check_values(self) -> None:
-        """Look whether this module's own integers keep the bounds of :mod:`.operators`, as those of a conversion do.
+        """Look whether this module's own integers keep the bounds of :mod:`qflash.specification.layers`.
 
         Raises:
             ValueError: one does not; the message names it. With it sums would not fit their types.
@@ -145,7 +145,7 @@ class Linear(IntegerModule):
 
     Attributes:
         weight: int8 (outputs, inputs), a scale for each output.
-        bias: int32 (outputs,), b of :func:`.operators.rescale`; holds the zero points of inputs and outputs as well.
+        bias: int32 (outputs,), b of :func:`.layers.rescale`; holds the zero points of inputs and outputs as well.
         multiplier: int32 (outputs,), R of it.
         left: its shift.
         scatter: int32 (tokens,), to which token of an image each row goes, or None.
@@ -260,7 +260,7 @@ class LinearGelu(Linear):
     """A linear layer and GELU, from int8 to int8.
 
     Attributes:
-        gelu_multiplier, gelu_offset: int32 (outputs,), M and B of :func:`.operators.gelu_int8`.
+        gelu_multiplier, gelu_offset: int32 (outputs,), M and B of :func:`.layers.gelu_int8`.
         gelu_shift: its shift.
     """
 
@@ -294,9 +294,9 @@ class LayerNorm(IntegerModule):
     """Layer normalisation of int16 rows.
 
     Attributes:
-        gain, offset: int32 (channels,), G and B of :func:`.operators.layer_norm`.
-        epsilon: E of :func:`.operators.normalise`.
-        shift: see :func:`.operators.layer_norm`.
+        gain, offset: int32 (channels,), G and B of :func:`.layers.layer_norm`.
+        epsilon: E of :func:`.layers.normalise`.
+        shift: see :func:`.layers.layer_norm`.
         gather: int32 (new tokens, pieces), of which tokens of an image each row is made, or None for all in their order.
         single: whether the one row of an image comes as (batch, channels).
         part: (first channel, heads): the rows are heads of some channels of the input, which come as (batch, tokens, heads,
@@ -353,7 +353,7 @@ class Mean(IntegerModule):
 
     Attributes:
         tokens: how many there are; the bounds depend on it.
-        multiplier: int32 (channels,), R of :func:`.operators.rescale` for sums over all tokens.
+        multiplier: int32 (channels,), R of :func:`.layers.rescale` for sums over all tokens.
         left: its shift.
         offset: int32 (channels,), b of it.
         first: the first token that counts.

@@ -1,9 +1,9 @@
 """The modules of an integer network as nodes of :class:`.onnx_graph.Graph`.
 
 What is static is worked out here, by the functions that define it (:mod:`qflash.specification.fixed_point`,
-:mod:`.operators`), and becomes constants: multipliers and shifts, and functions of few bits as tables (GELU's tail, the
-exponential). What depends on the images becomes nodes. int8 tensors are uint8 with a zero point of 128; the residual stream is
-int32 clipped to int16, because onnxruntime adds no int16.
+:mod:`qflash.specification.layers`), and becomes constants: multipliers and shifts, and functions of few bits as tables (GELU's
+tail, the exponential). What depends on the images becomes nodes. int8 tensors are uint8 with a zero point of 128; the residual
+stream is int32 clipped to int16, because onnxruntime adds no int16.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 
 def _saturated(graph: Graph, x: Value, dtype: torch.dtype) -> Value:
-    """Return :func:`.operators.saturate` of x, to which :func:`_after` has been added."""
+    """Return :func:`.layers.saturate` of x, to which :func:`_after` has been added."""
     if dtype == torch.int8:
         return graph.cast(graph.clip(x, 0, 255), np.uint8)
     return graph.cast(x if dtype == torch.int32 else graph.clip(x, *op.LIMITS[dtype]), np.int32)
@@ -64,7 +64,7 @@ def _after(dtype: torch.dtype) -> int:
 def _rescale(
     graph: Graph, sums: Value, bound: np.ndarray, left: int, bias: torch.Tensor, multiplier: torch.Tensor, after: int = 0
 ) -> Value:
-    """Return :func:`.operators.rescale` of int32 sums, plus ``after``.
+    """Return :func:`.layers.rescale` of int32 sums, plus ``after``.
 
     Shift and bias go into the product: ``((acc << left) + b) R`` is ``acc (R << left) + b R``.
 
@@ -72,7 +72,7 @@ def _rescale(
         graph: to add to.
         sums: int32 (..., channels).
         bound: of their magnitude, (channels,).
-        left, bias, multiplier: see :func:`.operators.rescale`.
+        left, bias, multiplier: see :func:`.layers.rescale`.
         after: added to the result.
     """
     factor = _array(multiplier).astype(np.int64)
@@ -94,7 +94,7 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None
 
 
 def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
-    """Write :func:`.operators.gelu_int8`, the tail of GELU as a table."""
+    """Write :func:`.layers.gelu_int8`, the tail of GELU as a table."""
     u = graph.cast(u, np.int32)
     table = -op.gelu(-torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu"))
     tail = graph.gather(graph.constant(table, np.int32, "gelu_tail"), graph.minimum(graph.node("Abs", u), op.GELU_END))
@@ -108,11 +108,11 @@ def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
 
 _VARIANCE_BITS = 55
 _NORM_BOUND = 1 << 61
-"""Of the product that :func:`.operators.normalise` shifts: 2**31 by 2**30."""
+"""Of the product that :func:`.layers.normalise` shifts: 2**31 by 2**30."""
 
 
 def _inverse_root(graph: Graph, v: Value) -> Value:
-    """Write :func:`.operators.inverse_root`; shifts to the left go into those to the right."""
+    """Write :func:`.layers.inverse_root`; shifts to the left go into those to the right."""
     x = graph.subtract(graph.constant(op.ROOT_START, np.int64), graph.multiply_high(v, op.ROOT_SLOPE << 2))
     for _ in range(3):
         square = graph.multiply_high(x, x, 30)
@@ -122,7 +122,7 @@ def _inverse_root(graph: Graph, v: Value) -> Value:
 
 
 def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
-    """Write :func:`.operators.normalise`; what follows from the variance's bit length is looked up."""
+    """Write :func:`.layers.normalise`; what follows from the variance's bit length is looked up."""
     total = graph.reduce("ReduceSum", h, -1)
     wide, wide_total = graph.cast(h, np.int64), graph.cast(total, np.int64)
     squares = graph.reduce("ReduceSum", graph.multiply(wide, wide), -1)

@@ -199,10 +199,11 @@ def quantize_model(
     Two comparisons guard the result. What was read of the model is computed in floating point, without the model's own code,
     and has to equal the model. Then the integer network is compared with the model on calibration images: on the first 8,
     which the ranges do not see, where there are 16 or more; on all, which the ranges see, where there are fewer. The second
-    result is the network's :attr:`~.models.IntegerNetwork.quality`.
+    result is the network's :attr:`~.graph.IntegerNetwork.quality`.
 
     Args:
-        model: timm's ``VisionTransformer`` (ViT, DeiT, DINOv2) or ``SwinTransformer``, float, in eval mode. It is not changed.
+        model: an encoder of images in eval mode, float32, float16 or bfloat16, of timm, transformers, torchvision or your own:
+            what counts is what it computes, which ``torch.export`` traces. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
             tensor. 32 to 64 images are enough; they have to differ.

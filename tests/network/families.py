@@ -62,6 +62,18 @@ class TwoOutputs(nn.Module):
         return {"tokens": tokens, "classes": self.model.forward_head(tokens)}
 
 
+class PatchesTimes(nn.Module):
+    """Multiplies its patches, and not its class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = vit()
+        self.model.patch_embed.register_forward_hook(lambda _, __, out: out * torch.linspace(0.5, 2, out.shape[-1]))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)
+
+
 class ConstantQuery(nn.Module):
     """Pools tokens by attention whose queries are parameters."""
 
@@ -105,6 +117,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: Swin": lambda: of_transformers("Swin"),
     "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),
     "torchvision: Swin": lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 1], [1, 2], [4, 4], num_classes=6),
+    "patches times a number": PatchesTimes,
     "two outputs": TwoOutputs,
     "a constant query": ConstantQuery,
 }

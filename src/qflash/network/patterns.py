@@ -110,6 +110,8 @@ def _channels(view: View, user: Operation) -> torch.Tensor | None:
     if view.factor is None:
         return None
     factor = view.factor.expand(view.shape).reshape(-1, view.shape[-1])
+    # rows that are constants have no factor
+    factor = factor[view.places().reshape(-1, view.shape[-1])[:, 0] >= 0]
     if not bool((factor == factor[:1]).all()):
         raise _refuse(user, "tokens are multiplied by different factors")
     return None if bool((factor[0] == 1).all()) else factor[0].clone()
@@ -227,8 +229,8 @@ class Lowering:
         rows = rows_of(view, user)
         key = (id(rows.source),)
         if rows.source.kind == "linear" and rows.source.inputs[0].source.kind == "images":
-            if rows.factor is not None or not rows.has_all_columns:
-                raise _refuse(user, "patch embeddings are multiplied")
+            if not rows.has_all_columns:
+                raise _refuse(user, "it takes some channels of patch embeddings")
             tokens = rows.table[:, 0]
             prefix = int((tokens < 0).sum())
             if not torch.equal(tokens[prefix:], counted(len(tokens) - prefix)) or rows.table.shape[1] != 1:
@@ -237,7 +239,11 @@ class Lowering:
             if made is None:
                 made = self.streams[key] = self.embed(rows, prefix)
                 self.embedded = rows
-            elif not _same(rows.term, self.embedded.term) or not torch.equal(rows.table, self.embedded.table):
+            elif (
+                not _same(rows.term, self.embedded.term)
+                or not _same(rows.factor, self.embedded.factor)
+                or not torch.equal(rows.table, self.embedded.table)
+            ):
                 raise _refuse(user, "patches are used with different constants around them")
             self.see(made.group, seen)
             whole = counted(len(tokens))[:, None]
@@ -257,8 +263,10 @@ class Lowering:
     def embed(self, rows: Rows, prefix: int) -> Stream:
         """Add the patch embedding: patches, position embeddings, class tokens."""
         operation = rows.source
-        matrix = operation.matrix
-        assert matrix is not None
+        assert operation.matrix is not None
+        matrix, bias = operation.matrix.scaled(rows.factor), operation.bias
+        if bias is not None and rows.factor is not None:
+            bias = bias * rows.factor
         patch = self.patch_size(operation)
         count = len(rows.table) - prefix
         module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
@@ -267,7 +275,7 @@ class Lowering:
         term = rows.term
 
         def fill(ranges: Ranges) -> None:
-            cv.convert_pixels(module, matrix.make(), operation.bias, self.mean, self.deviation, group.unit)
+            cv.convert_pixels(module, matrix.make(), bias, self.mean, self.deviation, group.unit)
             if term is not None and module.position is not None:
                 module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
             if term is not None and module.prefix is not None:
@@ -275,8 +283,8 @@ class Lowering:
             position = prefixes = None
             if term is not None:
                 position, prefixes = term[None, prefix:], term[None, :prefix] if prefix else None
-            scaled, bias = cv.pixel_layer(matrix.make(), operation.bias, self.mean, self.deviation)
-            self.twins[name] = FloatTwin(scaled, bias, position=position, prefix=prefixes)
+            of_pixels = cv.pixel_layer(matrix.make(), bias, self.mean, self.deviation)
+            self.twins[name] = FloatTwin(*of_pixels, position=position, prefix=prefixes)
 
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)

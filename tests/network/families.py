@@ -74,6 +74,20 @@ class PatchesTimes(nn.Module):
         return self.model(images)
 
 
+class ChannelsLast(nn.Module):
+    """Embeds patches by a linear layer that takes the channels of a pixel side by side, as timm's NaFlexVit does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3 * 8 * 8, 48)
+        self.model = vit(patch_size=1, img_size=SIDE // 8, in_chans=48)
+        self.model.patch_embed.proj = nn.Identity()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        patches = images.unflatten(2, (-1, 8)).unflatten(4, (-1, 8)).permute(0, 2, 4, 3, 5, 1).flatten(3)
+        return self.model(self.embed(patches).movedim(-1, 1))
+
+
 class ConstantQuery(nn.Module):
     """Pools tokens by attention whose queries are parameters."""
 
@@ -118,6 +132,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),
     "torchvision: Swin": lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 1], [1, 2], [4, 4], num_classes=6),
     "patches times a number": PatchesTimes,
+    "channels last": ChannelsLast,
     "two outputs": TwoOutputs,
     "a constant query": ConstantQuery,
 }

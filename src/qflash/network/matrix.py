@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 
+def _count(which: torch.Tensor | slice, size: int) -> int:
+    return len(range(size)[which]) if isinstance(which, slice) else len(which)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Matrix:
     """A matrix (outputs, inputs) that is made anew each time, since all of a network's in float64 take twice its memory.
@@ -39,12 +43,11 @@ class Matrix:
 
     def rows(self, which: torch.Tensor | slice) -> Matrix:
         """Return some rows."""
-        count = len(range(self.shape[0])[which]) if isinstance(which, slice) else len(which)
-        return Matrix((count, self.shape[1]), lambda: self.make()[which])
+        return Matrix((_count(which, self.shape[0]), self.shape[1]), lambda: self.make()[which])
 
-    def columns(self, first: int, count: int) -> Matrix:
-        """Return ``count`` columns from ``first`` on."""
-        return Matrix((self.shape[0], count), lambda: self.make()[:, first : first + count])
+    def columns(self, which: torch.Tensor | slice) -> Matrix:
+        """Return some columns."""
+        return Matrix((self.shape[0], _count(which, self.shape[1])), lambda: self.make()[:, which])
 
     def scaled(self, factor: torch.Tensor | None) -> Matrix:
         """Return the matrix with its rows multiplied by float64 (outputs,), if there is such a factor."""

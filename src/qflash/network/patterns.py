@@ -267,7 +267,8 @@ class Lowering:
         matrix, bias = operation.matrix.scaled(rows.factor), operation.bias
         if bias is not None and rows.factor is not None:
             bias = bias * rows.factor
-        patch = self.patch_size(operation)
+        patch, order = self.patch_size(operation)
+        matrix = matrix if order is None else matrix.columns(order)
         count = len(rows.table) - prefix
         module = PatchEmbedding(self.image[0], patch, operation.channels, count if rows.term is not None else 0, prefix)
         group = self.group()
@@ -289,8 +290,12 @@ class Lowering:
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
 
-    def patch_size(self, operation: Operation) -> tuple[int, int]:
-        """Return the (height, width) of patches that a linear layer takes, which cut the image without overlap or rest."""
+    def patch_size(self, operation: Operation) -> tuple[tuple[int, int], torch.Tensor | None]:
+        """Return the (height, width) of patches that a linear layer takes, and the order of its inputs.
+
+        Patches cut the image without overlap or rest. The order says which of the layer's inputs is each pixel of (channels,
+        height, width); None where they lie so.
+        """
         view = operation.inputs[0]
         channels, height, width = self.image
         pixels = counted(channels * height * width).view(1, channels, height, width)
@@ -303,7 +308,11 @@ class Lowering:
             wide = area // high
             cut = pixels.unfold(2, high, high).unfold(3, wide, wide).permute(0, 2, 3, 1, 4, 5).reshape(-1, places.shape[-1])
             if torch.equal(cut, one):
-                return high, wide
+                return (high, wide), None
+            # the pixels of a patch in another order, the same in all patches
+            order = one[0].argsort()[cut[0].argsort().argsort()]
+            if torch.equal(cut, one[:, order]):
+                return (high, wide), order
         raise _refuse(operation, "it takes pixels, but not in patches that tile the image")
 
     # --- the walk over operations ------------------------------------------------------------------------------
@@ -779,7 +788,7 @@ class Lowering:
             first = sum(x.shape[-1] for x in user.inputs[:place])
             head = self.users[id(user)][0][0]
             assert head.matrix is not None
-            return head.matrix.columns(first, operation.channels), user.seen[place]
+            return head.matrix.columns(slice(first, first + operation.channels)), user.seen[place]
         return None, None
 
     # --- outputs ----------------------------------------------------------------------------------------------
@@ -833,7 +842,7 @@ class Lowering:
                 pieces = list(zip(inner.inputs, inner.seen, strict=True))
             first = 0
             for view, seen in pieces:
-                matrix = layer.matrix.columns(first, view.shape[-1])
+                matrix = layer.matrix.columns(slice(first, first + view.shape[-1]))
                 first += view.shape[-1]
                 rows = rows_of(view, layer)
                 if len(rows.table) != 1 and len(view.shape) == 2:

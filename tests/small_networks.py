@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -115,3 +117,27 @@ def made() -> Callable[[str], tuple[Any, Any]]:
         return kept[kind]
 
     return get
+
+
+_REFUSE = """
+import resource, sys, qflash
+from qflash.network import storage
+import safetensors.torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    for verify in (True, False):
+        try:
+            qflash.load_model(path, verify=verify)
+        except ValueError as error:
+            pass
+        else:
+            raise SystemExit(path)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def memory_of_refusals(paths: Sequence[str]) -> int:
+    """Return how many kilobytes a process grows by that refuses all of these files; an error if it takes one."""
+    done = subprocess.run([sys.executable, "-c", _REFUSE, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(done.stdout)

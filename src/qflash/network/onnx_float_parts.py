@@ -21,14 +21,6 @@ def _constant(graph: Graph, x: torch.Tensor | float, name: str) -> Value:
     return graph.constant(x if isinstance(x, torch.Tensor) else np.float32(x), np.float32, name)
 
 
-def _take(graph: Graph, x: Value, order: torch.Tensor) -> Value:
-    return graph.gather(x, graph.constant(order.flatten(), np.int64, "order"), axis=1)
-
-
-def _cut(graph: Graph, x: Value, first: int, last: int, axis: int) -> Value:
-    return graph.node("Slice", x, *(graph.constant([number], np.int64) for number in (first, last, axis)))
-
-
 def _linear(graph: Graph, node: FloatNode, inputs: Sequence[Value]) -> Value:
     x = graph.node("MatMul", inputs[0], _constant(graph, node.weight.mT.contiguous(), "weight"))
     if node.bias is not None:
@@ -38,7 +30,7 @@ def _linear(graph: Graph, node: FloatNode, inputs: Sequence[Value]) -> Value:
         error = graph.node("Erf", graph.node("Mul", x, _constant(graph, math.sqrt(0.5), "root")))
         return graph.node("Mul", half, graph.node("Add", error, _constant(graph, 1.0, "one")))
     if node.scatter is not None:
-        x = _take(graph, x, node.scatter.argsort())
+        x = graph.take(x, node.scatter.argsort())
     return graph.node("Add", x, inputs[1]) if len(inputs) > 1 else x
 
 
@@ -47,9 +39,9 @@ def _norm(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
     channels = node.weight.numel()
     if inner.part is not None:
         first, heads = inner.part
-        x = graph.reshape(_cut(graph, x, first, first + heads * channels, 2), 0, shape[1], heads, channels)
+        x = graph.reshape(graph.cut(x, first, first + heads * channels, 2), 0, shape[1], heads, channels)
     if node.gather is not None:
-        x = graph.reshape(_take(graph, x, node.gather), 0, node.gather.shape[0], channels)
+        x = graph.reshape(graph.take(x, node.gather), 0, node.gather.shape[0], channels)
     weight, bias = _constant(graph, node.weight, "weight"), _constant(graph, node.bias, "bias")
     x = graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=node.epsilon)
     return graph.reshape(x, 0, channels) if inner.single else x
@@ -59,21 +51,16 @@ def _attention(graph: Graph, node: FloatNode, parts: Sequence[Value], shapes: Se
     inner: Any = node.inner
     heads, width = inner.heads, inner.head_dim
     windows = shapes[0][1] // inner.tokens if inner.tokens else 0
-    lead = (0, windows) if windows else (0,)
-    axes = tuple(range(len(lead)))
-    token, head, channel = (len(lead) + i for i in range(3))
-    each: list[Value] = []
-    for part, shape in zip(parts, shapes, strict=True):
-        count = math.prod(shape[2:]) // (heads * width)
-        size = (*lead, inner.tokens or shape[1], heads, width)
-        each += [graph.reshape(x, *size) for x in (graph.split(part, count) if count > 1 else [part])]
+    each, lead = graph.split_heads(parts, shapes, heads, width, inner.tokens)
+    axes = tuple(range(lead))
+    token, head, channel = (lead + i for i in range(3))
     value = graph.transpose(each[-1], *axes, head, token, channel)
     if node.query is None:
         query, queries = graph.transpose(each[0], *axes, head, token, channel), inner.tokens or shapes[0][1]
     else:
         query, queries = _constant(graph, node.query, "query"), node.query.shape[2]
     if inner.first:
-        query, queries = _cut(graph, query, 0, inner.first, head), inner.first
+        query, queries = graph.cut(query, 0, inner.first, head), inner.first
     scores = graph.node("MatMul", query, graph.transpose(each[-2], *axes, head, channel, token))
     scores = graph.node("Mul", scores, _constant(graph, inner.softmax_scale, "scale"))
     if node.mask is not None:
@@ -102,7 +89,7 @@ def _embed(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
 
 def _mean(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
     inner: Any = node.inner
-    x = _cut(graph, x, inner.first, inner.first + inner.tokens, 1)
+    x = graph.cut(x, inner.first, inner.first + inner.tokens, 1)
     return graph.reshape(graph.node("ReduceMean", x, graph.constant([1], np.int64), keepdims=1), 0, shape[-1])
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -232,6 +233,36 @@ class Graph:
         names = [y.name for y in out]
         self._nodes.append(helper.make_node("Split", [x.name], names, name=names[0], axis=-1, num_outputs=parts))
         return out
+
+    def cut(self, x: Value, first: int, last: int, axis: int) -> Value:
+        """Take a stretch of an axis."""
+        return self.node("Slice", x, *(self.constant([number], np.int64) for number in (first, last, axis)))
+
+    def take(self, x: Value, order: torch.Tensor) -> Value:
+        """Take tokens, axis 1, by their numbers."""
+        return self.gather(x, self.constant(order.flatten(), np.int64, "order"), axis=1)
+
+    def split_heads(
+        self, parts: Sequence[Value], shapes: Sequence[tuple[int, ...]], heads: int, width: int, tokens: int
+    ) -> tuple[list[Value], int]:
+        """Return query, key and value, or those that are given, each (batch, tokens, heads, channels).
+
+        Args:
+            parts: each one of them, or several side by side.
+            shapes: theirs, for one image.
+            heads, width: how many, and channels of one.
+            tokens: of a window, which comes behind the batch as an axis of its own; 0 where there are none.
+
+        Returns:
+            them, and how many axes come before the tokens.
+        """
+        lead = (0, shapes[0][1] // tokens) if tokens else (0,)
+        found: list[Value] = []
+        for part, shape in zip(parts, shapes, strict=True):
+            count = math.prod(shape[2:]) // (heads * width)
+            size = (*lead, tokens or shape[1], heads, width)
+            found += [self.reshape(x, *size) for x in (self.split(part, count) if count > 1 else [part])]
+        return found, len(lead)
 
     def weight(self, x: torch.Tensor, name: str) -> Value:
         """Return an int8 constant as uint8 with its zero point, for :meth:`matmul`; the file holds the int8."""

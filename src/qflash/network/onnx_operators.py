@@ -240,14 +240,9 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
     """
     recipe, heads, width = Recipe.from_key(module.recipe), module.heads, module.head_dim
     windows = shapes[0][1] // module.tokens if module.tokens else 0
-    lead = (0, windows) if windows else (0,)
-    axes = tuple(range(len(lead)))
-    token, head, channel = (len(lead) + i for i in range(3))
-    each: list[Value] = []
-    for part, shape in zip(parts, shapes, strict=True):
-        count = math.prod(shape[2:]) // (heads * width)
-        size = (*lead, module.tokens or shape[1], heads, width)
-        each += [graph.reshape(x, *size) for x in (graph.split(part, count) if count > 1 else [part])]
+    each, lead = graph.split_heads(parts, shapes, heads, width, module.tokens)
+    axes = tuple(range(lead))
+    token, head, channel = (lead + i for i in range(3))
     tokens = module.tokens or shapes[-1][1]
     if module.query is None:
         query = graph.transpose(each[0], *axes, head, token, channel)
@@ -256,7 +251,7 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
         query = graph.constant(module.query.to(torch.int16) + ZERO_POINT, np.uint8, "query")
         queries = module.query.shape[2]
     if module.first:
-        query, queries = _cut(graph, query, 0, module.first, head), module.first
+        query, queries = graph.cut(query, 0, module.first, head), module.first
     key, value = each[-2], graph.transpose(each[-1], *axes, head, token, channel)
     t, fraction_bits = _scores(graph, module, recipe, query, graph.transpose(key, *axes, head, channel, token))
 
@@ -302,11 +297,6 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
     return _saturated(graph, out, torch.int8)
 
 
-def _order(graph: Graph, x: Value, order: torch.Tensor) -> Value:
-    """Take tokens, axis 1, by their numbers."""
-    return graph.gather(x, graph.constant(order.flatten(), np.int64, "order"), axis=1)
-
-
 def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[int]) -> Value:
     """Write a :class:`.modules.PatchEmbedding`; as uint8 with a zero point of 128 pixels stay as they are."""
     high, wide = module.patch_size
@@ -325,19 +315,14 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[
     return graph.node("Concat", graph.node("Expand", prefix, size), h, axis=1)
 
 
-def _cut(graph: Graph, x: Value, first: int, last: int, axis: int) -> Value:
-    """Take a stretch of an axis."""
-    return graph.node("Slice", x, *(graph.constant([number], np.int64) for number in (first, last, axis)))
-
-
 def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
     """Write a :class:`.modules.LayerNorm` with the tokens that it takes."""
     channels = module.gain.numel()
     if module.part is not None:
         first, heads = module.part
-        h = graph.reshape(_cut(graph, h, first, first + heads * channels, 2), 0, shape[1], heads, channels)
+        h = graph.reshape(graph.cut(h, first, first + heads * channels, 2), 0, shape[1], heads, channels)
     if module.gather is not None:
-        h = _order(graph, h, module.gather)
+        h = graph.take(h, module.gather)
         rows = module.gather.shape[0]
         h = graph.reshape(h, 0, channels) if module.single else graph.reshape(h, 0, rows, channels)
     elif module.single:
@@ -364,16 +349,16 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
         return _norm(graph, module, x, shape)
     if isinstance(module, Linear):
         if module.scatter is not None:
-            x = _order(graph, x, module.scatter.argsort())
+            x = graph.take(x, module.scatter.argsort())
         return linear(graph, module, x, *inputs[1:])
     if isinstance(module, Attention):
         return attention(graph, module, inputs, shapes)
     if isinstance(module, Mean):
         if len(shape) == 3 and shape[1] != module.tokens:
-            x = _cut(graph, x, module.first, module.first + module.tokens, 1)
+            x = graph.cut(x, module.first, module.first + module.tokens, 1)
         return mean(graph, module, x)
     if isinstance(module, First):
-        return _cut(graph, x, 0, module.count, 1)
+        return graph.cut(x, 0, module.count, 1)
     if isinstance(module, Join):
         return graph.node("Concat", *inputs, axis=-1)
     assert isinstance(module, Widen)

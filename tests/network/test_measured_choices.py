@@ -250,7 +250,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, step: f
     """Convert a layer whose inputs have a step of 1 / 50 and a middle of 0.1."""
     module = Linear(weight.shape[1], weight.shape[0], "int32")
     ones = torch.ones(weight.shape[1], dtype=torch.float64)
-    conversion.quantize_linear(module, weight, bias, conversion.Grid(ones / 50, ones / 10), mean, step, middle)
+    conversion.fill_linear(module, weight, bias, conversion.Grid(ones / 50, ones / 10), mean, step, middle)
     return module
 
 

@@ -352,7 +352,7 @@ def test_activations_beyond_gelus_range_are_refused() -> None:
 def test_units_that_sums_cannot_be_brought_to_are_refused() -> None:
     one = torch.ones(4, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"cannot be brought to a unit .* the network's scales are degenerate"):
-        conversion.quantize_linear(
+        conversion.fill_linear(
             Linear(4, 4, "int8"), torch.eye(4, dtype=torch.float64), None, conversion.Grid(one, 0 * one), 0 * one, 1e-9
         )
     wide = conversion.Range(-1000 * one, 1e-5 - 1000 * one, -1000 * one)

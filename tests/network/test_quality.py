@@ -319,7 +319,7 @@ def test_nan_is_not_below_a_bound() -> None:
     grid = conversion.Grid(one, 0 * one)
     for weight, bias in ((torch.eye(4).double() * torch.nan, None), (torch.eye(4).double(), one * torch.nan)):
         with pytest.raises(ValueError, match="cannot be brought to a unit"):
-            conversion.quantize_linear(conversion.Linear(4, 4, "int8"), weight, bias, grid, 0 * one, one)
+            conversion.fill_linear(conversion.Linear(4, 4, "int8"), weight, bias, grid, 0 * one, one)
     norm = nn.LayerNorm(4)
     norm.bias.data[0] = torch.nan
     with pytest.raises(ValueError, match="a normalisation's offset is too large"):

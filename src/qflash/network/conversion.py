@@ -163,7 +163,7 @@ def quantized_linear(
     return QuantizedLinear(left, values.to(torch.int8), offset.to(torch.int32), multiplier.to(torch.int32))
 
 
-def quantize_linear(module: Linear, *arguments: Any) -> None:
+def fill_linear(module: Linear, *arguments: Any) -> None:
     """Fill a linear layer in; arguments as of :func:`quantized_linear`."""
     quantized_linear(*arguments).fill(module)
 
@@ -358,7 +358,7 @@ def convert_pixels(
     pixels = weight.shape[1] // len(mean)
     centre, spread = (each(numbers, pixels) for numbers in (mean, deviation))
     grid = Grid(1 / (255 * spread), (128 / 255 - centre) / spread)
-    quantize_linear(module, weight, bias, grid, grid.middle, unit)
+    fill_linear(module, weight, bias, grid, grid.middle, unit)
 
 
 def pixel_layer(
@@ -394,7 +394,7 @@ def convert_head(module: Linear, weight: torch.Tensor, bias: torch.Tensor | None
     unit = (scaled.abs().amax(dim=1) / 127).clamp(min=1e-30)
     room = 31 - math.frexp(float(((128 * scaled.abs().sum(dim=1) + whole.abs()) / unit).max()))[1]
     scale = float(unit.max()) / 2.0 ** max(0, min(8, room - 3))
-    quantize_linear(module, weight, bias, grid, mean, scale)
+    fill_linear(module, weight, bias, grid, mean, scale)
     return scale
 
 

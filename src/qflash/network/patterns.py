@@ -477,7 +477,7 @@ class Lowering:
         after, _ = self.scaled(second)
 
         def fill(ranges: Ranges) -> None:
-            cv.quantize_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
+            cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
             self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after.make())
 
         self.fillers.append(fill)
@@ -523,7 +523,7 @@ class Lowering:
         self.twins[node] = FloatTwin(matrix, operation.bias)
 
         def fill(ranges: Ranges) -> None:
-            cv.quantize_linear(module, matrix.make(), operation.bias, *grid_of(ranges), group.unit)
+            cv.fill_linear(module, matrix.make(), operation.bias, *grid_of(ranges), group.unit)
 
         self.fillers.append(fill)
 
@@ -561,7 +561,7 @@ class Lowering:
         self.see(stream.group, operation.node)
 
         def fill(ranges: Ranges) -> None:
-            cv.quantize_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
+            cv.fill_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
 
         self.fillers.append(fill)
 
@@ -655,12 +655,12 @@ class Lowering:
                 split = 2 * heads * width
                 biases = (None, None) if bias is None else (bias[:split], bias[split:])
                 unit = cv.each(units, heads * width)
-                cv.quantize_linear(layers[0], weight[:split], biases[0], grid, mean, unit)
+                cv.fill_linear(layers[0], weight[:split], biases[0], grid, mean, unit)
                 self.grids[both], self.grids[names[2]] = Grid(unit, torch.zeros_like(unit)), Grid(*values)
                 query_step = grids.query_step[0]
                 self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
                 self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
-                cv.quantize_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
+                cv.fill_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
                 floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
                 cv.finish_norm(norms[1], floats[1], units[1], grids.key_step[0], grids.key_middle[0])

@@ -737,7 +737,7 @@ class Lowering:
             order = tokens.sort().values
             first = int(order[0])
             if not torch.equal(order, counted(len(tokens), first)):
-                raise _refuse(operation, "it averages tokens that do not lie side by side")
+                raise _refuse(operation, "it averages tokens that do not follow each other")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
             if kinds != {"norm"}:
@@ -825,7 +825,7 @@ class Lowering:
         return name
 
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
-        """Add the last linear layer; several whose sum is the output become one, whose inputs lie side by side."""
+        """Add the last linear layer; several whose sum is the output become one, which takes the inputs of all."""
         columns = rows_of(output.view, layers[0])
         matrices, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
         if not columns.has_all_columns:

@@ -12,7 +12,7 @@ from torch import nn
 from .calibration import progress_bar
 from .execution import check_images
 from .float_parts import with_float_parts
-from .graph import IntegerNetwork
+from .graph import IntegerNetwork, check_network
 from .modules import LayerNorm, Linear
 from .patterns import Lowering
 from .quality import sqnr_db
@@ -159,8 +159,7 @@ def compare(
     """
     from .quantize import Normalise, find_statistics
 
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    check_network(network)
     lowering = network.lowering
     if lowering is None:
         raise ValueError("network must be the one that quantize_model returned, a loaded one does not know its model")

@@ -291,14 +291,23 @@ class IntegerNetwork(IntegerModule):
         return output.to(torch.float32) * self.output_scale
 
 
-def check_integer(network: object) -> None:
-    """Require a network without parts in floating point, as files hold them.
+def check_network(network: object) -> None:
+    """Require an integer network.
+
+    Raises:
+        TypeError: ``network`` is something else.
+    """
+    if not isinstance(network, IntegerNetwork):
+        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+
+
+def check_integer(network: IntegerNetwork) -> None:
+    """Require a network without parts in floating point.
 
     Raises:
         TypeError: ``network`` is not an IntegerNetwork.
         ValueError: it has such parts; the message names them.
     """
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    check_network(network)
     if parts := network.float_parts():
         raise ValueError(f"network must hold integers only, but keeps in floating point: {', '.join(parts)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..scalars import unboxed
 from ..specification.reference import ARITHMETIC_VERSION
-from .graph import IntegerNetwork
+from .graph import IntegerNetwork, check_network
 from .onnx_check import INPUT, output_names, self_test
 
 BATCH = "batch"
@@ -54,8 +54,7 @@ def export_onnx(
     """
     from ..optional_packages import require_packages
 
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    check_network(network)
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
     batch = unboxed(batch)

@@ -20,7 +20,7 @@ from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .first_form import from_first_form, is_first_form
 from .float_parts import FloatNode
-from .graph import IntegerNetwork, Node
+from .graph import IntegerNetwork, Node, check_network
 from .modules import EXTRA_STATE, OPERATORS, IntegerModule, shapes_only
 from .quality import Quality
 
@@ -305,8 +305,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
 
     from ..paths import write_whole
 
-    if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+    check_network(network)
     tensors = {name: x.detach().cpu().contiguous() for name, x in network_tensors(network).items()}
     # as it will be read again
     header = _parsed(json.dumps(network_header(network)))

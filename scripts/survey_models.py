@@ -26,7 +26,7 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -1007,9 +1007,10 @@ def files() -> set[str]:
     return {RESULTS.name, "real_cpu.json"}
 
 
-def write_page(data: dict[str, Any]) -> None:
+def write_page(tables: Mapping[str, str]) -> None:
+    """Write the generated parts of docs/models.md, by their names."""
     text = PAGE.read_text()
-    for name, table in tables(data).items():
+    for name, table in tables.items():
         begin, end = f"<!-- survey:{name} -->\n", "\n<!-- end -->"
         first = text.index(begin) + len(begin)
         text = text[:first] + table + text[text.index(end, first - 1) :]
@@ -1025,7 +1026,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--table", action="store_true", help="write the tables of docs/models.md, and run nothing")
     given = parser.parse_args(arguments)
     if given.table:
-        write_page(json.loads(given.output.read_text()))
+        write_page(tables(json.loads(given.output.read_text())))
         return 0
     store = Store(given.output, given.fresh)
     chosen = given.only or ["timm", "torchvision", "transformers"]

@@ -31,11 +31,10 @@ import torch
 from torch import nn
 
 import qflash
-from survey_models import Store, bar, is_chosen, time_limit, without_initialisation
+from survey_models import Store, bar, is_chosen, time_limit, without_initialisation, write_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "network_survey.json"
-PAGE = ROOT / "docs" / "models.md"
 MODULES = (
     "vision_transformer", "deit", "beit", "vision_transformer_relpos", "swin_transformer", "vision_transformer_hybrid", "eva",
     "cait", "xcit", "volo", "swin_transformer_v2", "swin_transformer_v2_cr", "vision_transformer_sam", "naflexvit", "pit",
@@ -358,15 +357,6 @@ def files() -> set[str]:
     return {RESULTS.name}
 
 
-def write_page(data: dict[str, Any]) -> None:
-    text = PAGE.read_text()
-    for name, table in tables(data).items():
-        begin, end = f"<!-- survey:{name} -->\n", "\n<!-- end -->"
-        first = text.index(begin) + len(begin)
-        text = text[:first] + table + text[text.index(end, first - 1) :]
-    PAGE.write_text(text)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names")
@@ -376,7 +366,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--table", action="store_true", help="write the tables of docs/models.md, and run nothing")
     given = parser.parse_args(arguments)
     if given.table:
-        write_page(json.loads(given.output.read_text()))
+        write_page(tables(json.loads(given.output.read_text())))
         return 0
     store = Store(given.output, given.fresh)
     if given.again:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qflash.network import storage
+from qflash.network import modules, storage
 
 timm = pytest.importorskip("timm")
 
@@ -141,3 +141,17 @@ def memory_of_refusals(paths: Sequence[str]) -> int:
     done = subprocess.run([sys.executable, "-c", _REFUSE, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout)
+
+
+def note_devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the device of every tensor which modules of integer networks make from now on."""
+    devices: list[str] = []
+    build_buffer = modules.IntegerModule._buffer
+
+    def noted(self: Any, name: str, *form: Any, **options: Any) -> None:
+        build_buffer(self, name, *form, **options)
+        if self._buffers[name] is not None:
+            devices.append(self._buffers[name].device.type)
+
+    monkeypatch.setattr(modules.IntegerModule, "_buffer", noted)
+    return devices

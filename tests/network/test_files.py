@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 
 import qflash
 from qflash import paths
-from qflash.network import modules, storage
-from small_networks import KINDS, build, draw, in_ours, memory_of_refusals, rewrite
+from qflash.network import storage
+from small_networks import KINDS, build, draw, in_ours, memory_of_refusals, note_devices, rewrite
 
 Made = Callable[[str], tuple[Any, Any]]
 EXTRA = "_extra_state"
@@ -283,15 +283,7 @@ def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_shapes_are_compared_before_memory_is_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[str] = []
-    build_buffer = modules.IntegerModule._buffer
-
-    def noted(self: Any, name: str, *form: Any, **options: Any) -> None:
-        build_buffer(self, name, *form, **options)
-        if self._buffers[name] is not None:
-            places.append(self._buffers[name].device.type)
-
-    monkeypatch.setattr(modules.IntegerModule, "_buffer", noted)
+    places = note_devices(monkeypatch)
     content = path.read_bytes()
     for number, field, value in ((0, "outputs", 16), (0, "prefix_tokens", 2), (1, "channels", 16), (-1, "outputs", 3)):
 

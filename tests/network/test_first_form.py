@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import qflash
-from qflash.network import modules, storage
-from small_networks import in_ours, memory_of_refusals, rewrite
+from qflash.network import storage
+from small_networks import in_ours, memory_of_refusals, note_devices, rewrite
 
 FOLDER = Path(__file__).parent / "first_form"
 LOGITS = json.loads((FOLDER / "logits.json").read_text(encoding="utf-8"))
@@ -185,15 +185,7 @@ def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_shapes_are_compared_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[str] = []
-    build_buffer = modules.IntegerModule._buffer
-
-    def noted(self: Any, name: str, *form: Any, **options: Any) -> None:
-        build_buffer(self, name, *form, **options)
-        if self._buffers[name] is not None:
-            places.append(self._buffers[name].device.type)
-
-    monkeypatch.setattr(modules.IntegerModule, "_buffer", noted)
+    places = note_devices(monkeypatch)
     for field, value in (("hidden", 16), ("channels", 16), ("prefix_tokens", 3), ("image_size", [16, 16]), ("outputs", 3)):
         refused(tmp_path, "class_token", lambda ours, f=field, v=value: ours["shape"].update({f: v}))
     assert set(places) == {"meta"}

@@ -356,7 +356,7 @@ class Lowering:
         name = self.add(operation.name or "norm", module, stream.node)
         self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
         float_norm = _norm(operation)
-        self.twins[name] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+        self.twins[name] = float_norm.twin()
         self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
 
     def norm_before(
@@ -391,7 +391,7 @@ class Lowering:
                 raise _refuse(user, "position embeddings are added behind a normalisation")
             term = rows.term[0]
         float_norm = _norm(operation, rows.factor, term)
-        self.twins[name] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+        self.twins[name] = float_norm.twin()
         return name, module, float_norm, stream.group
 
     def take(
@@ -633,8 +633,7 @@ class Lowering:
             self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
         for part, made in zip(with_norms, names, strict=False):
             assert part.norm is not None
-            float_norm = _norm(part.norm)
-            self.twins[made] = FloatTwin(float_norm.weight, float_norm.bias, float_norm.eps)
+            self.twins[made] = _norm(part.norm).twin()
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
@@ -943,6 +942,10 @@ class _FloatNorm:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> None:
         self.weight, self.bias, self.eps = weight, bias, epsilon
+
+    def twin(self) -> FloatTwin:
+        """Return what its node stands for in floating point."""
+        return FloatTwin(self.weight, self.bias, self.eps)
 
 
 def _norm(operation: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> _FloatNorm:

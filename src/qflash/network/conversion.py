@@ -22,7 +22,7 @@ _WIDE_BIAS = 1 << 28
 _FRACTION = 8
 """Fraction bits below an output's unit that shifted sums have at least, where there is room."""
 _LEAST_MULTIPLIER = 8
-"""Below it half an output's unit leaves no room for sums. Outputs whose R would be smaller hardly change."""
+"""R is a whole number: a smaller one would be too coarse a step. Outputs whose R would be smaller hardly change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def quantized_linear(
         multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
         unit = multiplier * 2.0 ** (left - 32) * step
         values = (scaled / unit[:, None]).round().clamp(-127, 127)
-        offset = _offset_of((whole + (scaled - values * unit[:, None]) @ centred) / unit, left, multiplier)
+        offset = ((whole + (scaled - values * unit[:, None]) @ centred) / unit * 2.0**left).round()
         bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
         if float(bound.max()) < 1 << 31:
             break
@@ -171,11 +171,6 @@ def fill_linear(module: Linear, *arguments: Any) -> None:
 def _left_of(ratio: torch.Tensor) -> int:
     """Return the shift with which an output's unit has :data:`_FRACTION` bits below it, where there is room for them."""
     return min(max(0, _FRACTION + math.frexp(float(ratio.max()))[1]), 30)
-
-
-def _offset_of(sums: torch.Tensor, left: int, multiplier: torch.Tensor) -> torch.Tensor:
-    """Return b of :func:`.layers.rescale` that adds to sums and rounds what comes out."""
-    return (sums * 2.0**left + 2.0**31 / multiplier).round()
 
 
 def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
@@ -235,7 +230,7 @@ def finish_norm(
         if not float(x.abs().max()) < most:
             raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
-    module.epsilon = min(round(gain.numel() ** 2 * norm.eps / unit**2), 1 << 53)
+    module.epsilon = min(round(16 * gain.numel() * norm.eps / unit**2), op.MAX_EPSILON)
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
     module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
 
@@ -247,7 +242,7 @@ def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: to
     # as little as leaves R below 2**31
     left = max(0, math.frexp(float(ratio.max()))[1] + 1)
     multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
-    offset = _offset_of(-middle * tokens / unit * torch.ones_like(step), left, multiplier)
+    offset = (-middle * tokens / unit * torch.ones_like(step) * 2.0**left).round()
     if not tokens * 32768 * 2.0**left + float(offset.abs().max()) < 1 << 31:
         raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
     module.left = left

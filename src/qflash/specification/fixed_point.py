@@ -121,6 +121,15 @@ def multiply_high(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.to(torch.int64) * b.to(torch.int64)) >> 32
 
 
+def multiply_round(a: torch.Tensor, b: torch.Tensor | int, shift: int = 32) -> torch.Tensor:
+    """Return the product of two signed 32-bit integers, shifted right and rounded half up: int64, below ``2**31`` where used.
+
+    One operation of integer machines: TOSA's ``MUL``, and its ``RESCALE`` with ``SINGLE_ROUND``.
+    """
+    product = a.to(torch.int64) * (b.to(torch.int64) if isinstance(b, torch.Tensor) else b)
+    return (product + (1 << (shift - 1))) >> shift
+
+
 def round_shift(x: torch.Tensor, shift: torch.Tensor | int) -> torch.Tensor:
     """Shift right by ``shift >= 1``, rounding half up, without forming ``x + half``."""
     return ((x >> (shift - 1)) + 1) >> 1
@@ -229,10 +238,10 @@ def reciprocal(divisor: torch.Tensor) -> torch.Tensor:
     The start ``48/17 - 32/17 d`` is the minimax line on [1/2, 1); every step squares its error of 1/17. The
     result lies within ``2**-27`` of the exact reciprocal, relatively.
     """
-    x = RECIPROCAL_START - multiply_high(divisor, torch.full_like(divisor, RECIPROCAL_SLOPE))
+    x = RECIPROCAL_START - multiply_round(divisor, RECIPROCAL_SLOPE)
     for _ in range(3):
-        error = (1 << 28) - multiply_high(divisor, x)
-        x = x + multiply_high(x, error << 4)
+        error = (1 << 28) - multiply_round(divisor, x)
+        x = x + multiply_round(x, error, 28)
     return x
 
 
@@ -293,7 +302,7 @@ def requantize(scaled: torch.Tensor, multiplier: torch.Tensor, shift: torch.Tens
 
     Args:
         scaled: int64, :func:`left_aligned` O.
-        multiplier: int64, ``mulhi(x, R)``: the row's inverse times the channel's :func:`output_multiplier`.
+        multiplier: int64, ``mul(x, R, 32)``: the row's inverse times the channel's :func:`output_multiplier`.
         shift: of :func:`output_multiplier`.
     """
     wide = multiply_high(scaled, multiplier)

@@ -4,34 +4,40 @@ These functions define the bits; ``docs/integer_network.md`` has the same as equ
 :func:`.reference.int8_attention`. Static choices (multipliers, shifts, constants) are worked out from floats when a
 network is quantised (:mod:`qflash.network.conversion`); from then on there is no float operation.
 
+A product of two numbers of 32 bits is always ``mul(a, b, n) = (a b + 2**(n - 1)) >> n``,
+:func:`.fixed_point.multiply_round`.
+
 Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
 
-==========================  =========================  =====================================================
-quantity                    bound                      why
-==========================  =========================  =====================================================
-acc = x W                   ``< 2**31``                128 * 128 K
-A = (acc << left) + b       ``< 2**31``                128 sum |W| and |b| of every row, looked at when it is made
-mulhi(A, R)                 ``< 2**30``                R < 2**31
-GELU: r                     ``[0, 4096]``              clamped
-GELU: every product         ``< 2**31``                2**24; 2**15 * 59898; 18976 * 18588
-GELU: g M + B               ``< 2**31``                2**17 * 2**13 + 2**30
-sum of h                    ``< 2**27``                C <= 4096, h is int16
-C sum h^2 - S^2 + E         ``< 2**55``                2**54 by Cauchy and Schwarz; E <= 2**53
-d = C h - S                 ``< 2**28``                C (|h| + |mean|)
-x, the inverse root         ``[2**29 - 64, 2**30)``    2**44 / sqrt(v) with v in [2**28, 2**30)
-N = normalised h            ``|N| <= 2**26``           sqrt(C) in 1/2**20
-mulhi(N << 4, G) + B + half ``< 2**31``                2**29 + 2**30 + 2**28
-==========================  =========================  =====================================================
+===============================  =========================  ====================================================
+quantity                         bound                      why
+===============================  =========================  ====================================================
+acc = x W                        ``< 2**31``                128 * 128 K
+A = (acc << left) + b            ``< 2**31``                128 sum |W| and |b| of every row, looked at when it is made
+mul(A, R, 32)                    ``<= 2**30``               R < 2**31
+GELU: r                          ``[0, 4096]``              clamped
+GELU: every product              ``< 2**31``                2**24; 2**15 * 59898; 18977 * 18588
+GELU: g M + B                    ``< 2**31``                2**17 * 2**13 + 2**30
+S = sum of h                     ``<= 2**27``               C <= 4096, h is int16
+m, four times the mean           ``<= 2**17``               4 S / C, rounded
+V = sum of (4 h - m)**2 + E      ``< 2**48``                16 * 2**30 C + C / 4; E <= 2**46
+d = C h - S                      ``< 2**28``                C (|h| + |mean|)
+x, the inverse root              ``[2**29 - 64, 2**30]``    2**44 / sqrt(v) with v in [2**28, 2**30)
+f = x 4 / sqrt(C), in its unit   ``[2**28 - 64, 2**30]``    K in [2**29, 2**30]
+N = normalised h                 ``|N| <= 2**26``           sqrt(C) in 1/2**20
+mul(N, G, 28) + B                ``< 2**31``                2**29 + 2**30
+===============================  =========================  ====================================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .fixed_point import Checker, bit_length, multiply_high
+from .fixed_point import Checker, bit_length, multiply_round, round_shift
 
 INT8 = (-128, 127)
 INT16 = (-32768, 32767)
@@ -40,9 +46,9 @@ LIMITS = {torch.int8: INT8, torch.int16: INT16, torch.int32: INT32}
 """The ends that a result saturates at, by its type."""
 
 MAX_CHANNELS = 4096
-"""Most channels of a normalisation: its sums of squares stay below 2**55."""
-MAX_EPSILON = 1 << 53
-"""Largest E of :func:`normalise`, with which its variance stays below 2**55."""
+"""Most channels of a normalisation: four times the mean is found exactly enough, and sums of squares have 48 bits."""
+MAX_EPSILON = 1 << 46
+"""Largest E of :func:`normalise`, with which its variance stays below 2**48."""
 NORM_FRACTION_BITS = 20
 """Fraction bits of a normalised activation, before its channel's gain."""
 
@@ -62,16 +68,16 @@ def integer_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rescale(
     sums: torch.Tensor, left: int, bias: torch.Tensor, multiplier: torch.Tensor, check: Checker = _UNCHECKED
 ) -> torch.Tensor:
-    """Bring sums to another unit: ``mulhi((sums << left) + b, R)``, int64.
+    """Bring sums to another unit: ``mul((sums << left) + b, R, 32)``, int64.
 
     Args:
         sums: int32 or int64 (..., outputs).
         left: 0 to 30.
-        bias: b, int32 (outputs,), in the unit of the shifted sums; holds half a unit of the result, so that it is rounded.
+        bias: b, int32 (outputs,), in the unit of the shifted sums.
         multiplier: R, int32 ``[0, 2**31)``, (outputs,): the ratio of the units is ``R * 2**(left - 32)``.
         check: for the bound.
     """
-    return multiply_high(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
+    return multiply_round(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
 
 
 def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -120,10 +126,10 @@ def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
     x = x.to(torch.int64)
     g, c, e, d = GELU_CONSTANTS
     rest = check("GELU: r", (GELU_END - x.abs()).clamp(min=0), 0, GELU_END)
-    square = check("GELU: z", (rest * rest) >> 9, 0, 1 << 15)
-    first = check("GELU: w", (square * (g - c * rest)) >> 15, 0, 18976)
+    square = check("GELU: z", multiply_round(rest, rest, 9), 0, 1 << 15)
+    first = check("GELU: w", multiply_round(square, g - c * rest, 15), 0, 18977)
     second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
-    return x.clamp(0, GELU_LIMIT) - ((first * second + (1 << 19)) >> 20)
+    return x.clamp(0, GELU_LIMIT) - multiply_round(first, second, 20)
 
 
 def gelu_int8(
@@ -156,35 +162,62 @@ def inverse_root(v: torch.Tensor) -> torch.Tensor:
     ``x <- x + x (1/4 - x**2 v) * 2`` for x and v as fractions of 2**30; each step takes an error e to ``1.5 e**2``. The
     result lies within ``2**-23`` relatively.
     """
-    x = ROOT_START - multiply_high(v << 1, torch.full_like(v, ROOT_SLOPE << 1))
+    x = ROOT_START - multiply_round(v, ROOT_SLOPE, 30)
     for _ in range(3):
-        square = multiply_high(x << 1, x << 1)
-        error = (1 << 28) - multiply_high(square << 1, v << 1)
-        x = x + multiply_high(x, error << 3)
+        error = (1 << 28) - multiply_round(multiply_round(x, x, 30), v, 30)
+        x = x + multiply_round(x, error, 29)
     return x
+
+
+class RowConstants(NamedTuple):
+    """What :func:`normalise` multiplies by, of the number of channels C alone; made by :func:`row_constants`.
+
+    Attributes:
+        inverse, bits: ``4 / C`` is ``inverse * 2**-bits``, with 30 bits.
+        root, shift: ``4 / sqrt(C)`` is ``root * 2**(-30 - shift)``, root in [2**29, 2**30], rounded.
+    """
+
+    inverse: int
+    bits: int
+    root: int
+    shift: int
+
+
+def row_constants(channels: int) -> RowConstants:
+    """Return the constants of rows of 1 to :data:`MAX_CHANNELS` channels."""
+    bits = 27 + (channels - 1).bit_length()
+    shift = (channels.bit_length() - 1) // 2 - 2
+    root = (math.isqrt((1 << (66 + 2 * shift)) // channels) + 1) >> 1
+    return RowConstants(((8 << bits) // channels + 1) >> 1, bits, root, shift)
 
 
 def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> torch.Tensor:
     """Take mean and deviation out of rows: int64 (..., channels) with 20 fraction bits.
 
+    The variance is that about a quarter of a whole number, ``m / 4``, next to the mean: it is at most 1/64 too large, and a
+    sum of squares of 19 bits, which needs no number of 64 bits.
+
     Args:
         h: int16 (..., channels), at most 4096 channels.
-        epsilon: E, ``[0, 2**53]``: what the network adds to the variance, times ``(channels / unit of h)**2``.
+        epsilon: E, ``[0, 2**46]``: what the network adds to the variance, times ``16 channels / (unit of h)**2``.
         check: for the bounds.
     """
     channels = h.shape[-1]
+    by = row_constants(channels)
     h = h.to(torch.int64)
-    total = check("sum of h", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
-    variance = channels * (h * h).sum(dim=-1, keepdim=True) - total * total + epsilon
-    check("C sum h^2 - S^2 + E", variance, 0, (1 << 55) - 1)
-    bits = torch.where(variance >> 31 > 0, 31 + bit_length(variance >> 31), bit_length(variance & ((1 << 31) - 1)))
+    total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
+    middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
+    variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
+    bits = bit_length(check("V", variance, 0, (1 << 48) - 1))
     # an even shift that leaves 29 or 30 bits
     half = (bits - 29) >> 1
     v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))
-    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, (1 << 30) - 1)
+    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, 1 << 30)
+    factor = check("f", multiply_round(root, by.root, 30), (1 << 28) - 64, 1 << 30)
     difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
-    scaled = check("d << (8 - k)", difference << (8 - half).clamp(min=0), *INT32)
-    result = multiply_high(scaled, root) >> (half - 8).clamp(min=0)
+    left = 8 - half - by.shift
+    scaled = check("d << l", difference << left.clamp(min=0), *INT32)
+    result = multiply_round(scaled, factor) >> (-left).clamp(min=0)
     return check("N", result, -(1 << 26), 1 << 26)
 
 
@@ -197,7 +230,7 @@ def layer_norm(
     dtype: torch.dtype,
     check: Checker = _UNCHECKED,
 ) -> torch.Tensor:
-    """Normalise rows and bring every channel to its own unit: ``(mulhi(N << 4, G) + B + half) >> shift``, saturated.
+    """Normalise rows and bring every channel to its own unit: ``mul(N, G, 28) + B``, shifted right, rounded and saturated.
 
     Args:
         h: int16 (..., channels).
@@ -208,8 +241,8 @@ def layer_norm(
         dtype: int8, int16 or int32.
         check: for the bounds.
     """
-    wide = multiply_high(normalise(h, epsilon, check) << 4, gain) + offset + (1 << (shift - 1))
-    return saturate(check("mulhi(N << 4, G) + B + half", wide, *INT32) >> shift, dtype)
+    wide = check("mul(N, G, 28) + B", multiply_round(normalise(h, epsilon, check), gain, 28) + offset, *INT32)
+    return saturate(round_shift(wide, shift), dtype)
 
 
 def token_mean(

@@ -21,7 +21,7 @@ from .fixed_point import Checker
 from .memory_format import empty_output
 from .recipe import Recipe
 
-ARITHMETIC_VERSION = 2
+ARITHMETIC_VERSION = 3
 """Of the bits that :func:`int8_attention`, quantisation and the operators of integer networks return. A change of any of them
 needs a new number, new golden vectors and a line in docs/golden_vectors.md."""
 DEFAULT_TILE = 1024
@@ -313,7 +313,7 @@ def _finish(
     bits, inverse = fp.row_inverse(denominator)
     bits = (bits - fine_bits).clamp(min=0)
     if out_dtype == torch.int8:
-        return fp.requantize(fp.left_aligned(numerator, bits), fp.multiply_high(inverse, multiplier), shift)
+        return fp.requantize(fp.left_aligned(numerator, bits), fp.multiply_round(inverse, multiplier), shift)
     average = numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits)
     return _with_offset(average, value_scale, offset, denominator)
 

@@ -157,7 +157,7 @@ def draw_layer_norm(number: int, channels: int | None = None, rows: int = 13) ->
         first[4, ::2], first[4, 1::2] = 32767, -32768
         first[5], first[5, 0] = 0, 32767
         first[6], first[6, -1] = 5, 6
-    epsilon = chance.choice((0, 1, 7, channels * channels, chance.getrandbits(40), 1 << 53))
+    epsilon = chance.choice((0, 1, 7, 16 * channels, chance.getrandbits(40), 1 << 46))
     gain = integers(-(1 << 31), 1 << 31, (channels,), torch.int32, chance)
     offset = integers(-(1 << 30) + 1, 1 << 30, (channels,), torch.int32, chance)
     if chance.random() < 0.7:

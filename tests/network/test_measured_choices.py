@@ -170,7 +170,7 @@ def test_inputs_of_query_and_key_norms_have_room_for_twice_what_was_seen() -> No
         name = f"blocks.0.attn.{part}"
         ours = which.network.part(name)
         theirs = which.model.get_submodule(name)
-        unit = theirs.weight.numel() * (theirs.eps / ours.epsilon) ** 0.5
+        unit = (16 * theirs.weight.numel() * theirs.eps / ours.epsilon) ** 0.5
         assert unit * 32767 == pytest.approx(2 * float(which.given[name].abs().max()), rel=1e-3)
 
 

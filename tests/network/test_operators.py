@@ -43,7 +43,7 @@ def test_inverse_root_stays_close_over_its_range() -> None:
     v = torch.cat((torch.arange(1 << 28, 1 << 30, 99_991), torch.tensor([(1 << 28), (1 << 30) - 1])))
     x = op.inverse_root(v)
     assert float((x.double() * v.double().sqrt() / 2**44 - 1).abs().max()) < 2.0**-23
-    assert int(x.max()) < 1 << 30
+    assert int(x.max()) <= 1 << 30
 
 
 @pytest.mark.parametrize(("channels", "spread"), [(1, 5), (3, 1000), (64, 2), (384, 1000), (768, 32767), (4096, 32767)])
@@ -54,12 +54,23 @@ def test_rows_are_normalised(channels: int, spread: int) -> None:
     h[3, ::2], h[3, 1::2] = 32767, -32768
     h[4] = 0
     h[4, 0] = 32767
-    epsilon = channels * channels // 100 + 1
+    epsilon = 16 * channels // 100 + 1
     got = op.normalise(h, epsilon, CHECK).double() / 2**op.NORM_FRACTION_BITS
     wide = h.double()
-    deviation = (wide.var(dim=-1, unbiased=False, keepdim=True) + epsilon / channels**2).sqrt()
-    want = (wide - wide.mean(dim=-1, keepdim=True)) / deviation
-    assert float((got - want).abs().max()) < 2.0**-17
+    mean = wide.mean(dim=-1, keepdim=True)
+    # squares are of the distance from the nearest quarter of a unit
+    variance = (wide - (4 * mean + 0.5).floor() / 4).square().mean(dim=-1, keepdim=True) + epsilon / (16 * channels)
+    assert float((got - (wide - mean) / variance.sqrt()).abs().max()) < 2.0**-17
+    exact = wide.var(dim=-1, unbiased=False, keepdim=True) + epsilon / (16 * channels)
+    assert float((variance - exact).abs().max()) < 1 / 64 + 2.0**-20
+
+
+@pytest.mark.parametrize("channels", [*range(1, 18), 63, 64, 65, 384, 1023, 4095, 4096])
+def test_constants_of_rows_are_exact(channels: int) -> None:
+    by = op.row_constants(channels)
+    assert 1 << 29 <= by.inverse <= 1 << 30 and 1 << 29 <= by.root <= 1 << 30
+    assert abs(by.inverse * channels - (4 << by.bits)) <= channels / 2
+    assert abs(by.root / 2.0 ** (30 + by.shift) * channels**0.5 / 4 - 1) < 2.0**-29
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
@@ -98,12 +109,12 @@ def test_sums_change_their_unit() -> None:
     bias = torch.randint(-(1 << 20), 1 << 20, (24,), dtype=torch.int32)
     ratio = torch.rand(24, dtype=torch.float64) * 1e-3 + 1e-5
     multiplier = (ratio * 2.0 ** (32 - 2)).round()
-    offset = (bias * 4 + 2.0**31 / multiplier).round()
+    offset = bias * 4
     sums = op.integer_matmul(x, weight)
     assert torch.equal(sums, (x.long() @ weight.long().T).int())
     got = op.rescale(sums, 2, offset.to(torch.int32), multiplier.to(torch.int32), CHECK)
     exact = (sums + bias).double() * multiplier * 2.0 ** (2 - 32)
-    assert float((got.double() - exact).abs().max()) <= 0.5 + 2.0**-8
+    assert torch.equal(got, (exact + 0.5).floor().long())
 
 
 def test_sums_out_of_range_are_noticed() -> None:

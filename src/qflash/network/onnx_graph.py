@@ -182,14 +182,14 @@ class Graph:
         part = self.cast(self.shift_right(x, shift - 1, bound, before), np.int64)
         return self.shift_right(part, 1, (bound >> (shift - 1)) + 1, 1, after)
 
-    def multiply_high(self, x: Value, y: Operand, shift: int = 32) -> Value:
-        """Return ``(x y) >> shift`` as int64, for results that fit int32.
+    def multiply_round(self, x: Value, y: Operand, shift: int = 32) -> Value:
+        """Return :func:`qflash.specification.fixed_point.multiply_round` as int64, for results that fit int32.
 
         Args:
-            x, y: int32 or int64, whose product is below ``2**63`` in magnitude.
+            x, y: int32 or int64, whose product is below ``2**62`` in magnitude.
             shift: 1 to 32.
         """
-        product = self.cast(self.multiply(x, y, np.int64), np.uint64)
+        product = self.cast(self.add(self.multiply(x, y, np.int64), 1 << (shift - 1)), np.uint64)
         return self.cast(self.cast(self.shift_unsigned(product, shift), np.int32), np.int64)
 
     def bit_length(self, x: Value, most: int) -> Value:

@@ -66,7 +66,7 @@ def _rescale(
 ) -> Value:
     """Return :func:`.layers.rescale` of int32 sums, plus ``after``.
 
-    Shift and bias go into the product: ``((acc << left) + b) R`` is ``acc (R << left) + b R``.
+    Shift, bias and rounding go into the product: ``((acc << left) + b) R + half`` is ``acc (R << left) + (b R + half)``.
 
     Args:
         graph: to add to.
@@ -76,7 +76,7 @@ def _rescale(
         after: added to the result.
     """
     factor = _array(multiplier).astype(np.int64)
-    wide, offset = factor << left, factor * _array(bias).astype(np.int64)
+    wide, offset = factor << left, factor * _array(bias).astype(np.int64) + (1 << 31)
     # Python's integers: bounds of untrained networks may be beyond 64 bits
     most = max(int(a) * int(b) + abs(int(c)) for a, b, c in zip(bound, wide, offset, strict=True))
     return graph.shift_right(graph.multiply(sums, wide, np.int64), 32, most, offset, after)
@@ -106,42 +106,43 @@ def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
     return _saturated(graph, out, torch.int8)
 
 
-_VARIANCE_BITS = 55
+_VARIANCE_BITS = 48
 _NORM_BOUND = 1 << 61
 """Of the product that :func:`.layers.normalise` shifts: 2**31 by 2**30."""
 
 
 def _inverse_root(graph: Graph, v: Value) -> Value:
-    """Write :func:`.layers.inverse_root`; shifts to the left go into those to the right."""
-    x = graph.subtract(graph.constant(op.ROOT_START, np.int64), graph.multiply_high(v, op.ROOT_SLOPE << 2))
+    """Write :func:`.layers.inverse_root`."""
+    x = graph.subtract(graph.constant(op.ROOT_START, np.int64), graph.multiply_round(v, op.ROOT_SLOPE, 30))
     for _ in range(3):
-        square = graph.multiply_high(x, x, 30)
-        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_high(square, v, 30))
-        x = graph.add(x, graph.multiply_high(x, error, 29))
+        square = graph.multiply_round(x, x, 30)
+        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_round(square, v, 30))
+        x = graph.add(x, graph.multiply_round(x, error, 29))
     return x
 
 
 def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
     """Write :func:`.layers.normalise`; what follows from the variance's bit length is looked up."""
+    by = op.row_constants(channels)
     total = graph.reduce("ReduceSum", h, -1)
-    wide, wide_total = graph.cast(h, np.int64), graph.cast(total, np.int64)
-    squares = graph.reduce("ReduceSum", graph.multiply(wide, wide), -1)
-    variance = graph.subtract(graph.multiply(squares, channels), graph.multiply(wide_total, wide_total))
-    variance = graph.add(variance, epsilon)
+    middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
+    difference = graph.cast(graph.subtract(graph.multiply(h, 4), middle), np.int64)
+    variance = graph.add(graph.reduce("ReduceSum", graph.multiply(difference, difference), -1), epsilon)
     bits = graph.bit_length(variance, _VARIANCE_BITS)
 
     half = (np.arange(_VARIANCE_BITS + 1, dtype=np.int64) - 29) >> 1
     up, down = np.maximum(-2 * half, 0), np.maximum(2 * half, 0)
-    left, right = np.maximum(8 - half, 0), np.maximum(half - 8, 0)
+    shift = half + by.shift
+    left, right = np.maximum(8 - shift, 0), np.maximum(shift - 8, 0)
 
     def of_bits(table: np.ndarray, dtype: Any) -> Value:
         return graph.gather(graph.constant(table, dtype, "of_bit_length"), bits)
 
     v = graph.shift_unsigned(graph.cast(variance, np.uint64), of_bits(up, np.uint64), "LEFT")
     v = graph.maximum(graph.cast(graph.shift_unsigned(v, of_bits(down, np.uint64)), np.int64), 1 << 28)
-    factor = graph.multiply(_inverse_root(graph, v), of_bits(1 << left, np.int64))
+    factor = graph.multiply(graph.multiply_round(_inverse_root(graph, v), by.root, 30), of_bits(1 << left, np.int64))
     difference = graph.subtract(graph.multiply(h, channels), total)
-    product = graph.add(graph.multiply(difference, factor, np.int64), _NORM_BOUND)
+    product = graph.add(graph.multiply(difference, factor, np.int64), _NORM_BOUND + (1 << 31))
     shifted = graph.shift_unsigned(graph.cast(product, np.uint64), of_bits(32 + right, np.uint64))
     return graph.subtract(graph.cast(shifted, np.int32), of_bits(_NORM_BOUND >> (32 + right), np.int32))
 
@@ -150,9 +151,10 @@ def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
     """Write a :class:`.modules.LayerNorm`; h is int32 of int16's range."""
     gain, offset = _array(module.gain).astype(np.int64), _array(module.offset).astype(np.int64)
     n = _normalise(graph, h, gain.size, module.epsilon)
-    product = graph.multiply(n, gain << 4, np.int64)
-    bound = (int(np.abs(gain).max()) << 30) + (int(np.abs(offset).max()) << 32)
-    out = graph.round_shift(product, 32 + module.shift, bound, offset << 32, _after(module.dtype))
+    # both roundings down, of the product and of what follows, are one of their sum
+    product = graph.multiply(n, gain, np.int64)
+    bound = (int(np.abs(gain).max()) << 26) + ((int(np.abs(offset).max()) + 1) << 28)
+    out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), _after(module.dtype))
     return _saturated(graph, out, module.dtype)
 
 
@@ -222,10 +224,10 @@ def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
     bits = graph.bit_length(denominator, 31)
     powers = graph.constant(1 << (31 - np.arange(32, dtype=np.int64)), np.int64, "of_bit_length")
     divisor = graph.multiply(denominator, graph.gather(powers, bits), np.int64)
-    x = graph.subtract(graph.constant(fp.RECIPROCAL_START, np.int64), graph.multiply_high(divisor, fp.RECIPROCAL_SLOPE))
+    x = graph.subtract(graph.constant(fp.RECIPROCAL_START, np.int64), graph.multiply_round(divisor, fp.RECIPROCAL_SLOPE))
     for _ in range(3):
-        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_high(divisor, x))
-        x = graph.add(x, graph.multiply_high(x, error, 28))
+        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_round(divisor, x))
+        x = graph.add(x, graph.multiply_round(x, error, 28))
     return bits, x
 
 
@@ -288,7 +290,7 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
     fall = graph.gather(graph.constant(np.maximum(np.arange(32) - fine_bits, 0), np.uint64, "of_bit_length"), bits)
     raised = graph.cast(graph.multiply(numerator, 1 << 24, np.int64), np.uint64)
     scaled = graph.cast(graph.shift_unsigned(raised, fall), np.int32)
-    row = graph.multiply_high(inverse, multiplier)
+    row = graph.multiply_round(inverse, multiplier)
     # round_shift by the channel's shift, which may be 0, in one with the high half
     shifts = _array(shift)
     half = np.where(shifts > 0, np.left_shift(np.int64(1), 31 + shifts), 0)

@@ -88,8 +88,8 @@ INLINE pair wide_multiplier(pair s, int64_t head_dim, int64_t most) {
 }
 
 INLINE int64_t reciprocal(int64_t divisor) {
-    int64_t x = 1515870810 - multiply_high(divisor, 2021161080);
-    for (int step = 0; step < 3; step++) x += multiply_high(x, ((1 << 28) - multiply_high(divisor, x)) * 16);
+    int64_t x = 1515870810 - multiply_round(divisor, 2021161080, 32);
+    for (int step = 0; step < 3; step++) x += multiply_round(x, (1 << 28) - multiply_round(divisor, x, 32), 28);
     return x;
 }
 
@@ -381,7 +381,7 @@ static void finish_row(
             for (int64_t c = 0; c < channels; c++) sum[c] = (int32_t)((uint32_t)sum[c] << up) >> down;
         for (int64_t c = 0; c < channels; c += LANES) {
             vector multiplier = *(const vector *)(w->multiplier + c), round = *(const vector *)(w->round + c);
-            vector by = x->floor_output ? multiplier >> 2 : high_product((vector){0} + inverse, multiplier);
+            vector by = x->floor_output ? multiplier >> 2 : rounded_product((vector){0} + inverse, multiplier);
             vector rounded = high_product(*(const vector *)(sum + c), by) >> *(const vector *)(w->shift + c);
             *(vector *)(sum + c) = (rounded + round) >> round;
         }

@@ -169,10 +169,10 @@ static void convert_rows(const linear *x, int64_t first, int64_t rows, left_oper
     }
 }
 
-/* operators.gelu and gelu_int8, not saturated */
+/* layers.gelu and gelu_int8, not saturated */
 INLINE vector gelu(vector x, vector multiplier, vector offset, int shift) {
     const vector none = {0}, rest = larger(4096 - larger(x, -x), none);
-    const vector first = (((rest * rest) >> 9) * (59898 - 10 * rest)) >> 15;
+    const vector first = (((rest * rest + (1 << 8)) >> 9) * (59898 - 10 * rest) + (1 << 14)) >> 15;
     const vector second = (first << 2) + (18588 - 23 * rest);
     const vector y = smaller(larger(x, none), all_lanes((1 << 17) - 1)) - ((first * second + (1 << 19)) >> 20);
     return (y * multiplier + offset) >> shift;
@@ -194,7 +194,7 @@ INLINE void finish_tile(
         const vector gelu_offset = *(const vector *)(by->gelu_offset + j);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t at = (row + r) * outputs + start + j;
-            vector y = high_product((*(const vector *)(sums + r * WIDTH + j) << left) + bias, multiplier);
+            vector y = rounded_product((*(const vector *)(sums + r * WIDTH + j) << left) + bias, multiplier);
             if (residual) y += load16(more + at, n);
             if (activated) y = gelu(y, gelu_multiplier, gelu_offset, gelu_shift);
             store(out + at * bytes, y, bytes, n);
@@ -281,15 +281,14 @@ typedef struct {
     const int32_t *gain, *offset; /* (channels) */
     void *out;                    /* (rows, channels) */
     int64_t rows, channels, epsilon, shift, bytes, threads;
+    int64_t inverse, inverse_bits, root, root_shift; /* layers.row_constants */
 } normalisation;
 
-/* operators.inverse_root */
+/* layers.inverse_root */
 INLINE int64_t inverse_root(int64_t v) {
-    int64_t x = 1145106637 - multiply_high(v << 1, (int64_t)654339257 << 1);
-    for (int step = 0; step < 3; step++) {
-        int64_t square = multiply_high(x << 1, x << 1), error = (1 << 28) - multiply_high(square << 1, v << 1);
-        x += multiply_high(x, error * 8);
-    }
+    int64_t x = 1145106637 - multiply_round(v, 654339257, 30);
+    for (int step = 0; step < 3; step++)
+        x += multiply_round(x, (1 << 28) - multiply_round(multiply_round(x, x, 30), v, 30), 29);
     return x;
 }
 
@@ -300,17 +299,20 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
     int64_t squares = 0;
     for (int64_t c = 0; c < channels; c++) total += h[c];
     for (int64_t c = 0; c < channels; c++) squares += h[c] * h[c];
-    const int64_t variance = channels * squares - (int64_t)total * total + x->epsilon;
+    /* sum of (4 h - middle)^2 + E */
+    const int64_t middle = multiply_round(total, x->inverse, (int)x->inverse_bits);
+    const int64_t variance = 16 * squares - 8 * middle * total + channels * middle * middle + x->epsilon;
     const int half = (bit_length(variance) - 29) >> 1;
     const int64_t v = half < 0 ? variance << (-2 * half) : variance >> (2 * half);
-    const int32_t root = (int32_t)inverse_root(v < 1 << 28 ? 1 << 28 : v);
-    const int up = half < 8 ? 8 - half : 0, down = half > 8 ? half - 8 : 0, shift = (int)x->shift, rounding = 1 << (shift - 1);
+    const int32_t factor = (int32_t)multiply_round(inverse_root(v < 1 << 28 ? 1 << 28 : v), x->root, 30);
+    const int left = 8 - half - (int)x->root_shift, up = left > 0 ? left : 0, down = left < 0 ? -left : 0;
+    const int shift = (int)x->shift, rounding = 1 << (shift - 1);
     char *to = (char *)x->out + row * channels * bytes;
     for (int64_t c = 0; c < channels; c += LANES) {
         const int64_t n = at_most(LANES, channels - c);
         const vector difference = load16(h + c, n) * (int32_t)channels - total;
-        const vector wide = high_product(difference << up, all_lanes(root)) >> down;
-        const vector y = high_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
+        const vector wide = rounded_product(difference << up, all_lanes(factor)) >> down;
+        const vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
         store(to + c * bytes, (y + rounding) >> shift, bytes, n);
     }
 }

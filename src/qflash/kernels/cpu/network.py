@@ -6,11 +6,11 @@ import ctypes
 
 import torch
 
-from ...specification.layers import Gelu, LinearIntegers
+from ...specification.layers import Gelu, LinearIntegers, row_constants
 from . import launch
 
 _Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 7)
-_LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 6)
+_LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
 def launch_linear(
@@ -49,7 +49,10 @@ def launch_layer_norm(
     channels = h.shape[-1]
     arguments = _LayerNorm(
         h.data_ptr(), gain.data_ptr(), offset.data_ptr(), out.data_ptr(),
-        (h.numel() // channels, channels, epsilon, shift, out.element_size(), launch.threads_for(8 * h.numel())),
+        (
+            h.numel() // channels, channels, epsilon, shift, out.element_size(), launch.threads_for(8 * h.numel()),
+            *row_constants(channels),
+        ),
     )  # fmt: skip
     launch.load().qflash_layer_norm(ctypes.byref(arguments))
     return out

@@ -53,6 +53,8 @@ typedef int32_t group __attribute__((aligned(1), may_alias));
 /* --- fixed point ------------------------------------------------------------------------------------------ */
 
 INLINE int64_t multiply_high(int64_t a, int64_t b) { return (a * b) >> 32; }
+/* mul(a, b, shift): the product, shifted right and rounded half up */
+INLINE int64_t multiply_round(int64_t a, int64_t b, int shift) { return (a * b + ((int64_t)1 << (shift - 1))) >> shift; }
 INLINE int64_t round_shift(int64_t x, int64_t shift) { return ((x >> (shift - 1)) + 1) >> 1; }
 INLINE int64_t at_most(int64_t x, int64_t most) { return x < most ? x : most; }
 INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -71,6 +73,25 @@ INLINE vector high_product(vector a, vector b) {
 #else
     vector high;
     for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)((int64_t)a[lane] * b[lane] >> 32);
+    return high;
+#endif
+}
+
+/* mul(a, b, 32) in every lane: (a * b + 2^31) >> 32 */
+INLINE vector rounded_product(vector a, vector b) {
+#if defined(__AVX512BW__)
+    const __m512i half = _mm512_set1_epi64(1LL << 31);
+    __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)a, (__m512i)b), half);
+    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    return (vector)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), _mm512_add_epi64(odd, half));
+#elif defined(__AVX2__)
+    const __m256i half = _mm256_set1_epi64x(1LL << 31);
+    __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)a, (__m256i)b), half);
+    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    return (vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), _mm256_add_epi64(odd, half), 0xAA);
+#else
+    vector high;
+    for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)multiply_round(a[lane], b[lane], 32);
     return high;
 #endif
 }

@@ -148,8 +148,6 @@ BACK = {
     ("network.graph", "network.float_parts"),
     ("network.graph", "network.onnx_export"),
     ("network.graph", "network.storage"),
-    # a file of the first form is read as one of today's
-    ("network.storage", "network.first_form"),
     # comparing reads a model as quantising does, and quantising compares at its end
     ("network.compare", "network.quantize"),
 }

@@ -25,7 +25,6 @@ MORE = {
     "integrations/static_scales.py": {"static_attention"},
     "integrations/transformers.py": {"integer_attention_forward"},
     # a block of the networks in files of version 1
-    "network/first_form.py": {"block"},
 }
 """Functions with more than :data:`MOST`, besides the public ones."""
 

@@ -18,7 +18,6 @@ import torch
 from ..specification.recipe import Recipe
 from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
-from .first_form import from_first_form, is_first_form
 from .float_parts import FloatNode
 from .graph import IntegerNetwork, Node, check_network
 from .modules import EXTRA_STATE, OPERATORS, IntegerModule, shapes_only
@@ -242,15 +241,15 @@ def make_network(header: Any, forms: Mapping[str, Form]) -> IntegerNetwork:
     """
     if type(header) is not dict or type(header.get("version")) is not int:
         raise ValueError(f"its header must be an object of JSON with a version, is {_shown(header)}")
-    if header["version"] != VERSION:
-        raise ValueError(f"it is of version {header['version']}, this QFlash reads 1 and {VERSION}; quantise the model again")
     # files from before the entry are of the first
     arithmetic = header.get("arithmetic_version", 1)
     if type(arithmetic) is not int or arithmetic != ARITHMETIC_VERSION:
         raise ValueError(
             f"it is for arithmetic version {_shown(arithmetic)}, this QFlash computes version {ARITHMETIC_VERSION}, which "
-            "gives other integers; quantise the model again"
+            "gives other integers; quantise the float model again, with qflash.quantize_model and calibration images"
         )
+    if header["version"] != VERSION:
+        raise ValueError(f"it is of version {header['version']}, this QFlash reads {VERSION}; quantise the float model again")
     required = [name for name, entry in ENTRIES.items() if entry.required]
     _check_names("its header", header, (*_MADE_OF, *required), (*ENTRIES, DIGEST))
     # most nodes have several tensors; so a header cannot ask for nodes without end
@@ -322,8 +321,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu",
     Args:
         path: of the file.
         device: where it is put.
-        verify: require the SHA-256 that the header has of tensors and header. False reads files without one, which an earlier
-            QFlash wrote, and skips that one check.
+        verify: require the SHA-256 that the header has of tensors and header. False skips that one check.
 
     Raises:
         TypeError: ``verify`` is not True or False.
@@ -344,19 +342,11 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu",
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dictionary
             header = _parsed(metadata[KEY])
             forms = {name: _form(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
-            tensors: dict[str, torch.Tensor] = {}
-
-            def read() -> dict[str, torch.Tensor]:
-                tensors.update({name: file.get_tensor(name) for name in slices})
-                if verify:
-                    _check_digest(header, tensors)
-                return tensors
-
-            if is_first_form(header):
-                network = from_first_form(header, forms, read)
-            else:
-                network = make_network(header, forms)
-                fill_network(network, header, read())
+            network = make_network(header, forms)
+            tensors = {name: file.get_tensor(name) for name in slices}
+            if verify:
+                _check_digest(header, tensors)
+            fill_network(network, header, tensors)
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from error
     except ValueError as error:
@@ -370,10 +360,7 @@ def _form(kind: str, shape: list[int]) -> Form:
 
 def _check_digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     if DIGEST not in header:
-        raise ValueError(
-            "it has no SHA-256, which files of an earlier QFlash lack; quantise the model again, or load it with verify=False "
-            "and save it"
-        )
+        raise ValueError("its header has no SHA-256; verify=False reads it without this check")
     if header[DIGEST] != _digest(header, tensors):
         raise ValueError("it is damaged: its SHA-256 is another than the one in its header")
 

@@ -19,8 +19,6 @@ from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean
 
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
-_FRACTION = 8
-"""Fraction bits below an output's unit that shifted sums have at least, where there is room."""
 _LEAST_MULTIPLIER = 8
 """R is a whole number: a smaller one would be too coarse a step. Outputs whose R would be smaller hardly change."""
 
@@ -146,15 +144,14 @@ def quantized_linear(
     scaled, whole = _on_grid(weight, bias, grid)
     whole = whole - middle
     ratio = torch.maximum(scaled.abs().amax(dim=1) / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
+    left = _left_of(ratio)
+    multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
+    unit = multiplier * 2.0 ** (left - 32) * step
+    values = (scaled / unit[:, None]).round().clamp(-127, 127)
     centred = (mean - grid.middle) / grid.step
-    for left in range(_left_of(ratio), -1, -1):
-        multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
-        unit = multiplier * 2.0 ** (left - 32) * step
-        values = (scaled / unit[:, None]).round().clamp(-127, 127)
-        offset = ((whole + (scaled - values * unit[:, None]) @ centred) / unit * 2.0**left).round()
-        bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
-        if float(bound.max()) < 1 << 31:
-            break
+    # whole units of the sums: what rounding takes is far below the noise of a sum
+    offset = ((whole + (scaled - values * unit[:, None]) @ centred) / unit).round() * 2.0**left
+    bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
     if not (float(bound.max()) < 1 << 31 and float(multiplier.max()) < 1 << 31):
         raise ValueError(
             f"sums up to {float(bound.max()) * 2.0**-left:.3g} cannot be brought to a unit {float(ratio.max()):.3g} times as "
@@ -169,8 +166,8 @@ def fill_linear(module: Linear, *arguments: Any) -> None:
 
 
 def _left_of(ratio: torch.Tensor) -> int:
-    """Return the shift with which an output's unit has :data:`_FRACTION` bits below it, where there is room for them."""
-    return min(max(0, _FRACTION + math.frexp(float(ratio.max()))[1]), 30)
+    """Return the least shift with which multipliers of these ratios of units stay below 2**31."""
+    return min(max(0, math.frexp(float(ratio.max()) * (1 + 2.0**-20))[1] + 1), 30)
 
 
 def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
@@ -239,10 +236,9 @@ def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: to
     """Fill a mean over tokens in: inputs ``unit * q``, outputs ``step * q + middle``."""
     tokens = module.tokens
     ratio = unit / tokens / step
-    # as little as leaves R below 2**31
-    left = max(0, math.frexp(float(ratio.max()))[1] + 1)
+    left = _left_of(ratio)
     multiplier = (ratio * 2.0 ** (32 - left)).round().clamp(min=_LEAST_MULTIPLIER)
-    offset = (-middle * tokens / unit * torch.ones_like(step) * 2.0**left).round()
+    offset = (-middle * tokens / unit * torch.ones_like(step)).round() * 2.0**left
     if not tokens * 32768 * 2.0**left + float(offset.abs().max()) < 1 << 31:
         raise ValueError(f"the mean of {tokens} tokens has no room in 32 bits; the network's scales are degenerate")
     module.left = left

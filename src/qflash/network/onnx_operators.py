@@ -107,8 +107,6 @@ def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
 
 
 _VARIANCE_BITS = 48
-_NORM_BOUND = 1 << 61
-"""Of the product that :func:`.layers.normalise` shifts: 2**31 by 2**30."""
 
 
 def _inverse_root(graph: Graph, v: Value) -> Value:
@@ -132,19 +130,18 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
 
     half = (np.arange(_VARIANCE_BITS + 1, dtype=np.int64) - 29) >> 1
     up, down = np.maximum(-2 * half, 0), np.maximum(2 * half, 0)
-    shift = half + by.shift
-    left, right = np.maximum(8 - shift, 0), np.maximum(shift - 8, 0)
+    # of lengths that a variance has
+    left = np.clip(8 - half - by.shift, -5, 25)
 
     def of_bits(table: np.ndarray, dtype: Any) -> Value:
         return graph.gather(graph.constant(table, dtype, "of_bit_length"), bits)
 
     v = graph.shift_unsigned(graph.cast(variance, np.uint64), of_bits(up, np.uint64), "LEFT")
     v = graph.maximum(graph.cast(graph.shift_unsigned(v, of_bits(down, np.uint64)), np.int64), 1 << 28)
-    factor = graph.multiply(graph.multiply_round(_inverse_root(graph, v), by.root, 30), of_bits(1 << left, np.int64))
+    factor = graph.multiply_round(_inverse_root(graph, v), by.root, 30)
     difference = graph.subtract(graph.multiply(h, channels), total)
-    product = graph.add(graph.multiply(difference, factor, np.int64), _NORM_BOUND + (1 << 31))
-    shifted = graph.shift_unsigned(graph.cast(product, np.uint64), of_bits(32 + right, np.uint64))
-    return graph.subtract(graph.cast(shifted, np.int32), of_bits(_NORM_BOUND >> (32 + right), np.int32))
+    raised = graph.multiply(difference, of_bits(np.int64(1) << (left + 5), np.int64), np.int64)
+    return graph.multiply_round(graph.shift_right(raised, 5, (1 << 36) - 32, 16), factor)
 
 
 def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:

@@ -22,6 +22,7 @@ S = sum of h                     ``<= 2**27``               C <= 4096, h is int1
 m, four times the mean           ``<= 2**17``               4 S / C, rounded
 V = sum of (4 h - m)**2 + E      ``< 2**48``                16 * 2**30 C + C / 4; E <= 2**46
 d = C h - S                      ``< 2**28``                C (|h| + |mean|)
+d 2**l, rounded                  ``< 2**31``                N 2**32 / f; l is -5 to 25
 x, the inverse root              ``[2**29 - 64, 2**30]``    2**44 / sqrt(v) with v in [2**28, 2**30)
 f = x 4 / sqrt(C), in its unit   ``[2**28 - 64, 2**30]``    K in [2**29, 2**30]
 N = normalised h                 ``|N| <= 2**26``           sqrt(C) in 1/2**20
@@ -215,10 +216,10 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, 1 << 30)
     factor = check("f", multiply_round(root, by.root, 30), (1 << 28) - 64, 1 << 30)
     difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
+    # from 2**-5 to 2**25, and the result below 2**31
     left = 8 - half - by.shift
-    scaled = check("d << l", difference << left.clamp(min=0), *INT32)
-    result = multiply_round(scaled, factor) >> (-left).clamp(min=0)
-    return check("N", result, -(1 << 26), 1 << 26)
+    scaled = check("d 2**l", multiply_round(difference, 1 << (left + 5), 5), *INT32)
+    return check("N", multiply_round(scaled, factor), -(1 << 26), 1 << 26)
 
 
 def layer_norm(

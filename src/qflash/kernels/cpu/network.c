@@ -306,12 +306,13 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
     const int64_t v = half < 0 ? variance << (-2 * half) : variance >> (2 * half);
     const int32_t factor = (int32_t)multiply_round(inverse_root(v < 1 << 28 ? 1 << 28 : v), x->root, 30);
     const int left = 8 - half - (int)x->root_shift, up = left > 0 ? left : 0, down = left < 0 ? -left : 0;
+    const int half_unit = (1 << down) >> 1;
     const int shift = (int)x->shift, rounding = 1 << (shift - 1);
     char *to = (char *)x->out + row * channels * bytes;
     for (int64_t c = 0; c < channels; c += LANES) {
         const int64_t n = at_most(LANES, channels - c);
         const vector difference = load16(h + c, n) * (int32_t)channels - total;
-        const vector wide = rounded_product(difference << up, all_lanes(factor)) >> down;
+        const vector wide = rounded_product(((difference << up) + half_unit) >> down, all_lanes(factor));
         const vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
         store(to + c * bytes, (y + rounding) >> shift, bytes, n);
     }

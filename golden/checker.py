@@ -23,8 +23,13 @@ from safetensors import SafetensorError, safe_open
 
 
 def mulhi(a, b):
-    """High half of a signed 32 × 32-bit product."""
+    """High half of a signed 32 × 32-bit product: floor."""
     return (a * b) >> 32
+
+
+def mul(a, b, n):
+    """Product of two signed 32-bit numbers, shifted right by n and rounded half up."""
+    return (a * b + (1 << (n - 1))) >> n
 
 
 def shift(a, n):
@@ -347,9 +352,9 @@ def online(scores, visible, value, recipe):
 
 def reciprocal(D):
     """About 2^60 / D for 2^30 ≤ D < 2^31."""
-    x = 1515870810 - mulhi(D, 2021161080)
+    x = 1515870810 - mul(D, 2021161080, 32)
     for _ in range(3):
-        x = x + mulhi(x, (2**28 - mulhi(D, x)) << 4)
+        x = x + mul(x, 2**28 - mul(D, x, 32), 28)
     return x
 
 
@@ -408,7 +413,7 @@ def attention(
 
     if not floats:
         R, e = output_ratio(value_scale, value_scale if output_scale is None else output_scale)
-        product = mulhi(O << 23, R >> 2) if floored else mulhi(shift(O, 24 - B), mulhi(x, R))
+        product = mulhi(O << 23, R >> 2) if floored else mulhi(shift(O, 24 - B), mul(x, R, 32))
         return np.where(empty, 0, saturate(rs(product, np.clip(e - 11, 0, 31)), 8))
     average = float32(O)
     if not floored:
@@ -454,40 +459,59 @@ def float_attention(query, key, value, recipe, softmax_scale, mask=None, bias=No
 
 def rescale(acc, left, b, R):
     """Change of unit of int32 sums: b and R for each output, left for the layer."""
-    return mulhi((acc << left) + b, R)
+    return mul((acc << left) + b, R, 32)
 
 
 def gelu(u, M, B, n):
     """Sums in the unit 3.28 / 4096 to int8."""
     r = np.maximum(4096 - np.abs(u), 0)
-    z = (r * r) >> 9
-    w = (z * (59898 - 10 * r)) >> 15
+    z = mul(r, r, 9)
+    w = mul(z, 59898 - 10 * r, 15)
     h = (w << 2) + (18588 - 23 * r)
-    g = np.minimum(np.maximum(u, 0), 2**17 - 1) - ((w * h + 2**19) >> 20)
+    g = np.minimum(np.maximum(u, 0), 2**17 - 1) - mul(w, h, 20)
     return saturate((g * M + B) >> n, 8)
 
 
 def inverse_root(v):
     """About 2^44 / √v for 2^28 ≤ v < 2^30."""
-    x = 1145106637 - mulhi(v << 1, 1308678514)
+    x = 1145106637 - mul(v, 654339257, 30)
     for _ in range(3):
-        q = mulhi(x << 1, x << 1)
-        e = 2**28 - mulhi(q << 1, v << 1)
-        x = x + mulhi(x, e << 3)
+        x = x + mul(x, 2**28 - mul(mul(x, x, 30), v, 30), 29)
     return x
+
+
+def row_constants(C):
+    """I and i with 4 / C ≈ I · 2^−i, K and j with 4 / √C ≈ K · 2^−(30 + j), both rounded."""
+    i = 27 + (C - 1).bit_length()
+    I = (2 ** (i + 3) // C + 1) // 2
+    j = (C.bit_length() - 1) // 2 - 2
+    K = (math.isqrt(2 ** (66 + 2 * j) // C) + 1) // 2
+    return I, i, K, j
+
+
+def normalise(h, E):
+    """N: rows without their mean and deviation, with 20 fraction bits."""
+    C = h.shape[-1]
+    I, i, K, j = row_constants(C)
+    S = h.sum(axis=-1, keepdims=True)
+    m = mul(S, I, i)
+    e = 4 * h - m
+    # V from sums of 32 bits, as the page has it
+    p, q = e >> 9, e & 511
+    sums = ((p * p).sum(axis=-1, keepdims=True), (p * q).sum(axis=-1, keepdims=True), (q * q).sum(axis=-1, keepdims=True))
+    assert all((np.abs(each) < 2**31).all() for each in sums)
+    V = (sums[0] << 18) + (sums[1] << 10) + sums[2] + E
+    k = (bit_length(V) - 29) >> 1
+    v = np.maximum(shift(V, -2 * k), 2**28)
+    f = mul(inverse_root(v), K, 30)
+    l = 8 - k - j
+    return mul(mul(C * h - S, 1 << (l + 5), 5), f, 32)
 
 
 def layer_norm(h, E, G, B, n, bits):
     """int16 rows (…, channels) to int8, int16 or int32."""
-    h = h.astype(np.int64)
-    C = h.shape[-1]
-    S = h.sum(axis=-1, keepdims=True)
-    V = C * (h * h).sum(axis=-1, keepdims=True) - S * S + E
-    k = (bit_length(V) - 29) >> 1
-    x = inverse_root(np.maximum(shift(V, -2 * k), 2**28))
-    d = C * h - S
-    N = np.where(k <= 8, mulhi(shift(d, 8 - np.minimum(k, 8)), x), mulhi(d, x) >> np.maximum(k - 8, 0))
-    return saturate(rs(mulhi(N << 4, G) + B, n), bits)
+    N = normalise(h.astype(np.int64), E)
+    return saturate(rs(mul(N, G, 28) + B, n), bits)
 
 
 def linear(x, W, b, R, left, bits=None, residual=None):
@@ -535,101 +559,127 @@ def join_patches(h, grid):
     return x.reshape(len(h), -1, x.shape[-1])
 
 
-# Whole networks: docs/integer_network.md, "The network" and "Files".
+# Whole networks: docs/integer_network.md, "Files".
 
 
 class Network:
-    """A network file's tensors and constants; each method is one part of docs/integer_network.md."""
+    """The nodes of a network with their tensors and constants; each method is an operator.
 
-    def __init__(self, header, tensors):
-        self.shape, self.constants, self.tensors = header["shape"], header["constants"], tensors
-        self.recipe = json.loads(self.shape["recipe"])
-        self.streams = {}
+    Methods take the name and sizes of a node, and the values of its inputs.
+    """
 
-    def get(self, name):
-        return self.tensors[name].astype(np.int64)
+    def __init__(self, parameters, tensors):
+        self.parameters, self.tensors = parameters, tensors
 
-    def has(self, name):
-        return name in self.tensors
+    def get(self, name, own):
+        return self.tensors[f"{name}.{own}"].astype(np.int64)
 
-    def linear(self, name, x, bits, residual=None):
-        W, b, R = (self.get(f"{name}.{part}") for part in ("weight", "bias", "multiplier"))
-        return linear(x, W.T, b, R, self.constants[name]["left"], bits, residual)
+    def words(self, name, own, tokens, channels):
+        """int16 numbers (tokens, channels), stored two by two in an int32."""
+        return self.tensors[f"{name}.{own}"].view(np.int16)[: tokens * channels].reshape(tokens, channels).astype(np.int64)
 
-    def norm(self, name, h, bits):
-        constants = self.constants[name]
-        gain, offset = self.get(f"{name}.gain"), self.get(f"{name}.offset")
-        return layer_norm(h, constants["epsilon"], gain, offset, constants["shift"], bits)
+    def layer(self, name):
+        """W (inputs, outputs), b, R and left."""
+        W, b, R = (self.get(name, own) for own in ("weight", "bias", "multiplier"))
+        return W.T, b, R, self.parameters["constants"][name]["left"]
 
-    def mean(self, h, bits):
-        return mean(h, self.get("mean.offset"), self.get("mean.multiplier"), self.constants["mean"]["left"], bits)
+    def linear(self, name, sizes, x, residual=None):
+        if not sizes["tokens"]:
+            return linear(x, *self.layer(name), BITS[sizes["dtype"]], residual)
+        places = self.get(name, "scatter")
+        residual = None if residual is None else residual[:, places]
+        out = np.empty((*x.shape[:2], sizes["outputs"]), np.int64)
+        out[:, places] = linear(x, *self.layer(name), BITS[sizes["dtype"]], residual)
+        return out
 
-    def attention(self, name, x, heads, softmax_scale):
-        """Int8 tokens (batch, tokens, channels) to int8 (batch, tokens, heads × head channels)."""
-        qkv = self.linear(f"{name}.qkv", x, 8)
-        batch, tokens, wide = qkv.shape
-        query, key, value = qkv.reshape(batch, tokens, 3, heads, wide // (3 * heads)).transpose(2, 0, 3, 1, 4)
-        scales = [self.tensors[f"{name}.{role}_scale"].view(np.float32) for role in ("query", "key", "value", "output")]
-        bias = None
-        if self.has(f"{name}.bias"):
-            bias = self.get(f"{name}.bias")
-            bias = np.tile(bias, (batch // len(bias), 1, 1, 1))  # window by window, image by image
-        out = attention(query, key, value, *scales[:3], self.recipe, softmax_scale, bias=bias, output_scale=scales[3])
-        return out.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
+    def linear_gelu(self, name, sizes, x):
+        M, B = self.get(name, "gelu_multiplier"), self.get(name, "gelu_offset")
+        return gelu(linear(x, *self.layer(name)), M, B, self.parameters["constants"][name]["gelu_shift"])
 
-    def block(self, name, h, heads, softmax_scale, windows=None):
-        """One block; of a Swin with the grid, the window and the shift of its windows."""
-        x = self.norm(f"{name}.norm1", h, 8)
-        x = x if windows is None else to_windows(x, *windows)
-        x = self.attention(f"{name}.attn", x, heads, softmax_scale)
-        x = x if windows is None else from_windows(x, *windows)
-        h = self.linear(f"{name}.attn.proj", x, 16, h)
-        constants = self.constants[f"{name}.fc1"]
-        W, b, R = (self.get(f"{name}.fc1.{part}") for part in ("weight", "bias", "multiplier"))
-        x = self.norm(f"{name}.norm2", h, 8)
-        u = linear(x, W.T, b, R, constants["left"])
-        M, B = self.get(f"{name}.fc1.gelu_multiplier"), self.get(f"{name}.fc1.gelu_offset")
-        x = gelu(u, M, B, constants["gelu_shift"])
-        h = self.linear(f"{name}.fc2", x, 16, h)
-        self.streams[f"stream.{name}"] = h
+    def patch_embedding(self, name, sizes, images):
+        position, channels = 0, sizes["outputs"]
+        if sizes["positions"]:
+            position = self.words(name, "position_words", sizes["positions"], channels)
+        h = linear(cut_patches(images, sizes["patch_size"]), *self.layer(name), 16, position)
+        if sizes["prefix_tokens"]:
+            prefix = self.words(name, "prefix_words", sizes["prefix_tokens"], channels)
+            h = np.concatenate([np.broadcast_to(prefix, (len(h), *prefix.shape)), h], axis=1)
         return h
 
-    def vision_transformer(self, images):
-        shape = self.shape
-        h = self.linear("embed", cut_patches(images, shape["patch_size"]), 16, self.get("position"))
-        prefix = np.broadcast_to(self.get("prefix"), (len(h), shape["prefix_tokens"], h.shape[-1]))
-        h = np.concatenate([prefix, h], axis=1)
-        if shape["first_norm"]:
-            h = self.norm("norm_pre", h, 16)
-        for number in range(shape["depth"]):
-            h = self.block(f"blocks.{number}", h, shape["heads"], shape["softmax_scale"])
-        last = 8 if shape["outputs"] else 32
-        if shape["pool"] == "token":
-            x = self.norm("norm", h[:, 0], last)
-        elif shape["pool"] == "mean_then_norm":
-            x = self.norm("norm", self.mean(h[:, shape["prefix_tokens"] :], 16), last)
-        else:
-            x = self.mean(self.norm("norm", h[:, shape["prefix_tokens"] :], 16), last)
-        return self.linear("head", x, 32) if shape["outputs"] else x
+    def layer_norm(self, name, sizes, h):
+        if sizes["gather"]:
+            h = h[:, self.get(name, "gather")].reshape(len(h), sizes["gather"][0], -1)
+        if sizes["part"]:
+            first, heads = sizes["part"]
+            h = h[..., first : first + heads * sizes["channels"]].reshape(*h.shape[:2], heads, -1)
+        constants = self.parameters["constants"][name]
+        gain, offset = self.get(name, "gain"), self.get(name, "offset")
+        out = layer_norm(h, constants["epsilon"], gain, offset, constants["shift"], BITS[sizes["dtype"]])
+        return out[:, 0] if sizes["single"] else out
 
-    def swin_transformer(self, images):
-        shape = self.shape
-        h = self.norm("embed_norm", self.linear("embed", cut_patches(images, shape["patch_size"]), 16), 16)
-        for number, stage in enumerate(shape["stages"]):
-            if number:
-                name, before = f"merges.{number - 1}", shape["stages"][number - 1]
-                h = self.linear(f"{name}.reduction", self.norm(f"{name}.norm", join_patches(h, before["grid"]), 8), 16)
-                self.streams[f"stream.{name}"] = h
-            for index, roll in enumerate(stage["shifts"]):
-                windows = stage["grid"], stage["window"], roll
-                h = self.block(f"stages.{number}.{index}", h, stage["heads"], stage["head_dim"] ** -0.5, windows)
-        x = self.mean(self.norm("norm", h, 16), 8 if shape["outputs"] else 32)
-        return self.linear("head", x, 32) if shape["outputs"] else x
+    def mean(self, name, sizes, h):
+        if h.shape[1] != sizes["tokens"]:
+            h = h[:, sizes["first"] : sizes["first"] + sizes["tokens"]]
+        b, R = self.get(name, "offset"), self.get(name, "multiplier")
+        return mean(h, b, R, self.parameters["constants"][name]["left"], BITS[sizes["dtype"]])
+
+    def attention(self, name, sizes, *parts):
+        heads, dim = sizes["heads"], sizes["head_dim"]
+        views = []
+        for part in parts:
+            tokens = sizes["tokens"] or part.shape[1]
+            views += list(
+                part.reshape(-1, tokens, math.prod(part.shape[2:]) // (heads * dim), heads, dim).transpose(2, 0, 3, 1, 4)
+            )
+        if sizes["queries"]:
+            constant = self.get(name, "query")
+            views = [np.broadcast_to(constant, (len(views[0]), *constant.shape[1:])), *views]
+        query, key, value = views
+        query = query[:, :, : sizes["first"] or None]
+        scales = [self.tensors[f"{name}.{role}_scale"].view(np.float32) for role in ("query", "key", "value", "output")]
+        bias = None
+        if sizes["bias"]:
+            bias = self.get(name, "bias")
+            bias = np.tile(bias, (len(query) // len(bias), 1, 1, 1))  # window by window, image by image
+        out = attention(
+            query, key, value, *scales[:3], self.parameters["recipe"], sizes["softmax_scale"], bias=bias, output_scale=scales[3]
+        )
+        return out.transpose(0, 2, 1, 3).reshape(len(parts[0]), -1, heads * dim)
+
+    def first(self, name, sizes, h):
+        return h[:, : sizes["count"]]
+
+    def join(self, name, sizes, *parts):
+        return np.concatenate(parts, axis=-1)
+
+    def widen(self, name, sizes, h):
+        return h if sizes["token"] is None else h[:, sizes["token"]]
+
+    def run(self, images):
+        """Values of all nodes by name, in their order."""
+        values = {"images": images}
+        for node in self.parameters["nodes"]:
+            operator = NODES[node["operator"]]
+            values[node["name"]] = operator(self, node["name"], node["sizes"], *(values[name] for name in node["inputs"]))
+        return values
+
+
+NODES = {
+    "Linear": Network.linear,
+    "LinearGelu": Network.linear_gelu,
+    "PatchEmbedding": Network.patch_embedding,
+    "LayerNorm": Network.layer_norm,
+    "Mean": Network.mean,
+    "Attention": Network.attention,
+    "First": Network.first,
+    "Join": Network.join,
+    "Widen": Network.widen,
+}
 
 
 # Files: docs/golden_vectors.md.
 
-ARITHMETIC_VERSION = 2
+ARITHMETIC_VERSION = 3
 BITS = {"int8": 8, "int16": 16, "int32": 32}
 
 
@@ -724,6 +774,11 @@ def run_layer_norm(p, x):
     return {"output": layer_norm(x["h"], p["epsilon"], G, B, p["shift"], BITS[p["output"]])}
 
 
+def run_row_constants(p, x):
+    found = np.array([row_constants(C) for C in x["C"].tolist()])
+    return dict(zip(("I", "i", "K", "j"), found.T, strict=True))
+
+
 def run_mean(p, x):
     b, R = x["offset"].astype(np.int64), x["multiplier"].astype(np.int64)
     return {"output": mean(x["h"], b, R, p["left"], BITS[p["output"]])}
@@ -741,10 +796,9 @@ def run_patch_merging(p, x):
 
 
 def run_network(p, x):
-    network = Network(p, {role.removeprefix("network."): tensor for role, tensor in x.items()})
-    forward = {"VisionTransformer": network.vision_transformer, "SwinTransformer": network.swin_transformer}[p["kind"]]
-    out = forward(x["images"])
-    return network.streams | {"output": out}
+    values = Network(p, {role.removeprefix("network."): tensor for role, tensor in x.items()}).run(x["images"])
+    made = {f"node.{node['name']}": values[node["name"]] for node in p["nodes"]}
+    return made | {name: values[node] for name, node in p["outputs"].items()}
 
 
 OPERATIONS = {
@@ -762,6 +816,8 @@ OPERATIONS = {
     "linear_gelu": run_linear_gelu,
     "multiply_add": lambda p, x: {"sum": fused_multiply_add(x["a"], x["b"], x["c"])},
     "inverse_root": lambda p, x: {"x": inverse_root(x["v"].astype(np.int64))},
+    "row_constants": run_row_constants,
+    "normalise": lambda p, x: {"N": normalise(x["h"].astype(np.int64), p["epsilon"])},
     "layer_norm": run_layer_norm,
     "mean": run_mean,
     "patches": lambda p, x: {"output": cut_patches(x["images"], p["patch_size"])},

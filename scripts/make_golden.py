@@ -1,7 +1,7 @@
 """Write golden vectors: inputs and the exact integers that the specification makes of them.
 
-``python scripts/make_golden.py`` writes the committed set again (``golden/*.safetensors``, deterministic; the weights of whole
-networks are taken from the file that is there);
+``python scripts/make_golden.py`` writes the committed set again (``golden/*.safetensors``, deterministic; the integers of whole
+networks are taken from the file that is there); with ``--convert`` the networks are quantised anew;
 ``python scripts/make_golden.py --random 500 --output FOLDER`` writes that many random cases more, of larger shapes.
 docs/golden_vectors.md describes the files. :func:`run` computes one case on any back end, for the tests.
 """
@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 
 import qflash
-from qflash.network import execution  # noqa: F401 - registers the operators
-from qflash.network.first_form import from_first_form
+from qflash.network import (
+    execution,  # noqa: F401 - registers the operators
+    storage,
+)
 from qflash.network.modules import LayerNorm, Linear, Mean
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
@@ -127,6 +129,15 @@ def _inverse_root(_parameters: dict[str, Any], inputs: Tensors, _backend: str) -
     return _int32({"x": op.inverse_root(inputs["v"].to(torch.int64))})
 
 
+def _row_constants(_parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
+    found = torch.tensor([op.row_constants(channels) for channels in inputs["C"].tolist()])
+    return _int32(dict(zip(("I", "i", "K", "j"), found.unbind(1), strict=True)))
+
+
+def _normalise(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
+    return _int32({"N": op.normalise(inputs["h"], parameters["epsilon"])})
+
+
 def _int32(outputs: Tensors) -> Tensors:
     """Return integers that int64 holds in the 32 bits that they fit."""
     return {role: x.to(torch.int32) for role, x in outputs.items()}
@@ -221,21 +232,22 @@ def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) ->
 
 
 def _network(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
-    """A whole network, and the residual stream behind every block and merging."""
+    """The outputs of a whole network, and of all of its nodes."""
+    recipe = qflash.Recipe(**parameters["recipe"]).key
+    nodes = [
+        {**node, "sizes": node["sizes"] | ({"recipe": recipe} if node["operator"] == "Attention" else {})}
+        for node in parameters["nodes"]
+    ]
+    header = {
+        **parameters, "version": storage.VERSION, "arithmetic_version": ARITHMETIC_VERSION, "recipe": recipe, "nodes": nodes,
+        "scales": dict.fromkeys(parameters["outputs"], 1.0), "units": [1.0],
+    }  # fmt: skip
     tensors = {role.removeprefix("network."): x for role, x in inputs.items() if role != "images"}
-    forms = {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-    network = from_first_form(parameters, forms, lambda: tensors).eval()
+    network = storage.network_from_header(header, tensors).eval()
     network.backend = backend
     outputs: Tensors = {}
-
-    def keep(name: str, x: torch.Tensor) -> None:
-        # a block ends with the second layer of its MLP, a merging with its one linear layer
-        place, _, last = name.rpartition(".")
-        if last in ("fc2", "reduction"):
-            outputs[f"stream.{place}"] = x.clone()
-
     with torch.inference_mode():
-        found = network.run(inputs["images"], keep)
+        found = network.run(inputs["images"], lambda name, x: outputs.update({f"node.{name}": x.clone()}))
     return outputs | found
 
 
@@ -250,6 +262,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "output_ratio": _output_ratio,
     "multiply_add": _multiply_add,
     "inverse_root": _inverse_root,
+    "row_constants": _row_constants,
+    "normalise": _normalise,
     "int8_attention": _int8_attention,
     "attention": _attention,
     "linear": _linear,
@@ -716,13 +730,14 @@ def layer_norm(name: str, channels: int, output: str, rows: int = 9, epsilon: in
     h[3, ::2], h[3, 1::2] = 32767, -32768
     h[4], h[4, 0] = 0, 1
     shift = {"int8": 22, "int16": 14, "int32": 4}[output]
-    parameters = {"epsilon": channels**2 if epsilon is None else epsilon, "shift": shift, "output": output}
-    gain, offset = draw.integers(-(1 << 31), (1 << 31) - 1, channels), draw.integers(-(1 << 26), 1 << 26, channels)
+    parameters = {"epsilon": 16 * channels if epsilon is None else epsilon, "shift": shift, "output": output}
+    gain, offset = draw.integers(-(1 << 31), 1 << 31, channels), draw.integers(-(1 << 26), 1 << 26, channels)
+    gain[0] = -(1 << 31)
     return Case("layer_norm", parameters, {"h": h, "gain": gain, "offset": offset})
 
 
 def network_cases() -> dict[str, Case]:
-    """Return the operators of integer networks, and whole networks."""
+    """Return the operators of integer networks."""
     cases: dict[str, Case] = {}
     for kind in ("int8", "int16", "int32", "residual", "gelu"):
         for number, values in enumerate(("random", "random", "extreme")):
@@ -737,15 +752,53 @@ def network_cases() -> dict[str, Case]:
         case.inputs["bias"] = Draw(name).integers(-(1 << 24), 1 << 24, 2)
         case.inputs["multiplier"] = torch.full((2,), step << 12, dtype=torch.int32)
         cases[name] = dataclasses.replace(case, parameters={"left": 14, "gelu_shift": 18})
-    for channels, outputs in ((1, ("int8",)), (2, ("int16",)), (7, ("int8", "int16", "int32")), (150, ("int8", "int32"))):
+    # GELU's tail in its own unit, which the shift undoes
+    case = linear("gelu/tail", "gelu", rows=256, inputs=1, outputs=8)
+    case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
+    case.inputs["weight"] = torch.full((8, 1), 16, dtype=torch.int8)
+    case.inputs["bias"] = torch.arange(-9000, 7000, 2000, dtype=torch.int32)
+    case.inputs["multiplier"] = torch.full((8,), (1 << 31) - 1, dtype=torch.int32)
+    case.inputs["gelu_multiplier"] = torch.full((8,), 1 << 13, dtype=torch.int32)
+    case.inputs["gelu_offset"] = torch.tensor([0, 64, 128, 64], dtype=torch.int32).repeat(2) << 13
+    cases["gelu/tail"] = dataclasses.replace(case, parameters={"left": 1, "gelu_shift": 13})
+    for output in ("int8", "int32"):
+        # ratios at their ends, ties, and sums at the ends of 32 bits
+        case = linear(f"linear/ends-{output}", output, rows=256, inputs=1, outputs=7)
+        case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
+        case.inputs["weight"] = torch.tensor([1, 1, 1, 1, -1, 127, 127], dtype=torch.int8).view(-1, 1)
+        end = (1 << 31) - 1 - (128 * 127 << 16)
+        case.inputs["bias"] = torch.tensor([0, 0, 0, 0, 0, end, -end], dtype=torch.int32)
+        ratios = [0, 1, 1 << 15, 3 << 15, 1 << 15, (1 << 31) - 1, (1 << 31) - 1]
+        case.inputs["multiplier"] = torch.tensor(ratios, dtype=torch.int32)
+        cases[f"linear/ends-{output}"] = dataclasses.replace(case, parameters={"left": 16, "output": output})
+    wanted = {1: ("int8", "int32"), 2: ("int16",), 3: ("int8", "int32"), 7: ("int8", "int16", "int32"), 150: ("int8", "int32")}
+    for channels, outputs in wanted.items():
         for output in outputs:
             name = f"layer-norm/{channels}-{output}"
             cases[name] = layer_norm(name, channels, output, rows=6)
+    many = layer_norm("layer-norm/4096-int8", op.MAX_CHANNELS, "int8", rows=6)
+    many.inputs["h"] = many.inputs["h"][3:]
+    cases["layer-norm/4096-int8"] = many
+    sizes = torch.cat((torch.arange(1, 70), torch.tensor([*range(127, 4097, 97), 1023, 1024, 1025, 4095, 4096])))
+    cases["step/row-constants"] = Case("row_constants", {}, {"C": sizes.to(torch.int32)})
+    for channels in (1, 2, 3, 16, 65):
+        name = f"step/normalise-{channels}"
+        draw = Draw(name)
+        h = (draw.normal(40, channels) * torch.logspace(-1, 4.2, 40)[:, None] + 300 * draw.normal(40, 1)).round()
+        h[0], h[1], h[2, 0] = -32768, 32767, 32767
+        h[3, ::2], h[3, 1::2] = 32767, -32768
+        h[4], h[4, -1] = 1000, 1001
+        cases[name] = Case("normalise", {"epsilon": 0}, {"h": h.clamp(-32768, 32767).to(torch.int16)})
+    # deviations so large that they are shifted to the right
+    name = "layer-norm/1101-int32"
+    cases[name] = layer_norm(name, 1101, "int32", rows=5)
+    cases[name].inputs["h"] = Draw(f"{name}/rows").integers(-32768, 32768, 3, 1101, dtype=torch.int16)
+    cases[name].inputs["gain"] |= 1 << 30
     draw = Draw("step/inverse-root")
     v = draw.integers(1 << 28, 1 << 30, 200)
     v[:3] = torch.tensor([1 << 28, (1 << 30) - 1, (1 << 28) + 1])
     cases["step/inverse-root"] = Case("inverse_root", {}, {"v": v})
-    for epsilon in (0, 1, 1 << 40, 1 << 47, 1 << 53):
+    for epsilon in (0, 1, 1 << 30, 1 << 40, op.MAX_EPSILON):
         cases[f"layer-norm/epsilon-{epsilon}"] = layer_norm(f"layer-norm/epsilon-{epsilon}", 12, "int16", epsilon=epsilon)
     for output in ("int8", "int16", "int32"):
         draw = Draw(f"mean/{output}")
@@ -765,15 +818,96 @@ def network_cases() -> dict[str, Case]:
     inputs = {name: norm.inputs[name] for name in ("gain", "offset")}
     inputs |= {name: reduction.inputs[name] for name in ("weight", "bias", "multiplier")}
     inputs["h"] = Draw("merging").integers(-3000, 3000, 2, 24, 5, dtype=torch.int16)
-    parameters = {"grid": [4, 6], "epsilon": 400, "norm_shift": 22, "left": reduction.parameters["left"]}
+    parameters = {"grid": [4, 6], "epsilon": 320, "norm_shift": 22, "left": reduction.parameters["left"]}
     cases["patch-merging"] = Case("patch_merging", parameters, inputs)
-    return cases | whole_networks()
+    return cases
 
 
 def whole_networks() -> dict[str, Case]:
-    """Return the quantised networks of the committed file, with an image each: small ViTs and Swins of timm, random weights."""
+    """Return the quantised networks of the committed file, with an image each: small models of random weights."""
     _, cases = read(GOLDEN / "networks.safetensors")
     return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+
+
+_VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
+_SWIN: dict[str, Any] = {
+    "img_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2), "mlp_ratio": 2, "window_size": 4,
+}  # fmt: skip
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("VisionTransformer", {"num_classes": 5, "reg_tokens": 2, "no_embed_class": True, "init_values": 0.2}),
+    "vit-features": ("VisionTransformer", {"num_classes": 0}),
+    "vit-qk-norm": ("VisionTransformer", {"num_classes": 4, "qk_norm": True, "global_pool": "avg"}),
+    "vit-qk-norm-narrow": ("VisionTransformer", {"num_classes": 3, "qk_norm": True, "num_heads": 8}),
+    "vit-norm-then-mean": (
+        "VisionTransformer",
+        {"num_classes": 4, "pre_norm": True, "class_token": False, "global_pool": "avg", "fc_norm": False},
+    ),
+    "vit-long": ("VisionTransformer", {"num_classes": 3, "img_size": 18, "patch_size": 2, "depth": 2}),
+    "vit-two-outputs": ("two outputs", {"num_classes": 0}),
+    "swin": ("SwinTransformer", {"num_classes": 5}),
+    "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
+}
+"""By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+
+
+def _two_outputs(**options: Any) -> torch.nn.Module:
+    """Return a model with two outputs: its residual stream; and classes, of a constant query's attention and the mean token."""
+    import timm
+
+    class TwoOutputs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.models.vision_transformer.VisionTransformer(**options)
+            wide = self.model.embed_dim
+            self.query = torch.nn.Parameter(torch.randn(1, 2, 3, wide // 2))
+            self.key_value, self.pool = torch.nn.Linear(wide, 2 * wide), torch.nn.Linear(wide, wide)
+            self.norm, self.head = torch.nn.LayerNorm(wide), torch.nn.Linear(2 * wide, 3)
+
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            model = self.model
+            stream = model.blocks(model._pos_embed(model.patch_embed(images)))
+            tokens = model.norm(stream)
+            key, value = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in self.key_value(tokens).chunk(2, dim=-1))
+            query = self.query.expand(images.shape[0], -1, -1, -1)
+            pooled = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+            pooled = self.norm(self.pool(pooled))[:, 0]
+            return {"stream": stream, "classes": self.head(torch.cat((pooled, tokens[:, 1:].mean(dim=1)), dim=-1))}
+
+    return TwoOutputs()
+
+
+def converted_networks() -> dict[str, Case]:
+    """Return the networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+    import timm
+
+    makers = {
+        "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
+        "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
+        "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
+    }
+    cases = {}
+    for name, (kind, options) in NETWORKS.items():
+        draw = Draw(f"network/{name}")
+        torch.manual_seed(draw.chance.getrandbits(40))
+        model = makers[kind](**options).eval()
+        with torch.no_grad():
+            for x in model.parameters():
+                # weights as timm draws them do little
+                x.copy_(2 * x if x.dim() > 1 else x + 0.1 * draw.normal(*x.shape))
+        side = options.get("img_size", 16)
+        coarse = torch.nn.functional.interpolate(draw.normal(24, 3, 4, 4), size=(side, side))
+        images = (128 + 50 * (coarse + 0.5 * draw.normal(24, 3, side, side))).clamp(0, 255).to(torch.uint8)
+        mean, std = (0.48, 0.45, 0.4), (0.22, 0.23, 0.25)
+        network = qflash.quantize_model(model, [images], mean=mean, std=std, progress=False)
+        header = storage.network_header(network)
+        nodes = [
+            {**node, "sizes": {size: x for size, x in node["sizes"].items() if size != "recipe"}} for node in header["nodes"]
+        ]
+        parameters = {entry: header[entry] for entry in ("image", "outputs", "constants")}
+        parameters |= {"recipe": json.loads(network.recipe.key), "nodes": nodes}
+        tensors = {f"network.{own}": x for own, x in storage.network_tensors(network).items()}
+        cases[f"network/{name}"] = Case("network", parameters, {**tensors, "images": images[:1]})
+    return cases
 
 
 # Random cases.
@@ -844,6 +978,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write golden vectors; see docs/golden_vectors.md.")
     parser.add_argument("--output", type=Path, default=GOLDEN, help="folder (default: golden/, the committed set)")
     parser.add_argument("--random", type=int, metavar="N", help="write N random cases, of larger shapes, instead")
+    parser.add_argument("--convert", action="store_true", help="quantise the small networks anew, too; needs timm")
     arguments = parser.parse_args()
     if arguments.random is not None and arguments.random < 1:
         parser.error(f"--random must be at least 1, got {arguments.random}")
@@ -852,7 +987,8 @@ def main() -> None:
     if arguments.random is not None:
         made = {"random": random_cases(arguments.random)}
     else:
-        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": network_cases()}
+        networks = network_cases() | (converted_networks() if arguments.convert else whole_networks())
+        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks}
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"
         write(path, cases)

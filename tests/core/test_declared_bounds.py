@@ -70,9 +70,9 @@ def test_networks(ranges: dict[str, tuple[int, int]]) -> None:
     op.gelu_int8(x.to(torch.int64), ones, ones, 3, check)
     op.layer_norm(x[None], 1, ones, ones, 3, torch.int8, check)
     assert ranges == {
-        "(acc << left) + b": SIGNED_32, "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18976),
+        "(acc << left) + b": SIGNED_32, "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18977),
         "GELU: h": (0, 18588), "GELU: g M + B": SIGNED_32,
-        "sum of h": (-(2**27), 2**27), "C sum h^2 - S^2 + E": (0, 2**55 - 1), "x": (2**29 - 64, 2**30 - 1),
-        "d": (-(2**28), 2**28 - 1), "d << (8 - k)": SIGNED_32, "N": (-(2**26), 2**26),
-        "mulhi(N << 4, G) + B + half": SIGNED_32,
+        "S": (-(2**27), 2**27), "m": (-(2**17), 2**17), "V": (0, 2**48 - 1), "x": (2**29 - 64, 2**30),
+        "f": (2**28 - 64, 2**30), "d": (-(2**28), 2**28 - 1), "d 2**l": SIGNED_32, "N": (-(2**26), 2**26),
+        "mul(N, G, 28) + B": SIGNED_32,
     }  # fmt: skip

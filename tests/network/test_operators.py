@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
 
@@ -138,3 +139,60 @@ def test_gelu_in_int8_rounds_and_saturates() -> None:
     want = (values + torch.tensor([-100.0, 3.0], dtype=torch.float64)).clamp(-128, 127)
     assert float((got.double() - want).abs().max()) <= 0.5
     assert math.isclose(float(got.double().max()), 127)
+
+
+@pytest.mark.parametrize(("channels", "spread"), [(2, 9), (48, 2), (384, 1), (384, 30), (384, 300), (1023, 80), (4096, 3)])
+def test_normalised_rows_are_as_exact_as_the_document_says(channels: int, spread: int) -> None:
+    torch.manual_seed(channels)
+    h = (spread * torch.randn(30, channels) + 40 * torch.randn(30, 1)).round().to(torch.int16)
+    epsilon = channels // 6 + 1
+    got = op.normalise(h, epsilon, CHECK).double() / 2**op.NORM_FRACTION_BITS
+    wide = h.double()
+    variance = wide.var(dim=-1, unbiased=False, keepdim=True) + epsilon / (16 * channels)
+    want = (wide - wide.mean(dim=-1, keepdim=True)) / variance.sqrt()
+    # a variance about m / 4 is up to 1/64 more than that about the mean
+    assert bool(((got - want).abs() <= want.abs() * (1 / (128 * variance) + 2.0**-23) + 2.0**-20).all())
+
+
+def test_rows_of_one_value_and_the_largest_epsilon_give_zero() -> None:
+    for channels in (1, 2, 3, 5, 384, 4096):
+        h = torch.tensor([0, 1, -7, 32767, -32768], dtype=torch.int16)[:, None].expand(-1, channels)
+        for epsilon in (0, 1, op.MAX_EPSILON):
+            assert not op.normalise(h, epsilon, CHECK).any()
+    one = torch.zeros(1, 8, dtype=torch.int16)
+    one[0, 0] = 1
+    assert int(op.normalise(one, op.MAX_EPSILON, CHECK).abs().max()) <= 1
+
+
+def test_the_constants_of_every_number_of_channels_are_rounded() -> None:
+    for channels in range(1, op.MAX_CHANNELS + 1):
+        by = op.row_constants(channels)
+        assert 1 << 29 <= by.inverse < 1 << 30 and 1 << 29 <= by.root <= 1 << 30
+        assert abs(by.inverse * channels - (4 << by.bits)) * 2 <= channels
+        # (root - 1/2)**2 <= 16 * 4**(30 + shift) / channels <= (root + 1/2)**2
+        square = 1 << (66 + 2 * by.shift)
+        assert (2 * by.root - 1) ** 2 * channels <= square <= (2 * by.root + 1) ** 2 * channels
+
+
+def test_inverse_roots_have_24_bits() -> None:
+    v = torch.cat((torch.arange(1 << 28, 1 << 30, 99_991), torch.tensor([(1 << 28), (1 << 30) - 1])))
+    x = op.inverse_root(v)
+    assert float((x.double() * v.double().sqrt() / 2**44 - 1).abs().max()) < 2.0**-24
+    assert int(x.min()) >= (1 << 29) - 64 and int(x.max()) < 1 << 30
+
+
+def test_ties_of_sums_go_up() -> None:
+    sums = torch.tensor([[-3, -2, -1, 0, 1, 2, 3]]).mT
+    got = op.rescale(sums, 1, torch.tensor([0]), torch.tensor([1 << 30]), CHECK)
+    assert got.flatten().tolist() == [-1, -1, 0, 0, 1, 1, 2]
+
+
+def test_products_are_rounded_half_up() -> None:
+    a = torch.tensor([-5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5])
+    for shift in (1, 2, 9, 32, 40):
+        by = 1 << max(0, shift - 3)
+        exact = a.double() * by / 2.0**shift
+        assert torch.equal(fp.multiply_round(a, by, shift).double(), (exact + 0.5).floor())
+        assert torch.equal(fp.multiply_round(a, torch.tensor(by), shift), fp.multiply_round(a, by, shift))
+    ends = torch.tensor([-(1 << 31), (1 << 31) - 1])
+    assert fp.multiply_round(ends, ends).tolist() == [1 << 30, (1 << 30) - 1]

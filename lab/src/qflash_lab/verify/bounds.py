@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,10 @@ WIDTHS = {
     "int16": (-(1 << 15), (1 << 15) - 1),
     "int32": (-(1 << 31), (1 << 31) - 1),
     "uint32": (0, (1 << 32) - 1),
+    "int48": (-(1 << 47), (1 << 47) - 1),
     "int64": (-(1 << 63), (1 << 63) - 1),
 }
-"""Types of the kernels, by name, with their ends."""
+"""Types of the kernels, by name, with their ends; they keep what int48 holds, an accumulator of TOSA, in 64 bits."""
 
 
 class Interval(NamedTuple):
@@ -92,6 +94,11 @@ def around(x: int) -> Interval:
 def high_product(a: Interval, b: Interval) -> Interval:
     """Return ``mulhi``: the high 32 bits of products."""
     return (a * b) >> 32
+
+
+def rounded_product(a: Interval, b: object, shift: int) -> Interval:
+    """Return ``mul``: products, shifted right and rounded half up."""
+    return (a * b + (1 << (shift - 1))) >> shift
 
 
 INT8 = Interval(-128, 127)
@@ -370,13 +377,13 @@ def walk_reciprocal(walk: Walk) -> Interval:
     found = []
     for divisor in _pieces(1 << 30, 1 << 31):
         walk("8", "D", divisor, "int32")
-        x = -high_product(divisor, _interval(fp.RECIPROCAL_SLOPE)) + fp.RECIPROCAL_START
+        x = -rounded_product(divisor, fp.RECIPROCAL_SLOPE, 32) + fp.RECIPROCAL_START
         walk("8", "x at the start", x, "int32")
         for _ in range(3):
-            error = -walk("8", "mulhi(D, x)", high_product(divisor, x), "int32") + (1 << 28)
-            # x (2 - x D / 2^60) is at most 2^60 / D, whatever x is; the floor in the error adds up to 16 x / 2^32
-            most = -(-(1 << 60) // divisor.low) + (16 * x.high >> 32) + 1
-            x = x + high_product(x, walk("8", "(2^28 - mulhi(D, x)) << 4", error << 4, "int32"))
+            error = -walk("8", "mul(D, x, 32)", rounded_product(divisor, x, 32), "int32") + (1 << 28)
+            # x (2 - x D / 2^60) is at most 2^60 / D, whatever x is; half a unit of the error is x / 2^29
+            most = -(-(1 << 60) // divisor.low) + (x.high >> 29) + 1
+            x = x + rounded_product(x, walk("8", "2^28 - mul(D, x, 32)", error, "int32"), 28)
             x = Interval(x.low, min(x.high, most))
         found.append(walk("8", "x", x, "int32"))
     return _union(iter(found))
@@ -407,8 +414,8 @@ def walk_output(walk: Walk, recipe: Recipe, sums: RowSums, inverse: Interval) ->
         by = walk("9", "R >> 2", ratio >> 2, "int32")
         walk("9", "mulhi of an output at s_V", high_product(walk("9", "floor << 23", floor << 23, "int32"), by), "int32", case)
         return
-    by = walk("9", "mulhi(x, R)", high_product(inverse, ratio), "int32")
-    out = walk("9", "mulhi(O << (24 - B), mulhi(x, R))", high_product(scaled, by), "int32", case)
+    by = walk("9", "mul(x, R, 32)", rounded_product(inverse, ratio, 32), "int32")
+    out = walk("9", "mulhi(O << (24 - B), mul(x, R, 32))", high_product(scaled, by), "int32", case)
     walk("9", "the same with half a unit", out + 1, "int32", case)
 
 
@@ -443,7 +450,8 @@ def walk_linear(walk: Walk) -> None:
     int32 = Interval(*op.INT32)
     # -2^31 itself is no sum: 128 Σ|W| << left and |b| are below 2^31 together
     sums = walk("linear", "(acc << left) + b", around((1 << 31) - 1), "int32", "every left")
-    u = walk("linear", "mulhi((acc << left) + b, R)", high_product(sums, Interval(0, int32.high)), "int32", "every left")
+    ratio = Interval(0, int32.high)
+    u = walk("linear", "mul((acc << left) + b, R, 32)", rounded_product(sums, ratio, 32), "int32", "every left")
     walk("linear", "with a residual", u + Interval(*op.INT16), "int32", "every left")
 
     def seen(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -453,9 +461,9 @@ def walk_linear(walk: Walk) -> None:
     g, c, e, d = op.GELU_CONSTANTS
     walk("GELU", "4096 - |u|", Interval(op.GELU_END - u.magnitude, op.GELU_END), "int32", "every u")
     r = torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu")
-    z = seen("z", seen("r · r", r * r) >> 9)
-    w = seen("z · (59898 - 10 r)", z * (g - c * r)) >> 15
-    h = seen("(w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
+    z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
+    w = seen("w", seen("z · (59898 - 10 r) + half", z * (g - c * r) + (1 << 14)) >> 15)
+    h = seen("h = (w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
     tail = seen("w · h + half", w * h + (1 << 19)) >> 20
     value = Interval(-int(tail.max()), op.GELU_LIMIT)
     scale = Interval(0, op.MAX_GELU_MULTIPLIER)
@@ -464,51 +472,70 @@ def walk_linear(walk: Walk) -> None:
 
 def walk_layer_norm(walk: Walk) -> None:
     """Layer normalisation of every number of channels."""
-    int16 = Interval(*op.INT16)
+    int16, int32 = Interval(*op.INT16), Interval(*op.INT32)
     reach = int16.high - int16.low
-    int32 = Interval(*op.INT32)
+    furthest = widest = 0
+    roots = _interval(1 << 30)
     for channels in range(1, op.MAX_CHANNELS + 1):
         case = f"C = {channels}"
-        walk("norm", "Σ h", int16 * channels, "int32", case)
-        walk("norm", "Σ h²", Interval(0, int16.magnitude**2) * channels, "int64", case)
-        walk("norm", "C · Σ h²", Interval(0, int16.magnitude**2) * channels**2, "int64", case)
+        by = op.row_constants(channels)
+        inverse = walk("norm", "I", _interval(by.inverse), "int32", case)
+        roots |= walk("norm", "K", _interval(by.root), "int32", case)
+        total = walk("norm", "S", int16 * channels, "int32", case)
+        walk("norm", "m", rounded_product(total, inverse, by.bits), "int32", case)
         walk("norm", "C · h", int16 * channels, "int32", case)
-        # half of the numbers at each end deviate most; one against all others is furthest from their mean
-        variance = Interval(0, channels**2 * reach**2 // 4)
-        walk("norm", "V = C · Σ h² - S² + E", variance + Interval(0, 1 << 53), "int64", case)
         walk("norm", "d = C · h - S", around((channels - 1) * reach), "int32", case)
-    most = op.MAX_CHANNELS
+        # m is half a unit and what I lacks from four times the mean
+        lacks = Fraction(total.magnitude * abs(by.inverse * channels - (4 << by.bits)), channels << by.bits)
+        off = Fraction(1, 2) + lacks
+        e = walk("norm", "e = 4 h - m", around(math.floor(Fraction(4 * (channels - 1) * reach, channels) + off)), "int32", case)
+        p, q = walk("norm", "p = e >> 9", e >> 9, "int32", case), Interval(0, 511)
+        walk("norm", "Σ p²", Interval(0, p.magnitude**2) * channels, "int32", case)
+        walk("norm", "Σ p q", p * q * channels, "int32", case)
+        walk("norm", "Σ q²", q * q * channels, "int32", case)
+        # Σ e² is that about the mean, at most with half of the numbers at each end, and C times what m is off, squared
+        variance = Interval(0, 4 * channels * reach**2 + math.ceil(channels * off**2))
+        walk("norm", "V = Σ e² + E", variance + Interval(0, op.MAX_EPSILON), "int48", case)
+        # Σ d² is at most C² V / 16, so that one d² is at most C (C - 1) V / 16; V is below (v + 1) · 4^k, so with l = 8 - k - j
+        # (d 2^l)² is below this, times v + 1
+        square = channels * (channels - 1) << (12 - 2 * by.shift)
+        furthest, widest = max(furthest, square), max(widest, square * by.root**2)
+    scaled = walk("norm", "d 2^l, rounded", around(math.isqrt(furthest << 30) + 1), "int32", "every C")
+    # x is at most 2^44 / √v + 3, and with it x √(v + 1) at most 2^44 + 2^18; f has half a unit more than x K / 2^30, which
+    # with d 2^l below 2^31 and the rounding of both products is less than 2
+    assert scaled.high < 1 << 31
+    most = ((math.isqrt(widest) + 1) * ((1 << 44) + (1 << 18)) >> 62) + 2
+    n = walk("norm", "N", around(most), "int32", f"C = {op.MAX_CHANNELS}")
+    walk("norm", "mul(N, G, 28) + B", rounded_product(n, int32, 28) + around((1 << 30) - 1), "int32", f"C = {op.MAX_CHANNELS}")
     waiting = list(_pieces(1 << 28, 1 << 30))
     while waiting:
         v = waiting.pop()
         found = _inverse_root(v)
-        if any(one.low < int32.low or one.high > int32.high for one in found.values()) and v.low < v.high:
-            # close to 2^28 and 2^30 intervals have to be narrow, down to single numbers
+        beyond = next((name for name, one in found.items() if one.magnitude > 1 << 30), None)
+        if beyond is not None:
+            # intervals may be too wide for the bound, single numbers are not
+            if v.low == v.high:
+                raise OverflowError(f"{beyond} (step norm; v = {v.low}) is {found[beyond].low}, beyond 2^30")
             middle = (v.low + v.high) // 2
             waiting += [Interval(v.low, middle), Interval(middle + 1, v.high)]
             continue
         for name, one in found.items():
             walk("norm", name, one, "int32")
-        x = found["x"]
-        # Σ d² = C · V, so that one d is at most √((C - 1) · V); V is below (v + 1) · 4^k, and d << (8 - k) below the root of
-        # that times 2^(8 - k), whatever k is
-        scaled = around(math.isqrt((most - 1) * ((v.high + 1) << 16)) + 1)
-        walk("norm", "d << (8 - k)", scaled, "int32", f"C = {most}")
-        n = walk("norm", "N", high_product(scaled, x), "int32", f"C = {most}")
-        gained = high_product(walk("norm", "N << 4", n << 4, "int32", f"C = {most}"), int32)
-        wide = gained + around((1 << 30) - 1) + (1 << 28)
-        walk("norm", "mulhi(N << 4, G) + B + half", wide, "int32", f"C = {most}")
+        walk("norm", "f", rounded_product(found["x"], roots, 30), "int32")
 
 
 def _inverse_root(v: Interval) -> dict[str, Interval]:
     """Return the quantities of :func:`qflash.specification.layers.inverse_root`."""
-    found = {"v": v, "v << 1": v << 1}
-    x = -high_product(v << 1, _interval(op.ROOT_SLOPE << 1)) + op.ROOT_START
+    found = {"v": v}
+    x = -rounded_product(v, op.ROOT_SLOPE, 30) + op.ROOT_START
     for step in range(3):
-        found[f"x << 1, step {step + 1}"] = twice = x << 1
-        found[f"x · x << 1, step {step + 1}"] = square = high_product(twice, twice) << 1
-        found[f"e << 3, step {step + 1}"] = error = (-high_product(square, v << 1) + (1 << 28)) << 3
-        x = x + high_product(x, error)
+        found[f"x before step {step + 1}"] = x
+        found[f"mul(x, x, 30), step {step + 1}"] = square = rounded_product(x, x, 30)
+        found[f"2^28 - mul(mul(x, x, 30), v, 30), step {step + 1}"] = error = -rounded_product(square, v, 30) + (1 << 28)
+        # x + 2 x (1/4 - x² v) is at most 1 / (2 √v), whatever x is; a unit of the error is x / 2^29
+        most = math.isqrt((1 << 88) // v.low) + (x.high >> 29) + 2
+        x = x + rounded_product(x, error, 29)
+        x = Interval(x.low, min(x.high, most))
     return found | {"x": x}
 
 

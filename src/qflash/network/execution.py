@@ -302,7 +302,7 @@ def integer_layer_norm(
 
     Args:
         h: int16 (..., channels).
-        epsilon: 0 to 2**53.
+        epsilon: 0 to 2**46.
         gain, offset: int32 (channels of a row,), 1 to 4096 of these.
         shift: 1 to 29.
         gather: int32 (new tokens, pieces), for h (batch, tokens, channels): of which tokens each row is made, one behind the

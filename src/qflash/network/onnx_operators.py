@@ -106,7 +106,7 @@ def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
     return _saturated(graph, out, torch.int8)
 
 
-_VARIANCE_BITS = 48
+_VARIANCE_BITS = 47
 
 
 def _inverse_root(graph: Graph, v: Value) -> Value:

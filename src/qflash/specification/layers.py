@@ -20,7 +20,7 @@ GELU: every product              ``< 2**31``                2**24; 2**15 * 59898
 GELU: g M + B                    ``< 2**31``                2**17 * 2**13 + 2**30
 S = sum of h                     ``<= 2**27``               C <= 4096, h is int16
 m, four times the mean           ``<= 2**17``               4 S / C, rounded
-V = sum of (4 h - m)**2 + E      ``< 2**48``                16 * 2**30 C + C / 4; E <= 2**46
+V = sum of (4 h - m)**2 + E      ``< 2**47``                16 * 32767.5**2 C + C / 4; E <= 2**46
 d = C h - S                      ``< 2**28``                C (|h| + |mean|)
 d 2**l, rounded                  ``< 2**31``                N 2**32 / f; l is -5 to 25
 x, the inverse root              ``[2**29 - 64, 2**30]``    2**44 / sqrt(v) with v in [2**28, 2**30)
@@ -47,9 +47,9 @@ LIMITS = {torch.int8: INT8, torch.int16: INT16, torch.int32: INT32}
 """The ends that a result saturates at, by its type."""
 
 MAX_CHANNELS = 4096
-"""Most channels of a normalisation: four times the mean is found exactly enough, and sums of squares have 48 bits."""
+"""Most channels of a normalisation: four times the mean is found exactly enough, and sums of squares have 46 bits."""
 MAX_EPSILON = 1 << 46
-"""Largest E of :func:`normalise`, with which its variance stays below 2**48."""
+"""Largest E of :func:`normalise`, with which its variance stays below 2**47."""
 NORM_FRACTION_BITS = 20
 """Fraction bits of a normalised activation, before its channel's gain."""
 
@@ -161,7 +161,7 @@ def inverse_root(v: torch.Tensor) -> torch.Tensor:
     """Return about ``2**44 / sqrt(v)`` for ``2**28 <= v < 2**30``: no division, no root, three Newton steps.
 
     ``x <- x + x (1/4 - x**2 v) * 2`` for x and v as fractions of 2**30; each step takes an error e to ``1.5 e**2``. The
-    result lies within ``2**-23`` relatively.
+    result lies within ``2**-24`` relatively.
     """
     x = ROOT_START - multiply_round(v, ROOT_SLOPE, 30)
     for _ in range(3):
@@ -209,7 +209,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
     middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
     variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
-    bits = bit_length(check("V", variance, 0, (1 << 48) - 1))
+    bits = bit_length(check("V", variance, 0, (1 << 47) - 1))
     # an even shift that leaves 29 or 30 bits
     half = (bits - 29) >> 1
     v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))

@@ -243,10 +243,38 @@ MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean)
 """Draws of layers that take tokens from other places, bring them there, or average them."""
 
 
+def edge_norms() -> list[Layer]:
+    """Return normalisations at the ends of their ranges, of which nothing but the normalised rows' last bit is lost.
+
+    Numbers of channels around those where their constants change, up to the most; rows of one value; and variances V next to
+    powers of four, where an inverse root is largest.
+    """
+    chance = random.Random(2)
+    found = []
+
+    def add(h: torch.Tensor, epsilon: int) -> None:
+        gain, offset = torch.full(h.shape[1:], 1 << 29, dtype=torch.int32), torch.zeros(h.shape[1:], dtype=torch.int32)
+        found.append(Layer("integer_layer_norm", (h, epsilon, gain, offset, 1, None, torch.int32)))
+
+    for channels in (1, 2, 3, 16, 17, 32, 33, 64, 65, 4095, 4096):
+        h = integers(-32768, 32768, (6, channels), torch.int16, chance)
+        h[0], h[1], h[2], h[3] = 32767, -32768, 0, -32768
+        h[2, 0], h[3, 0] = 1, 32767
+        h[4, ::2], h[4, 1::2] = 32767, -32768
+        for epsilon in (0, chance.choice((1 << 46, chance.getrandbits(44)))):
+            add(h, epsilon)
+    pair = torch.tensor([[1, -1]], dtype=torch.int16)
+    for power in range(6, 48, 2):
+        for less in (32, 33):
+            # (4 h - m)**2 of the two is 32
+            add(pair, (1 << power) - less)
+    return found
+
+
 def extremes() -> list[Layer]:
     """Return layers at the ends of their ranges."""
     chance = random.Random(1)
-    found = []
+    found = edge_norms()
     for value, weights in ((-128, -128), (-128, 127), (127, -128), (127, 127)):
         for inputs in (1, 31, 64, 200):
             x, weight = torch.full((7, inputs), value, dtype=torch.int8), torch.full((33, inputs), weights, dtype=torch.int8)

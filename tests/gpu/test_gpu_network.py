@@ -51,7 +51,9 @@ def test_layer_norms_have_the_reference_bits() -> None:
     for number in range(100):
         check(draw_layer_norm(number))
     for channels in (192, 384, 768, 1024, 1536, 3072, 4096):
-        check(draw_layer_norm(channels, channels, rows=700))
+        # so few that a program has two, and so many that it has eight
+        for rows in (700, 5000):
+            check(draw_layer_norm(channels + rows, channels, rows))
 
 
 @pytest.mark.parametrize("draw", MOVING)

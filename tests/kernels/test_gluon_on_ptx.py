@@ -12,7 +12,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -542,19 +542,31 @@ def test_linear_layers(
     assert same_bits(out, layer.run("reference"))
 
 
-@pytest.mark.parametrize("draw", ["draw_layer_norm", "draw_joined_norm"])
-def test_layer_norms(emulated: Load, draw: str) -> None:
-    """Not Gluon, but with inline assembly that the interpreter has not."""
-    emulated("network_cases")
-    for number in range(6):
-        layer = getattr(network_cases, draw)(number)
+def check_norms(layers: Iterable[network_cases.Layer]) -> None:
+    for layer in layers:
         h, epsilon, gain, offset, shift, gather, _ = layer.arguments
         want = layer.run("reference")
-        out = torch.empty_like(want).view(-1, len(gain))
+        out = torch.empty(want.shape, dtype=want.dtype).view(-1, len(gain))
         if out.numel():
             order = None if gather is None else gather.contiguous()
             portable.layer_norm_launch(h.contiguous(), epsilon, gain, offset, shift, out, order).run()
         assert same_bits(out.view(want.shape), want), layer
+
+
+@pytest.mark.parametrize("draw", ["draw_layer_norm", "draw_joined_norm", "edge_norms"])
+def test_layer_norms(emulated: Load, draw: str) -> None:
+    """Not Gluon, but with inline assembly that the interpreter has not."""
+    emulated("network_cases")
+    every = getattr(network_cases, draw)
+    check_norms(every()[::4] if draw == "edge_norms" else map(every, range(6)))
+
+
+@pytest.mark.usefixtures("one_processor")
+@pytest.mark.parametrize("channels", [128, 256, 300])
+def test_layer_norms_of_many_rows(emulated: Load, channels: int) -> None:
+    """A program then has eight, and a thread up to four of a channel."""
+    emulated("network_cases")
+    check_norms([network_cases.draw_layer_norm(channels + 2, channels, rows=33)])
 
 
 @pytest.mark.parametrize("tiles", rules.LINEAR_TILES)

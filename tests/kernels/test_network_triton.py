@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helpers import DEVICE, same_bits
-from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, edge_norms, extremes, integers, linear
+from qflash.kernels import device
 from small_networks import made  # noqa: F401 - a fixture
 
 
@@ -41,6 +42,13 @@ def test_layer_norms_have_the_reference_bits() -> None:
         check(draw_layer_norm(number))
 
 
+@pytest.mark.parametrize("channels", [128, 300, 768])
+def test_layer_norms_of_many_rows(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program then has eight, and a thread up to four of a channel."""
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+    check(draw_layer_norm(channels + 2, channels, rows=33 if DEVICE.type == "cpu" else 6000))
+
+
 @pytest.mark.parametrize("draw", MOVING)
 def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
     for number in range(25):
@@ -49,7 +57,7 @@ def test_tokens_from_and_to_other_places(draw: Callable[[int], Layer]) -> None:
 
 def test_layers_at_the_ends_of_their_ranges() -> None:
     # the interpreter takes a tenth of a second for each; 7 divides none of the ways in which they differ
-    for layer in (*extremes()[:-15:7], *extremes()[-15:]):
+    for layer in (*edge_norms(), *extremes()[:-15:7], *extremes()[-15:]):
         check(layer)
 
 

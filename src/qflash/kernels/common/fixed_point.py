@@ -24,6 +24,14 @@ from ...specification import fixed_point as fp
 
 MAX_FRACTION_BITS = tl.constexpr(fp.MAX_FRACTION_BITS)
 
+# more + ((a b + 2**31) >> 32): one multiply-add of 64 bits, whose high half alone is kept. Written as mad.wide.s32 it would be
+# three instructions.
+MULTIPLY_ROUND = tl.constexpr("""{.reg .b64 a, b;
+mov.b64 b, {0x80000000, $3};
+mul.wide.s32 a, $1, $2;
+add.s64 a, a, b;
+shr.s64 a, a, 32;
+cvt.u32.u64 $0, a;}""")
 # An output, rounded: (product + rounding) >> shift in 64 bits. ptxas turns it into one multiply-add of 64 bits and one funnel
 # shift; written as mad.wide.s32 it would split it again.
 ROUND = tl.constexpr("""{.reg .b64 a;
@@ -67,6 +75,14 @@ def multiply_high(a, b, GUARD: tl.constexpr):
     if GUARD:
         return ((a.to(tl.int64) * tl.cast(b, tl.int64)) >> 32).to(tl.int32)
     return tl.inline_asm_elementwise("mul.hi.s32 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def multiply_round(a, b, GUARD: tl.constexpr, more=0):
+    """``more + ((a * b + 2**31) >> 32)`` of a signed 64-bit product. One instruction."""
+    if GUARD:
+        return more + ((a.to(tl.int64) * tl.cast(b, tl.int64) + (1 << 31)) >> 32).to(tl.int32)
+    return tl.inline_asm_elementwise(MULTIPLY_ROUND, "=r,r,r,r", [a, b, more], tl.int32, True, 1)
 
 
 @triton.jit
@@ -250,10 +266,10 @@ def bit_length(x, GUARD: tl.constexpr):
 @triton.jit
 def reciprocal(divisor, GUARD: tl.constexpr):
     """About ``2**60 / divisor``, divisor in [2**30, 2**31), to a relative 2**-28: a linear start, three Newton steps."""
-    x = 1515870810 - multiply_high(divisor, 2021161080, GUARD)
+    x = 1515870810 - multiply_round(divisor, 2021161080, GUARD)
     for _ in tl.static_range(3):
-        error = (1 << 28) - multiply_high(divisor, x, GUARD)
-        x = x + multiply_high(x, error << 4, GUARD)
+        error = (1 << 28) - multiply_round(divisor, x, GUARD)
+        x = multiply_round(x, error << 4, GUARD, x)
     return x
 
 

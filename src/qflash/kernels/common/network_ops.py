@@ -1,7 +1,7 @@
 """The arithmetic of an integer network's layers (Triton device functions).
 
 Every function returns the bits of its namesake in :mod:`qflash.specification.layers`, which states the bounds; all of it is
-elementwise, in 32 bits but for :func:`row_statistics`, without a float and without a division. ``GUARD`` is true in Triton's
+elementwise, in 32 bits but for :func:`row_factors`, without a float and without a division. ``GUARD`` is true in Triton's
 interpreter, see :mod:`.fixed_point`.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...specification import layers as op
-from .fixed_point import SATURATE, bit_length, multiply_high
+from .fixed_point import SATURATE, bit_length, multiply_high, multiply_round
 
 GELU_END = tl.constexpr(op.GELU_END)
 GELU_LIMIT = tl.constexpr(op.GELU_LIMIT)
@@ -39,8 +39,8 @@ def saturate(x, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
 @triton.jit
 def gelu_tail(rest):
     """GELU's tail of numbers that end ``rest`` before where it counts as 0."""
-    square = (rest * rest) >> 9
-    first = (square * (rest * -GELU_CONSTANTS[1] + GELU_CONSTANTS[0])) >> 15
+    square = (rest * rest + (1 << 8)) >> 9
+    first = (square * (rest * -GELU_CONSTANTS[1] + GELU_CONSTANTS[0]) + (1 << 14)) >> 15
     second = (first << 2) + (rest * -GELU_CONSTANTS[3] + GELU_CONSTANTS[2])
     return (first * second + (1 << 19)) >> 20
 
@@ -61,47 +61,44 @@ def gelu_int8(x, multiplier, offset, shift, GUARD: tl.constexpr):
 @triton.jit
 def inverse_root(v, GUARD: tl.constexpr):
     """About ``2**44 / sqrt(v)`` for ``2**28 <= v < 2**30``, in int32."""
-    x = ROOT_START - multiply_high(v << 1, v * 0 + ROOT_SLOPE, GUARD)
+    x = ROOT_START - multiply_round(v << 1, ROOT_SLOPE, GUARD)
     for _ in tl.static_range(3):
-        square = multiply_high(x << 1, x << 1, GUARD)
-        error = (1 << 28) - multiply_high(square << 1, v << 1, GUARD)
-        x = x + multiply_high(x, error << 3, GUARD)
+        # x stays below 2**30: tried for every v
+        square = multiply_round(x << 1, x << 1, GUARD)
+        error = (1 << 28) - multiply_round(square << 1, v << 1, GUARD)
+        x = multiply_round(x, error << 3, GUARD, x)
     return x
 
 
 @triton.jit
-def row_constants(total, squares, channels, epsilon, GUARD: tl.constexpr):
+def row_factors(total, squares, epsilon, CHANNELS: tl.constexpr, CONSTANTS: tl.constexpr, GUARD: tl.constexpr):
     """What :func:`normalise` takes, of rows, from the sums of their channels (int32) and of these squared (int64).
 
-    Products with ``factor`` may wrap round: the differences fit.
+    CONSTANTS are :func:`.layers.row_constants`. Products with the channels may wrap round: the differences fit.
     """
-    root, half = row_statistics(total, squares, channels, epsilon, GUARD)
-    left = tl.maximum(8 - half, 0)
-    return (total * 0 + channels) << left, total << left, root, tl.maximum(half - 8, 0)
+    inverse, bits, root, shift = CONSTANTS
+    # of few channels, whose sum has room for it, the product is made wider than its rounding needs
+    UP: tl.constexpr = 33 - bits if bits < 33 else 0
+    DOWN: tl.constexpr = bits + UP - 32
+    middle = (multiply_high(total << UP, inverse, GUARD) + (1 << (DOWN - 1))) >> DOWN
+    # the sum of (4 h - middle)**2
+    variance = squares * 16 + middle.to(tl.int64) * (middle * CHANNELS - total * 8).to(tl.int64) + epsilon
+    high = (variance >> 17).to(tl.int32)
+    length = tl.where(high > 0, 17, 0) + bit_length(tl.where(high > 0, high, variance.to(tl.int32)), GUARD)
+    half = (length - 29) >> 1
+    v = (variance >> tl.maximum(2 * half, 0).to(tl.int64)).to(tl.int32) << tl.maximum(-2 * half, 0)
+    x = inverse_root(tl.maximum(v, 1 << 28), GUARD)
+    # both doubled and negative, as 2**31 is no int32: the root may be 2**30
+    factor = multiply_round(x * -2, -2 * root, GUARD)
+    left = 8 - shift - half
+    up = tl.maximum(left, 0)
+    return (total * 0 + CHANNELS) << up, total << up, factor, tl.maximum(-left, 0)
 
 
 @triton.jit
-def row_statistics(total, squares, channels, epsilon, GUARD: tl.constexpr):
-    """(root, k) of rows, from the sums of their channels (int32) and of these squared (int64).
-
-    ``root`` is the inverse root of the variance, which had to be shifted right by ``2 k`` for it.
-    """
-    wide = total.to(tl.int64)
-    variance = squares * channels - wide * wide + epsilon
-    high = (variance >> 31).to(tl.int32)
-    low = (variance & 0x7FFFFFFF).to(tl.int32)
-    bits = tl.where(high > 0, 31 + bit_length(high, GUARD), bit_length(low, GUARD))
-    half = (bits - 29) >> 1
-    up = tl.maximum(-2 * half, 0).to(tl.int64)
-    down = tl.maximum(2 * half, 0).to(tl.int64)
-    v = ((variance << up) >> down).to(tl.int32)
-    return inverse_root(tl.maximum(v, 1 << 28), GUARD), half
-
-
-@triton.jit
-def normalise(h, factor, total, root, shift, GUARD: tl.constexpr):
-    """``channels * h - total`` over the deviation, with 20 fraction bits; all others of :func:`row_constants`."""
-    return multiply_high(h * factor - total, root, GUARD) >> shift
+def normalise(h, channels, total, factor, shift, GUARD: tl.constexpr):
+    """Channels less their mean, over the deviation, with 20 fraction bits; all others of :func:`row_factors`."""
+    return multiply_round(h * channels - total, factor, GUARD) >> shift
 
 
 @triton.jit

@@ -45,6 +45,7 @@ from .fixed_point import (
     left_aligned,
     missing_mass,
     multiply_high,
+    multiply_round,
     narrow_multiplier,
     output_multiplier,
     probability_word,
@@ -562,7 +563,7 @@ def finish(
         if FLOOR_OUTPUT:
             result = requantize(floor, factor >> 2, 1, shift, half, 1, GUARD)
         else:
-            row_factor = multiply_high(inverse, factor, GUARD)
+            row_factor = multiply_round(inverse, factor, GUARD)
             if BITS == 15 or WIDE_SUMS:
                 result = requantize(scaled, row_factor, 24, shift, half, 1, GUARD)
             else:

@@ -17,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ...specification.layers import row_constants
 from ..common.dependent_launch import wait_for_kernels
-from ..common.fixed_point import multiply_high
-from ..common.network_ops import gelu_int8, normalise, places_of, row_constants, saturate
+from ..common.fixed_point import multiply_round
+from ..common.network_ops import gelu_int8, normalise, places_of, row_factors, saturate
 from ..device import processors_of
 from ..heuristics import dependent_launch
 from ..launch_arguments import LinearCall, image_divisor
@@ -61,7 +62,7 @@ def int8_linear_kernel(
         weight_ptrs += BLOCK_K
     bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
-    y = multiply_high((sums << left) + bias[None, :], multiplier[None, :], GUARD)
+    y = multiply_round((sums << left) + bias[None, :], multiplier[None, :], GUARD)
     if PLACES != "":
         to, beside, here = places_of(
             m, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, PLACES == "table"
@@ -89,13 +90,14 @@ MAX_PARTS = 12
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
-    CHANNELS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, WARPS: tl.constexpr,
-    DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
+    CHANNELS: tl.constexpr, CONSTANTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
 
     A row is one of h (rows, CHANNELS); or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
-    their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``.
+    their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``. CONSTANTS are those of
+    rows, :func:`.layers.row_constants`.
     """
     wait_for_kernels(DEPENDENT)
     WIDTH: tl.constexpr = CHANNELS // PIECES if PIECES else CHANNELS
@@ -127,19 +129,26 @@ def integer_layer_norm_kernel(
         parts = parts + (h,)  # type: ignore[assignment]
     total = tl.sum(sums, 1)
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
-    factor, total, root, right = row_constants(total, tl.sum(squares, 1), CHANNELS, epsilon, GUARD)
+    channels, total, factor, right = row_factors(total, tl.sum(squares, 1), epsilon, CHANNELS, CONSTANTS, GUARD)
     there = here[:, None] & inside[None, :]
     PLAIN: tl.constexpr = GUARD or BLOCK_M * PART < 4 * 32 * WARPS
+    # A thread has a channel of four rows: then it pays to make the product's addend, two registers, of the offset.
+    SHARED: tl.constexpr = BLOCK_M >= 4 * WARPS and PART >= 8 * 32
     for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
         channel = i // PARTS * WIDTH + i % PARTS * PART + c
-        y = normalise(parts[i], factor[:, None], total[:, None], root[:, None], right[:, None], GUARD)
+        y = normalise(parts[i], channels[:, None], total[:, None], factor[:, None], right[:, None], GUARD)
         # loaded for every row: what a thread needs then comes to it without shared memory
-        channels = tl.broadcast_to(channel[None, :], (BLOCK_M, PART))
-        gain = tl.load(gain_ptr + channels, mask=inside[None, :], other=0)
-        offset = tl.load(offset_ptr + channels, mask=inside[None, :], other=0)
+        every = tl.broadcast_to(channel[None, :], (BLOCK_M, PART))
+        gain = tl.load(gain_ptr + every, mask=inside[None, :], other=0)
+        offset = tl.load(offset_ptr + every, mask=inside[None, :], other=0)
         # rounded half up; the sum is below 2**31
-        y = (multiply_high(y << 4, gain, GUARD) + offset + (1 << (shift - 1))) >> shift
-        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], saturate(y, o_ptr.dtype.element_ty, PLAIN), mask=there)
+        half = 1 << (shift - 1)
+        if SHARED:
+            y = multiply_round(y << 4, gain, GUARD, offset + half)
+        else:
+            y = multiply_round(y << 4, gain, GUARD) + offset + half
+        out = saturate(y >> shift, o_ptr.dtype.element_ty, PLAIN)
+        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], out, mask=there)
 
 
 @triton.jit(do_not_specialize=("tokens", "left"))
@@ -160,7 +169,7 @@ def integer_mean_kernel(
         sums += tl.load(x_ptr + image * image_stride + at, mask=there, other=0).to(tl.int32)
     offset = tl.load(offset_ptr + c, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + c, mask=inside, other=0)
-    y = multiply_high((tl.sum(sums, 0) << left) + offset, multiplier, GUARD)
+    y = multiply_round((tl.sum(sums, 0) << left) + offset, multiplier, GUARD)
     tl.store(o_ptr + image * channels + c, saturate(y, o_ptr.dtype.element_ty, True), mask=inside)
 
 
@@ -266,6 +275,7 @@ def layer_norm_launch(
         "new_tokens": new_tokens,
         **image_divisor(rows, new_tokens),
         "CHANNELS": channels,
+        "CONSTANTS": tuple(row_constants(channels)),
         "PIECES": pieces,
         "BLOCK_M": block,
         "PART": part,

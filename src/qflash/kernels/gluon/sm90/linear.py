@@ -29,8 +29,12 @@ from ..ptx_ops import barrier
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# mulhi(sums * 2**left + bias, R)
-RESCALED = gl.constexpr("{.reg .s32 t; mad.lo.s32 t, $1, $2, $3; mul.hi.s32 $0, t, $4;}")
+# mul(sums * 2**left + bias, R, 32) in two instructions; the second is that of multiply_round. Apart they take more registers.
+RESCALED = gl.constexpr("""{.reg .s32 t; .reg .s64 a;
+mad.lo.s32 t, $1, $2, $3;
+mul.wide.s32 a, t, $4;
+add.s64 a, a, 0x80000000;
+mov.b64 {t, $0}, a;}""")
 # 0 to a limit
 RELU = gl.constexpr("min.relu.s32 $0, $1, $2;")
 # max(end - abs(x), 0), the smaller of end - x and end + x

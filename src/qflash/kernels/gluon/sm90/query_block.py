@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
-from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
 from ..ptx_ops import beside_channels, fine_probabilities, first_of_four, pack, pack_and_sum, round_to_int8, scaled, unpack
@@ -477,9 +477,9 @@ def store_span(
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
-            row_factor = multiply_high(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
+            row_factor = multiply_round(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
         else:
-            row_factor = _beside_outputs(multiply_high(inverse, factor, False), L, WARPS, ACROSS)
+            row_factor = _beside_outputs(multiply_round(inverse, factor, False), L, WARPS, ACROSS)
         result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))

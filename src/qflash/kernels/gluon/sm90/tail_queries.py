@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.fixed_point import fine_bits, missing_mass, multiply_high, requantize, row_inverse, row_weight, usable_scale
+from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
 from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
 from ..ptx_ops import barrier, halves, row_factors, scaled
@@ -301,7 +301,7 @@ def _store_last(
     factor, shift, half = factors
     L: gl.constexpr = numerator.type.layout
     if o_base.dtype.element_ty == gl.int8:
-        result = requantize(numerator, multiply_high(inverse[None, :], factor, False), bits[None, :], shift, half, -1, False)
+        result = requantize(numerator, multiply_round(inverse[None, :], factor, False), bits[None, :], shift, half, -1, False)
     else:
         good = usable_scale(factor.to(gl.int32, bitcast=True))
         weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))[None, :]

@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...common.dependent_launch import wait_for_kernels
-from ...common.fixed_point import multiply_high, requantize, row_inverse, row_weight, split_scale, usable_scale
+from ...common.fixed_point import multiply_round, requantize, row_inverse, row_weight, split_scale, usable_scale
 from ...common.quantize_ops import (
     BIAS_UNIT,
     MOST_BIAS_MAXIMUM,
@@ -233,9 +233,9 @@ def _store(
     bits, inverse = row_inverse(total, False)
     if o_base.dtype.element_ty == gl.int8:
         if factor.type.is_block():
-            row_factor = multiply_high(_beside_outputs(inverse, ROWS, OL), factor, False)
+            row_factor = multiply_round(_beside_outputs(inverse, ROWS, OL), factor, False)
         else:
-            row_factor = _beside_outputs(multiply_high(inverse, factor, False), ROWS, OL)
+            row_factor = _beside_outputs(multiply_round(inverse, factor, False), ROWS, OL)
         result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
     else:
         # a NaN in the factor of the row costs less than a select per element

@@ -91,14 +91,15 @@ def row_factors(total, squares, epsilon, CHANNELS: tl.constexpr, CONSTANTS: tl.c
     # both doubled and negative, as 2**31 is no int32: the root may be 2**30
     factor = multiply_round(x * -2, -2 * root, GUARD)
     left = 8 - shift - half
-    up = tl.maximum(left, 0)
-    return (total * 0 + CHANNELS) << up, total << up, factor, tl.maximum(-left, 0)
+    up, down = tl.maximum(left, 0), tl.maximum(-left, 0)
+    # half a unit of what the shift to the right leaves is taken from the sum, and so added to deviations
+    return (total * 0 + CHANNELS) << up, (total << up) - ((1 << down) >> 1), factor, down
 
 
 @triton.jit
 def normalise(h, channels, total, factor, shift, GUARD: tl.constexpr):
     """Channels less their mean, over the deviation, with 20 fraction bits; all others of :func:`row_factors`."""
-    return multiply_round(h * channels - total, factor, GUARD) >> shift
+    return multiply_round((h * channels - total) >> shift, factor, GUARD)
 
 
 @triton.jit

@@ -76,11 +76,11 @@ def row_factors(total, squares, epsilon, CHANNELS: tl.constexpr, CONSTANTS: tl.c
 
     CONSTANTS are :func:`.layers.row_constants`. Products with the channels may wrap round: the differences fit.
     """
-    inverse, bits, root, shift = CONSTANTS
+    BITS: tl.constexpr = CONSTANTS[1]
     # of few channels, whose sum has room for it, the product is made wider than its rounding needs
-    UP: tl.constexpr = 33 - bits if bits < 33 else 0
-    DOWN: tl.constexpr = bits + UP - 32
-    middle = (multiply_high(total << UP, inverse, GUARD) + (1 << (DOWN - 1))) >> DOWN
+    UP: tl.constexpr = 33 - BITS if BITS < 33 else 0
+    DOWN: tl.constexpr = BITS + UP - 32
+    middle = (multiply_high(total << UP, CONSTANTS[0], GUARD) + (1 << (DOWN - 1))) >> DOWN
     # the sum of (4 h - middle)**2
     variance = squares * 16 + middle.to(tl.int64) * (middle * CHANNELS - total * 8).to(tl.int64) + epsilon
     high = (variance >> 17).to(tl.int32)
@@ -89,8 +89,8 @@ def row_factors(total, squares, epsilon, CHANNELS: tl.constexpr, CONSTANTS: tl.c
     v = (variance >> tl.maximum(2 * half, 0).to(tl.int64)).to(tl.int32) << tl.maximum(-2 * half, 0)
     x = inverse_root(tl.maximum(v, 1 << 28), GUARD)
     # both doubled and negative, as 2**31 is no int32: the root may be 2**30
-    factor = multiply_round(x * -2, -2 * root, GUARD)
-    left = 8 - shift - half
+    factor = multiply_round(x * -2, CONSTANTS[2] * -2, GUARD)
+    left = 8 - CONSTANTS[3] - half
     up, down = tl.maximum(left, 0), tl.maximum(-left, 0)
     # half a unit of what the shift to the right leaves is taken from the sum, and so added to deviations
     return (total * 0 + CHANNELS) << up, (total << up) - ((1 << down) >> 1), factor, down

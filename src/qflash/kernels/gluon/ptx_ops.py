@@ -75,6 +75,7 @@ FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a
 SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
 FIRST_BF16 = gl.constexpr("shl.b32 $0, $1, 16;")
 SECOND_BF16 = gl.constexpr("and.b32 $0, $1, 0xFFFF0000;")
+BOTH_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 # octaves below which exponents need no bound: FINE_PROBABILITY has 256, of which added constants take up to ten
 OCTAVES = gl.constexpr(236)
 # If a row of the warp reaches its limit (unsigned comparison), each row's least score, else the int32 minimum in all rows. A
@@ -333,6 +334,16 @@ def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
     a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
     b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
     return gl.reshape(gl.join(a, b), (2 * x.shape[0],))
+
+
+@gluon.jit
+def as_float32(x):
+    """A tile as float32. bfloat16 in words of two: ``.to`` takes each word apart first, which doubles a tile's registers."""
+    if gl.bfloat16 == x.dtype:
+        x = gl.inline_asm_elementwise(BOTH_BF16, "=r,=r,r", [x], gl.float32, True, 2)
+    else:
+        x = x.to(gl.float32)
+    return x
 
 
 @gluon.jit

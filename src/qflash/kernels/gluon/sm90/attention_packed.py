@@ -27,6 +27,7 @@ from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usa
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
 from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order, packed_sequence
 from ..ptx_ops import (
+    as_float32,
     aside,
     barrier,
     fine_probabilities,
@@ -163,7 +164,7 @@ def _fill_tile(
 ):  # fmt: skip
     """Write a tile of a span of keys and values as int8 to shared memory."""
     inverse, middle, value_inverse, zero = scaling
-    y, x = k.to(gl.float32), v.to(gl.float32)
+    y, x = as_float32(k), as_float32(v)
     if CENTER:
         y = y - beside_tile(middle, y)
     k_smem.index(tile).store(round_to_int8(y, inverse))

@@ -28,7 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
-from ..ptx_ops import beside_channels, fine_probabilities, first_of_four, pack, pack_and_sum, round_to_int8, scaled, unpack
+from ..ptx_ops import (
+    as_float32,
+    beside_channels,
+    fine_probabilities,
+    first_of_four,
+    pack,
+    pack_and_sum,
+    round_to_int8,
+    scaled,
+    unpack,
+)
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
 from .layouts import (
     channel_spans,
@@ -211,7 +221,7 @@ def read_queries(
     if QUANTIZE:
         floats = ()
         for c in gl.static_range(len(q)):
-            floats = floats + (q[c].to(gl.float32),)
+            floats = floats + (as_float32(q[c]),)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(row_amplitude(q, WARPS, ACROSS))
             inverse = inverse_scale(scale, False)

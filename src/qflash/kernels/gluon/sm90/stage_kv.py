@@ -40,6 +40,7 @@ from ...common.quantize_ops import (
 )
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
+    as_float32,
     aside,
     barrier,
     beside_channels,
@@ -254,7 +255,7 @@ def quantize_keys(k, k_smem, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
     inverse = inverse_scale(scale, False)
     for c in gl.static_range(len(k)):
         for i in gl.static_range(len(k[c])):
-            y = k[c][i].to(gl.float32)
+            y = as_float32(k[c][i])
             if CENTER:
                 y = y - beside_tile(middles[c], y)
             # a tile of 8 or 16 columns has 32 rows here, the last key repeated
@@ -352,7 +353,7 @@ def quantize_values(
         if CENTER:
             zero = zero_point(middles[c], inverse)
         for i in gl.static_range(len(v[c])):
-            y = v[c][i].to(gl.float32)
+            y = as_float32(v[c][i])
             if CENTER:
                 x = round_centered(y, beside_tile(inverse, y), beside_tile(zero, y))
                 x = _without_padding(x, STARTS[i], WIDTHS[i], KEYS)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
 from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
-from ..ptx_ops import barrier, halves, row_factors, scaled
+from ..ptx_ops import as_float32, barrier, halves, row_factors, scaled
 from .layouts import (
     channel_spans,
     depth,
@@ -95,7 +95,7 @@ def last_queries(
         scale = head_bits.to(gl.float32, bitcast=True) if not QUERY_TOKEN else amplitude_to_scale(_last_maximum(x, L))
         inverse = inverse_scale(scale, False)
         for c in gl.static_range(len(x)):
-            smem[c].store(round_rows(x[c].to(gl.float32), inverse))
+            smem[c].store(round_rows(as_float32(x[c]), inverse))
         if QUERY_TOKEN:
             bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), COLUMN)
     else:

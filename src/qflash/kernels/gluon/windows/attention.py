@@ -51,6 +51,7 @@ from ...common.quantize_ops import (
 )
 from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, MASKED, POISON, _high_bytes, probability_words
 from ..ptx_ops import (
+    as_float32,
     barrier,
     beside_channels,
     fine_probabilities,
@@ -514,7 +515,7 @@ def _queries(
     q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
     bits = head_bits
     if QUANTIZE:
-        y = q.to(gl.float32)
+        y = as_float32(q)
         if QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
             inverse = both_rows(inverse_scale(scale, False), ROWS)

@@ -31,6 +31,7 @@ from ...common.quantize_ops import (
 )
 from ...common.tile_ops import key_order
 from ..ptx_ops import (
+    as_float32,
     aside,
     barrier,
     halves,
@@ -420,9 +421,9 @@ def _value_scales(words, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNE
 def _int8_values(x, inverse, zero, CENTER: gl.constexpr):
     """Values as int8, with CENTER less their zero points."""
     if CENTER:
-        x = round_centered(x.to(gl.float32), inverse, zero)
+        x = round_centered(as_float32(x), inverse, zero)
     else:
-        x = round_to_int8(x.to(gl.float32), inverse)
+        x = round_to_int8(as_float32(x), inverse)
     return x
 
 
@@ -468,7 +469,7 @@ def quantize_window(
     key_inverse = inverse_scale(key_scale, False)
     keys = ()
     for i in gl.static_range(len(k)):
-        y = _key_lanes(k[i], 1).to(gl.float32)
+        y = as_float32(_key_lanes(k[i], 1))
         if CENTER:
             y = y - repeated(middle, y.shape[1])
         rows = _key_rows(round_to_int8(y, key_inverse), 1)
@@ -523,7 +524,7 @@ def quantize_parts(
         words = (word_maxima(firsts.load(LANES), 1, DTYPE),)
     middle, key_scale = _key_scale(low, high, DTYPE, CENTER)
     inverse, zero, value_scale, offset = _value_scales(words, DTYPE, CENTER_VALUE, VALUE_CHANNEL)
-    y = k.to(gl.float32)
+    y = as_float32(k)
     if CENTER:
         y = y - in_all_warps(repeated(middle, 16))
     k = _key_rows(round_to_int8(y, inverse_scale(key_scale, False)), 4)

@@ -18,6 +18,7 @@ __all__ = [
     "coverage",
     "explain",
     "export_onnx",
+    "export_tosa",
     "float_attention",
     "int8_attention",
     "load_model",
@@ -58,6 +59,7 @@ if TYPE_CHECKING or not _is_command():
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
+    from .network.tosa_export import export_tosa
     from .precompile import warmup
     from .specification.quantization import QuantizedTensor
     from .specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -70,11 +72,11 @@ else:
         from . import api, explanation, precompile
         from .integrations import calibrate, inspection, patching, sdpa
         from .integrations import transformers as hugging_face
-        from .network import compare, onnx_export, storage
+        from .network import compare, onnx_export, storage, tosa_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, compare
+        networks = network, storage, onnx_export, tosa_export, compare
         models = patching, calibrate, inspection, hugging_face, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}

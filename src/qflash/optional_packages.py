@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn", "pynvml": "nvidia-ml-py", "PIL": "pillow"}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "pynvml": "nvidia-ml-py", "PIL": "pillow", "tosa_serializer": "tosa-tools"}
 """What pip calls modules that have another name."""
 
 

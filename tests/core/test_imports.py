@@ -148,6 +148,7 @@ BACK = {
     ("network.graph", "network.float_parts"),
     ("network.graph", "network.onnx_export"),
     ("network.graph", "network.storage"),
+    ("network.graph", "network.tosa_export"),
     # comparing reads a model as quantising does, and quantising compares at its end
     ("network.compare", "network.quantize"),
 }

@@ -284,6 +284,12 @@ class IntegerNetwork(IntegerModule):
 
         export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold)
 
+    def export_tosa(self, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
+        """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""
+        from .tosa_export import export_tosa
+
+        return export_tosa(self, path, batch=batch)
+
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""
         if isinstance(output, dict):

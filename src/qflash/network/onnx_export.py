@@ -12,6 +12,7 @@ from typing import Any
 
 from ..scalars import unboxed
 from ..specification.reference import ARITHMETIC_VERSION
+from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_network
 from .onnx_check import INPUT, output_names, self_test
 
@@ -49,14 +50,14 @@ def export_onnx(
         ImportError: the package ``onnx`` is not installed.
         TypeError: an argument is of another type.
         ValueError: ``batch`` or ``external_data_threshold`` is not in its range, or the network's recipe of attention has no
-            form in ONNX: that needs ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``.
+            form in ONNX: that needs ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``; or
+            attention has more than 65536 keys.
         OSError: the file cannot be written.
     """
     from ..optional_packages import require_packages
 
     check_network(network)
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
+    check_path(path)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
@@ -67,15 +68,15 @@ def export_onnx(
         raise TypeError(f"external_data_threshold must be an integer, got {type(threshold).__name__}")
     if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
         raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
+    check_attention(network, "ONNX")
     require_packages("export_onnx", "onnx")
 
     import numpy as np
 
     from .. import __version__
     from .onnx_graph import Graph, Value
-    from .onnx_operators import check_recipe, whole_network
+    from .onnx_operators import whole_network
 
-    check_recipe(network.recipe)
     graph = Graph()
     images = Value(INPUT, np.dtype(np.uint8))
     size = BATCH if batch == "dynamic" else batch

@@ -28,24 +28,6 @@ Shape = tuple[int, ...]
 """Of a value of the network, for one image."""
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Require a recipe whose attention has a form in ONNX.
-
-    Raises:
-        ValueError: it has none; the message names the field.
-    """
-    for field, allowed in (
-        ("normalization", ("two_pass",)),
-        ("output", ("accumulator",)),
-        ("probability_bits", (7, 8)),
-    ):
-        if getattr(recipe, field) not in allowed:
-            raise ValueError(
-                f"the network's recipe must have {field} {' or '.join(map(repr, allowed))} to be written as ONNX, "
-                f"got {getattr(recipe, field)!r}"
-            )
-
-
 def _array(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 

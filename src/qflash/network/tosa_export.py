@@ -1,0 +1,63 @@
+"""Write an integer network as a TOSA graph: :func:`export_tosa`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..scalars import unboxed
+from .export_checks import check_attention, check_path
+from .graph import IntegerNetwork, check_integer
+from .onnx_check import INPUT, output_names
+
+
+def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
+    """Write a network as a TOSA graph (a flatbuffer, ``.tosa``) of the integer profile alone, without an extension.
+
+    The graph takes the bytes of uint8 images as int8 (batch, channels, height, width), for TOSA has no other 8 bits, and
+    returns int32 logits: those of the network, bit for bit, wherever TOSA's integer operators are computed as they are defined.
+    ``docs/tosa.md`` lists them and what was run. Weights and constants are in the file.
+
+    Args:
+        network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
+        path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
+        batch: images in a batch, at least 1. TOSA's shapes are static.
+
+    Returns:
+        how many operators, constants aside, each node became: by the node's name and the operator's.
+
+    Raises:
+        ImportError: the package ``tosa-tools`` is not installed.
+        TypeError: an argument is of another type.
+        ValueError: ``batch`` is below 1, or the network has no form in this profile: parts in floating point, a recipe of
+            attention without ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``, more than
+            65536 keys, scales at their ends, or about 2 GB of constants.
+        OSError: the file cannot be written.
+    """
+    from ..optional_packages import require_packages
+
+    check_integer(network)
+    check_path(path)
+    batch = unboxed(batch)
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    check_attention(network, "TOSA")
+    require_packages("export_tosa", "tosa_serializer")
+
+    import numpy as np
+
+    from ..paths import write_whole
+    from .tosa_graph import Graph
+    from .tosa_operators import whole_network
+
+    graph = Graph()
+    found = whole_network(graph, network, graph.input(INPUT, np.int8, (batch, *network.image)))
+    shapes = network.shapes()
+    for (name, value), public in zip(found.items(), output_names(network), strict=True):
+        made = network.outputs[name]
+        with graph.scope(made):
+            graph.output(value, public, (batch, *shapes[made][1:]))
+    write_whole(os.path.realpath(path), graph.serialize())
+    return {name: dict(count) for name, count in graph.counts.items()}

@@ -1,0 +1,400 @@
+"""Integer networks as TOSA graphs: Arm's reference model returns the reference's bits, in the integer profile alone."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import network_cases
+import qflash
+from network_cases import Layer
+from qflash.network.modules import DTYPES, Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
+from small_networks import KINDS, draw
+
+WHY = "tosa-tools is not installed (pip install tosa-tools)"
+ts = pytest.importorskip("tosa_serializer", reason=WHY)
+reference_model = pytest.importorskip("tosa_reference_model", reason=WHY)
+
+from qflash.network import tosa_operators  # noqa: E402
+from qflash.network.tosa_graph import Graph, Value  # noqa: E402
+
+I8, I32, BOOL = "INT8", "INT32", "BOOL"
+PROFILE: dict[str, set[tuple[str, ...]]] = {
+    "ABS": {(I32, I32)},
+    "ADD": {(I32, I32, I32)},
+    "ARITHMETIC_RIGHT_SHIFT": {(I32, I32, I32)},
+    "BITWISE_AND": {(I32, I32, I32)},
+    "BITWISE_OR": {(I32, I32, I32)},
+    "CAST": {(I32, I8)},
+    "CLZ": {(I32, I32)},
+    "CONCAT": {(I8, I8, I8), (I32, I32, I32)},
+    "CONV2D": {(I8, I8, I32, I8, I8, I32)},
+    "GATHER": {(I8, I32, I8), (I32, I32, I32)},
+    "GREATER": {(I32, I32, BOOL)},
+    "LOGICAL_LEFT_SHIFT": {(I32, I32, I32)},
+    "MATMUL": {(I8, I8, I8, I8, I32)},
+    "MAXIMUM": {(I32, I32, I32)},
+    "MINIMUM": {(I32, I32, I32)},
+    "MUL": {(I32, I32, I8, I32)},
+    "REDUCE_MAX": {(I32, I32)},
+    "REDUCE_SUM": {(I32, I32)},
+    "RESCALE": {(I8, I32, I8, I8, I8, I8), (I32, I32, I8, I32, I8, I8), (I32, I32, I8, I32, I32, I32)},
+    "RESHAPE": {(I8, I8), (I32, I32)},
+    "SELECT": {(BOOL, I32, I32, I32)},
+    "SLICE": {(I8, I8), (I32, I32)},
+    "SUB": {(I32, I32, I32)},
+    "TRANSPOSE": {(I8, I8)},
+}
+"""Operators of TOSA 1.0 and the types, of inputs and output, that its integer profile has without an extension."""
+
+
+def evaluate(content: bytes, inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return what the reference model, which looks at every bound of TOSA, makes of a graph."""
+    found, status = reference_model.run(content, [x.contiguous().numpy() for x in inputs], tosa_level="EIGHTK")
+    assert status == reference_model.GraphStatus.TOSA_VALID
+    return [
+        torch.from_numpy(np.frombuffer(np.ascontiguousarray(x).tobytes(), np.int32).copy()).view(*shape)
+        for x, shape in zip(found, outputs, strict=True)
+    ]
+
+
+def run(build: Callable[..., Value], *inputs: torch.Tensor) -> torch.Tensor:
+    """Return as int32 what the operators that ``build(graph, *values)`` adds make of tensors of four axes."""
+    graph = Graph()
+    inputs = tuple(x if x.dtype == torch.int8 else x.to(torch.int32) for x in inputs)
+    result = build(graph, *(graph.input(f"in{i}", x.numpy().dtype, tuple(x.shape)) for i, x in enumerate(inputs)))
+    if result.dtype == np.int8:
+        result = graph.rescale(result, 1 << 30, 30, np.int32)
+    graph.output(result, "out", result.shape)
+    return evaluate(graph.serialize(), inputs, [result.shape])[0]
+
+
+def four(x: torch.Tensor) -> torch.Tensor:
+    """Return (..., tokens, channels) or (channels,) as a graph has it: (batch, 1, tokens, channels)."""
+    return x.reshape(-1, 1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+
+
+def fill(module: Any, **values: torch.Tensor) -> Any:
+    for name, x in values.items():
+        getattr(module, name).copy_(x)
+    return module
+
+
+def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
+    """Return the module of a layer with its numbers, and what it takes."""
+    arguments = layer.arguments
+    if layer.name in ("int8_linear", "int8_linear_gelu"):
+        x, weight, bias, multiplier, left, *rest = arguments
+        gelu = layer.name == "int8_linear_gelu"
+        name = next(key for key, dtype in DTYPES.items() if gelu or dtype == rest[2])
+        outputs, inputs = weight.shape
+        scatter = None if gelu else rest[1]
+        module = LinearGelu(inputs, outputs) if gelu else Linear(inputs, outputs, name, 0 if scatter is None else len(scatter))
+        fill(module, weight=weight, bias=bias, multiplier=multiplier).left = left
+        if gelu:
+            fill(module, gelu_multiplier=rest[0], gelu_offset=rest[1]).gelu_shift = rest[2]
+            return module, [x]
+        if scatter is not None:
+            fill(module, scatter=scatter)
+        return module, [x] if rest[0] is None else [x, rest[0]]
+    name = next(key for key, dtype in DTYPES.items() if dtype == arguments[-1])
+    if layer.name == "integer_layer_norm":
+        h, epsilon, gain, offset, shift, gather, _ = arguments
+        module = LayerNorm(len(gain), name, None if gather is None else tuple(gather.shape))
+        fill(module, gain=gain, offset=offset, **({} if gather is None else {"gather": gather}))
+        module.epsilon, module.shift = epsilon, shift
+        return module, [h]
+    assert layer.name == "integer_mean"
+    x, multiplier, left, offset, _ = arguments
+    fill(module := Mean(x.shape[1], x.shape[2], name), multiplier=multiplier, offset=offset).left = left
+    return module, [x]
+
+
+def check_layer(layer: Layer) -> None:
+    """Compare a layer with the reference."""
+    want = layer.run("reference")
+    if not want.numel():
+        return
+    module, inputs = module_of(layer)
+    values = [four(x) for x in inputs]
+    got = run(lambda graph, *parts: tosa_operators.node(graph, module, parts, values[0].shape[0]), *values)
+    assert torch.equal(got.view(want.shape), want.to(torch.int32)), repr(layer)
+
+
+# --- single operations --------------------------------------------------------------------------------------
+
+
+def test_one_operator_is_a_rounded_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-(1 << 31), 1 << 31, (1, 1, 40, 9), generator=generator) for _ in range(2))
+    a[..., :2], b[..., :2] = torch.tensor([(1 << 31) - 1, -(1 << 31)]), torch.tensor([-(1 << 31), (1 << 31) - 1])
+    for shift in (32, 33, 47, 63):
+        graph_runs = run(lambda graph, x, y, n=shift: graph.multiply(x, y, n), a, b)
+        assert graph_runs.flatten().tolist() == [
+            (x * y + (1 << (shift - 1))) >> shift for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "order"),
+    [
+        ((2, 7, 3, 4, 5), (2, 0, 3, 1, 4)),
+        ((1, 7, 3, 4, 5), (2, 0, 3, 1, 4)),
+        ((1, 7, 1, 4, 5), (2, 0, 3, 1, 4)),
+        ((1, 1, 3, 1, 5), (2, 0, 3, 1, 4)),
+        ((3, 4, 7, 5), (0, 2, 1, 3)),
+        ((1, 4, 7, 5), (0, 2, 1, 3)),
+        ((1, 1, 1, 1), (0, 2, 1, 3)),
+        ((2, 3, 4, 5), (3, 2, 1, 0)),
+    ],
+)
+def test_axes_are_arranged_with_few_operators(parts: tuple[int, ...], order: tuple[int, ...]) -> None:
+    x = torch.arange(torch.Size(parts).numel()).to(torch.int8).view(1, 1, 1, -1)
+    want = x.view(parts).permute(order)
+    counts: list[int] = []
+
+    def build(graph: Graph, value: Value) -> Value:
+        out = graph.arrange(value, parts, order, 1, 1, 1, x.numel())
+        counts.append(sum(count for each in graph.counts.values() for count in each.values()))
+        return out
+
+    assert torch.equal(run(build, x).flatten(), want.flatten().to(torch.int32))
+    assert counts[0] <= 3
+
+
+def test_a_constant_says_when_a_number_does_not_fit() -> None:
+    with pytest.raises(OverflowError, match="constant of table does not fit int8"):
+        Graph().constant([128], np.int8, "table")
+
+
+def test_constants_beyond_a_flatbuffer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qflash.network import tosa_graph
+
+    monkeypatch.setattr(tosa_graph, "MOST_BYTES", 100)
+    graph = Graph()
+    graph.constant(np.zeros(25), np.int32)
+    graph.serialize()
+    graph.constant(np.zeros(1), np.int8)
+    with pytest.raises(ValueError, match="at most 100 bytes of constants to be written as TOSA, has 101"):
+        graph.serialize()
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(15))
+def test_a_linear_layer(number: int) -> None:
+    check_layer(network_cases.draw_linear(number))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_layer_normalisation(number: int) -> None:
+    check_layer(network_cases.draw_layer_norm(number))
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("draw_layer", [x for x in network_cases.MOVING if x is not network_cases.draw_embedding])
+def test_layers_that_move_tokens(draw_layer: Callable[[int], Layer], number: int) -> None:
+    check_layer(draw_layer(number))
+
+
+def test_layers_at_the_ends_of_their_ranges() -> None:
+    for layer in network_cases.extremes():
+        check_layer(layer)
+
+
+@pytest.mark.parametrize("channels", [1, 16, 192, 4096])
+def test_variances_of_every_size(channels: int) -> None:
+    torch.manual_seed(channels)
+    module = LayerNorm(channels, "int32")
+    fill(module, gain=torch.full((channels,), (1 << 28) - 1), offset=torch.zeros(channels))
+    rows = [torch.randint(-(2**n), 2**n, (3, channels)) for n in range(16)]
+    rows += [torch.full((1, channels), each) for each in (0, 5, 32767, -32768)]
+    # powers of two around which the limbs of a variance change
+    rows += [torch.where(torch.arange(channels) == 0, 1 << n, 0)[None] for n in range(15)]
+    h = torch.cat(rows).to(torch.int16)
+    for epsilon in (0, 1, (1 << 18) - 1, 1 << 18, (1 << 30) - 1, 1 << 30, 1 << 46):
+        module.epsilon = epsilon
+        got = run(lambda graph, value: tosa_operators.layer_norm(graph, module, value), four(h))
+        assert torch.equal(got[0, 0], module(h[None], backend="reference")[0]), epsilon
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_patch_embedding(number: int) -> None:
+    images, size, weight, bias, multiplier, left, position, prefix = network_cases.draw_embedding(number).arguments
+    if not images.numel():
+        return
+    patches = (images.shape[2] // size[0]) * (images.shape[3] // size[1])
+    tokens = 0 if prefix is None else prefix.shape[1]
+    module = PatchEmbedding(images.shape[1], size, len(weight), 0 if position is None else patches, tokens)
+    fill(module, weight=weight, bias=bias, multiplier=multiplier).left = left
+    for words, x in ((module.position_words, position), (module.prefix_words, prefix)):
+        if words is not None and x is not None:
+            words.view(torch.int16)[: x.numel()] = x.flatten()
+    got = run(lambda graph, x: tosa_operators.node(graph, module, [x], len(images)), images.contiguous().view(torch.int8))
+    want = module(images, backend="reference").to(torch.int32)
+    assert torch.equal(got.view(want.shape), want)
+
+
+def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None = None, window: int = 0) -> Attention:
+    """Make attention whose heads have scales from where all scores are alike to where the largest takes all."""
+    heads, width = 6, 16
+    module = Attention(heads, width, 0.25, recipe.key, bias_shape, window)
+    scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
+    for name, scale in (
+        ("query", scales.view(1, heads, 1, 1)),
+        ("key", (scales.sqrt() + 0.01).view(1, heads, 1, 1)),
+        ("value", torch.rand(1, heads, 1, width) + 0.5),
+        ("output", torch.rand(1, heads, 1, width) * 0.5 + 0.2),
+    ):
+        getattr(module, f"{name}_scale").copy_(scale.to(torch.float32).view(torch.int32))
+    # the least shift of an output, and the largest
+    module.output_scale[0, :, 0, :2] = torch.tensor([4e-6, 1e4]).view(torch.int32)
+    if module.bias is not None:
+        module.bias.copy_(torch.randint(-(1 << 20), 1 << 20, module.bias.shape))
+        module.bias[-1, 0, 0, 0], module.bias[-1, 0, 0, 1] = -(1 << 28), 1 << 28
+    return module
+
+
+RECIPES = {
+    "default": qflash.DEFAULT,
+    "rounded": qflash.DEFAULT.replace(row_sum="rounded"),
+    "linear": qflash.DEFAULT.replace(exponential="linear"),
+    "7 bits": qflash.DEFAULT.replace(probability_bits=7),
+    "floor": qflash.DEFAULT.replace(probability_rounding="floor"),
+    "7 bits linear floor": qflash.DEFAULT.replace(probability_bits=7, exponential="linear", probability_rounding="floor"),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+@pytest.mark.parametrize("name", RECIPES)
+def test_attention(tokens: int, name: str) -> None:
+    torch.manual_seed(tokens)
+    module = attention_module(RECIPES[name])
+    batch = 1 + tokens % 2
+    x = torch.randint(-128, 128, (batch, tokens, 3 * 96), dtype=torch.int8)
+    got = run(lambda graph, value: tosa_operators.attention(graph, module, [value], batch), four(x))
+    assert torch.equal(got[:, 0], module(x, backend="reference").to(torch.int32))
+    assert got.unique().numel() > 20 + min(tokens, 64)
+
+
+@pytest.mark.parametrize("tokens", [16, 81])
+@pytest.mark.parametrize("windows", [1, 4])
+def test_attention_with_a_bias(tokens: int, windows: int) -> None:
+    torch.manual_seed(tokens)
+    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens), tokens)
+    x = torch.randint(-128, 128, (3, 4 * tokens, 288), dtype=torch.int8)
+    got = run(lambda graph, value: tosa_operators.attention(graph, module, [value], 3), four(x))
+    assert torch.equal(got[:, 0], module(x, backend="reference").to(torch.int32))
+
+
+def test_what_attention_cannot_express_is_named() -> None:
+    module = attention_module(qflash.DEFAULT, (1, 6, 4, 4))
+    assert module.bias is not None
+    module.bias[0, 0, 0, 0] = -(1 << 30)
+    with pytest.raises(ValueError, match="bias of attention must be finite"):
+        run(
+            lambda graph, value: tosa_operators.attention(graph, module, [value], 1),
+            torch.zeros(1, 1, 4, 288, dtype=torch.int8),
+        )
+    module = attention_module(qflash.DEFAULT)
+    module.output_scale[0, 0, 0, 0] = torch.tensor(1e-7).view(torch.int32)
+    with pytest.raises(ValueError, match=r"scales below 2\*\*19 times those of its outputs"):
+        run(
+            lambda graph, value: tosa_operators.attention(graph, module, [value], 1),
+            torch.zeros(1, 1, 4, 288, dtype=torch.int8),
+        )
+
+
+# --- whole networks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_model_returns_the_network_s_bits(
+    kind: str, made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path
+) -> None:
+    model, network = made(kind)
+    network = copy.deepcopy(network)
+    network.backend = "reference"
+    path = tmp_path / "network.tosa"
+    for batch in (1, 2):
+        counts = qflash.export_tosa(network, path, batch=np.int64(batch))
+        x = draw(model, batch, 10 + batch)
+        want = network(x)
+        (got,) = evaluate(path.read_bytes(), [x.view(torch.int8)], [want.shape])
+        assert torch.equal(got, want)
+        assert int(want.unique().numel()) > 2
+    check_profile(path, counts)
+
+
+DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "tosa.md"
+
+
+@pytest.mark.skipif(not DOCUMENT.is_file(), reason="only the repository has the documents")
+def test_the_document_has_the_counts() -> None:
+    def count(build: Callable[[Graph], object]) -> int:
+        graph = Graph()
+        build(graph)
+        return sum(sum(each.values()) for each in graph.counts.values())
+
+    def row(graph: Graph, dtype: Any, tokens: int = 65, channels: int = 288) -> Value:
+        return graph.input("x", dtype, (1, 1, tokens, channels))
+
+    found: dict[str, int] = {}
+    gelu = LinearGelu(8, 8)
+    gelu.gelu_shift = 12
+    for name, module in (("linear", Linear(8, 8, "int8")), ("linear, GELU", gelu)):
+        found[name] = count(lambda graph, m=module: tosa_operators.linear(graph, m, row(graph, np.int8, 65, 8)))
+    residual = np.ones((1, 1, 65, 8))
+    module = Linear(8, 8, "int16")
+    found["linear, residual"] = count(lambda graph: tosa_operators.linear(graph, module, row(graph, np.int8, 65, 8), residual))
+    norm = LayerNorm(8, "int8")
+    norm.epsilon, norm.shift = 1, 12
+    norm.offset.fill_(1)
+    found["layer normalisation"] = count(lambda graph: tosa_operators.layer_norm(graph, norm, row(graph, np.int32, 65, 8)))
+    mean = Mean(65, 8, "int8")
+    found["mean over tokens"] = count(lambda graph: tosa_operators.mean(graph, mean, row(graph, np.int32, 65, 8)))
+    core = attention_module(qflash.DEFAULT)
+    for name in ("query", "key", "value", "output"):
+        getattr(core, f"{name}_scale").fill_(torch.tensor(0.02).view(torch.int32).item())
+    for name, tokens in (("attention, up to 64 keys", 64), ("attention, 65 keys and more", 65)):
+        found[name] = count(lambda graph, n=tokens: tosa_operators.attention(graph, core, [row(graph, np.int8, n)], 1))
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert {name: f"| {name} | {number} |" in text for name, number in found.items()} == dict.fromkeys(found, True), found
+
+
+def check_profile(path: pathlib.Path, counts: dict[str, Any]) -> None:
+    """Look whether a file holds operators and types of the integer profile alone, as many as were counted."""
+    graph = ts.TosaSerializer("")
+    assert graph.loadTosaFlatbuffer(str(path))
+    (block,) = graph.currRegion.basicBlocks
+    found: Counter[str] = Counter()
+    shapes = set(block.shapes)
+    for operator in block.operators:
+        name = operator.op.name
+        if name in ("CONST", "CONST_SHAPE"):
+            continue
+        tensors = [block.getTensorByName(each) for each in (*operator.inputs, *operator.outputs) if each not in shapes]
+        assert tuple(each.dtype.name for each in tensors) in PROFILE[name], name
+        assert all(len(each.shape) <= 6 for each in tensors)
+        found[name] += 1
+    total: Counter[str] = sum((Counter(count) for count in counts.values()), Counter())
+    assert found == total
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_a_path_that_cannot_be_written_is_an_error(made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path) -> None:
+    _, network = made("grey")
+    with pytest.raises(FileNotFoundError):
+        network.export_tosa(tmp_path / "missing" / "network.tosa")
+    with pytest.raises(IsADirectoryError):
+        network.export_tosa(tmp_path)

@@ -155,10 +155,10 @@ def _normalise(graph: Graph, h: Value, epsilon: int) -> Value:
     factor = graph.multiply(_inverse_root(graph, v), by.root, 30)
 
     difference = graph.subtract(graph.multiply(h, channels), total)
-    left = graph.add(half, graph.select(large, -2 - by.shift, 7 - by.shift))
-    up = graph.maximum(left, 0)
-    scaled = graph.shift_left(difference, up)
-    return graph.shift_right(graph.multiply(scaled, factor, 32), graph.subtract(up, left))
+    left = graph.add(half, graph.select(large, 3 - by.shift, 12 - by.shift))
+    one = graph.constant(np.ones((1,) * len(h.shape)), np.int32)
+    scaled = graph.multiply(difference, graph.shift_left(one, left), 5)
+    return graph.multiply(scaled, factor, 32)
 
 
 def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:

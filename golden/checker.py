@@ -515,7 +515,7 @@ def layer_norm(h, E, G, B, n, bits):
 
 
 def linear(x, W, b, R, left, bits=None, residual=None):
-    """int8 rows to int8, int16, int32 or, without bits, what GELU takes; a residual is added before saturation."""
+    """int8 or int16 rows to int8, int16, int32 or, without bits, what GELU takes; a residual is added before saturation."""
     out = rescale(x.astype(np.int64) @ W.astype(np.int64), left, b, R)
     if bits is None:
         return out
@@ -592,6 +592,9 @@ class Network:
         out[:, places] = linear(x, *self.layer(name), BITS[sizes["dtype"]], residual)
         return out
 
+    def wide_linear(self, name, sizes, x):
+        return linear(x, *self.layer(name), 32)
+
     def linear_gelu(self, name, sizes, x):
         M, B = self.get(name, "gelu_multiplier"), self.get(name, "gelu_offset")
         return gelu(linear(x, *self.layer(name)), M, B, self.parameters["constants"][name]["gelu_shift"])
@@ -666,6 +669,7 @@ class Network:
 
 NODES = {
     "Linear": Network.linear,
+    "WideLinear": Network.wide_linear,
     "LinearGelu": Network.linear_gelu,
     "PatchEmbedding": Network.patch_embedding,
     "LayerNorm": Network.layer_norm,

@@ -701,10 +701,14 @@ def linear(name: str, kind: str, rows: int = 5, inputs: int = 19, outputs: int =
     draw = Draw(name)
     x = draw.integers(-128, 128, rows, inputs, dtype=torch.int8)
     weight = draw.integers(-128, 128, outputs, inputs, dtype=torch.int8)
+    if values == "wide":
+        x = draw.integers(-32768, 32768, rows, inputs, dtype=torch.int16)
+        x[0], x[1] = -32768, 32767
+        weight = weight.sign()
     if values == "extreme":
         x, weight = torch.full_like(x, -128), torch.full_like(weight, -128)
         weight[::2] = 127
-    largest = int((128 * weight.long().abs().sum(dim=1)).max())
+    largest = int((-int(torch.iinfo(x.dtype).min) * weight.long().abs().sum(dim=1)).max())
     left = draw.chance.randint(0, 30 - largest.bit_length())
     bias = draw.integers(-largest << left, largest << left, outputs)
     typical = 74 * 74 * math.sqrt(inputs) * 2**left if values == "random" else largest * 2**left
@@ -743,6 +747,8 @@ def network_cases() -> dict[str, Case]:
         for number, values in enumerate(("random", "random", "extreme")):
             name = f"linear/{kind}-{values}-{number}"
             cases[name] = linear(name, kind, inputs=(19, 64, 33)[number], values=values)
+    for kind in ("int16", "int32"):
+        cases[f"linear/{kind}-wide"] = linear(f"linear/{kind}-wide", kind, inputs=64, values="wide")
     for step in (3, 40, 2000):
         # all of GELU's range: one input, u is it times a step and -step, less some
         name = f"gelu/{step}"

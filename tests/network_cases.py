@@ -89,14 +89,14 @@ def linear(
     """Return a linear layer with constants that suit its sums.
 
     Args:
-        x: int8 (..., inputs).
+        x: int8 or int16 (..., inputs).
         weight: int8 (outputs, inputs).
         kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or ``"gelu"``.
         chance: for the constants.
         left: as far as sums allow if None.
     """
     outputs = weight.shape[0]
-    largest = int((weight.long().abs().sum(dim=1) * 128).max()) if outputs else 1
+    largest = int((weight.long().abs().sum(dim=1) << (8 * x.element_size() - 1)).max()) if outputs else 1
     room = 30 - largest.bit_length()
     most = room if left is None else left
     left = chance.choice((0, most, chance.randint(0, most))) if left is None else left
@@ -129,19 +129,24 @@ KINDS = ("int8", "int16", "int32", "residual", "gelu")
 
 
 def draw_linear(number: int, most: int = 150) -> Layer:
-    """Return a random linear layer of up to ``most`` rows, inputs and outputs."""
+    """Return a random linear layer of up to ``most`` rows, inputs and outputs; some take int16."""
     chance = random.Random(number)
     shape = chance.choice(((chance.randint(1, most),), (chance.randint(0, 3), chance.randint(1, most // 2)), ()))
     inputs = chance.choice((chance.randint(1, 40), chance.randint(1, 2 * most), 16 * chance.randint(1, 12)))
     outputs = chance.choice((chance.randint(1, most), 16 * chance.randint(1, 8)))
-    x = integers(-128, 128, (*shape, inputs), torch.int8, chance)
-    weight = integers(-128, 128, (outputs, inputs), torch.int8, chance)
+    kind = KINDS[number % len(KINDS)]
+    dtype, most_weight = torch.int8, 128
+    if number % 4 == 3 and kind != "gelu":
+        dtype, most_weight = torch.int16, min(128, (1 << 14) // inputs)
+    ends = op.LIMITS[dtype]
+    x = integers(ends[0], ends[1] + 1, (*shape, inputs), dtype, chance)
+    weight = integers(-most_weight, most_weight, (outputs, inputs), torch.int8, chance)
     if chance.random() < 0.15:
-        x = torch.full_like(x, chance.choice((-128, 127)))
+        x = torch.full_like(x, chance.choice(ends))
     if chance.random() < 0.15:
-        weight = torch.full_like(weight, chance.choice((-128, 127)))
+        weight = torch.full_like(weight, chance.choice((-most_weight, most_weight - 1)))
     x, weight = spread_out(x, chance.choice(LAYOUTS)), spread_out(weight, chance.choice(LAYOUTS))
-    return linear(x, weight, KINDS[number % len(KINDS)], chance)
+    return linear(x, weight, kind, chance)
 
 
 def draw_layer_norm(number: int, channels: int | None = None, rows: int = 13) -> Layer:

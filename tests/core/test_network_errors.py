@@ -39,7 +39,8 @@ EMBEDDING: dict[str, Any] = {
 }  # fmt: skip
 
 WRONG = [
-    ("int8_linear", "x", ints(3, 8), TypeError, "x must be int8, got int32"),
+    ("int8_linear", "x", ints(3, 8), TypeError, "x must be int8, int16, got int32"),
+    ("int8_linear_gelu", "x", ints(3, 8, dtype=torch.int16), TypeError, "x must be int8, got int16"),
     ("int8_linear", "x", ints(3, 7, dtype=torch.int8), ValueError, r"x must have the weight's 8 inputs.*\(3, 7\)"),
     ("int8_linear", "x", torch.tensor(1, dtype=torch.int8), ValueError, "x must have at least 1 dimensions"),
     ("int8_linear", "weight", ints(5, 8, dtype=torch.uint8), TypeError, "weight must be int8, got uint8"),

@@ -301,3 +301,35 @@ def test_batches_that_use_the_model_are_not_looked_at() -> None:
     for each, given in zip(patched, (x.split(4), batches(x, patched[1])), strict=True):
         qflash.calibrate(each, given, progress=False)
     assert equal(*(scales_of(each) for each in patched))
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(7, 5), (256, 12), (1000, 12), (300, 1025)])
+def test_a_covariance_is_that_of_the_stream(rows: int, channels: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, channels, generator=generator) @ torch.randn(channels, channels, generator=generator)
+    # a channel that is a large constant, nearly: float32 has to hold what little it moves
+    x[:, 2] = 3000 + 0.01 * x[:, 2]
+    found = []
+    for cuts in ([], [1, 5], list(range(3, rows, 100))):
+        observer = Observer(keep=False, products=True)
+        for part in x.tensor_split(cuts):
+            observer.add(part)
+        found.append(observer.range("minmax", 99.99).covariance)
+    sizes = [len(part) for part in found[0]]
+    assert sum(sizes) == channels and max(sizes) <= 1024 and max(sizes) - min(sizes) <= 1
+    wanted = torch.cov(x.double().T, correction=0)
+    deviation = wanted.diagonal().sqrt()
+    first = 0
+    for part in found[0]:
+        here = slice(first, first + len(part))
+        error = (part - wanted[here, here]).abs() / (deviation[here, None] * deviation[here])
+        assert float(error.max()) < 0.02
+        first += len(part)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_no_covariance_is_kept_unless_asked_for() -> None:
+    observer = Observer(keep=False)
+    observer.add(torch.randn(3, 4))
+    assert observer.range("minmax", 99.99).covariance == ()

@@ -15,6 +15,8 @@ from qflash.specification.layers import GELU_UNIT, rescale
 from small_networks import build, decibels, draw, normalise
 
 IMAGES = 12
+UNROTATED = {"vit": 42, "swin": 17}
+"""Channels that are no multiple of 4: such streams are not rotated, so integers are of the float model's own channels."""
 STEPS = {"qkv": (0.7, 0.75), "proj": (0.5, 0.0), "fc1": (0.5, 0.0), "fc2": (1.0, 0.98), "head": (0.5, 0.9), "merge": (0.5, 0.0)}
 """Of the document: a, and the share f of the channels whose range is the least that counts."""
 
@@ -39,7 +41,7 @@ class Converted:
     """A float model, its integer network, and what the calibration images gave each submodule and made of it."""
 
     def __init__(self, family: str, **options: Any) -> None:
-        self.model: Any = uneven(family, **options)
+        self.model: Any = uneven(family, embed_dim=UNROTATED[family], **options)
         images = draw(self.model, IMAGES)
         self.network: Any = qflash.quantize_model(self.model, [images], progress=False)
         self.given: dict[str, torch.Tensor] = {}
@@ -270,6 +272,33 @@ def test_a_layers_weights_use_all_of_int8(step: float) -> None:
     assert float(error.max()) < 40**0.5 * 128 * 0.5 * float(weight.abs().max()) / 126 / 50 + 0.51 * step
     if step < 0.1:
         assert float((got - want).mean().abs()) < 0.51 * step + 0.05
+
+
+def test_weights_are_rounded_with_error_feedback() -> None:
+    """What rounding does to the outputs, of other rows than those that the covariance is of, is less than of the nearest."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(48, 48, generator=generator) * torch.linspace(0.05, 1, 48)[:, None]
+    rows = (torch.randn(2000, 48, generator=generator) @ mixing).double()
+    weight = torch.randn(20, 48, generator=generator, dtype=torch.float64)
+    step, zeros = torch.rand(48, generator=generator, dtype=torch.float64) + 0.5, torch.zeros(48, dtype=torch.float64)
+    errors = []
+    for covariance in ((), (torch.cov(rows[:1000].T).float(),), tuple(torch.cov(x.T).float() for x in rows[:1000].split(24, 1))):
+        layer = conversion.quantized_linear(weight, None, conversion.Grid(step, zeros, covariance), zeros, 1e-4)
+        unit = layer.multiplier.double() * 2.0 ** (layer.left - 32) * 1e-4
+        rounded = layer.weight.double() * unit[:, None] / step
+        errors.append(float(((rows[1000:] @ (rounded - weight).T) ** 2).mean()))
+    nearest, whole, parts = errors
+    assert whole < 0.6 * nearest and whole < parts < 0.95 * nearest
+
+
+def test_channels_too_different_for_float32_are_rounded_to_the_nearest() -> None:
+    weight, ones = torch.randn(3, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    singular = torch.tensor([[1e30, 2e30], [2e30, 1e30]]).repeat(2, 2)
+    plain, other = (
+        conversion.quantized_linear(weight, None, conversion.Grid(ones, 0 * ones, covariance), 0 * ones, 1.0)
+        for covariance in ((), (singular,))
+    )
+    assert torch.equal(plain.weight, other.weight)
 
 
 def test_a_wide_bias_makes_a_rows_unit_coarser() -> None:

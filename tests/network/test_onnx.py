@@ -15,7 +15,7 @@ import torch
 
 import qflash
 from qflash.network.graph import IntegerNetwork, Node
-from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
+from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
 from qflash.network.onnx_check import check_onnx
 from qflash.specification import layers as op
 from qflash.specification.reference import ARITHMETIC_VERSION
@@ -157,6 +157,21 @@ def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
         want = module(x, residual, backend="reference")
         got = run(lambda graph, *values: onnx_operators.linear(graph, module, *values), unsigned(x), residual.int())
         assert torch.equal(got, want.to(torch.int32))
+
+
+@pytest.mark.parametrize(("left", "bits", "most"), [(0, 31, 127), (3, 31, 63), (6, 20, 1)])
+def test_a_linear_layer_of_int16(left: int, bits: int, most: int) -> None:
+    torch.manual_seed(bits)
+    module = WideLinear(64, 24)
+    fill(module, (1 << bits) - 1)
+    module.left = left
+    module.weight.copy_(torch.randint(-most, most + 1, (24, 64)))
+    module.bias.copy_(torch.randint(-(1 << 28), 1 << 28, (24,)))
+    module.check_values()
+    x = torch.randint(-32768, 32768, (2, 7, 64), dtype=torch.int16)
+    x[0, 0], x[0, 1], x[0, 2] = 32767, -32768, -1
+    got = run(lambda graph, value: onnx_operators.linear(graph, module, value), x.to(torch.int32))
+    assert torch.equal(got, module(x, backend="reference"))
 
 
 @pytest.mark.parametrize("bits", [18, 22, 31])

@@ -15,7 +15,7 @@ import torch
 import network_cases
 import qflash
 from network_cases import Layer
-from qflash.network.modules import DTYPES, Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
+from qflash.network.modules import DTYPES, Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
 from small_networks import KINDS, draw
 
 WHY = "tosa-tools is not installed (pip install tosa-tools)"
@@ -96,7 +96,13 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
         name = next(key for key, dtype in DTYPES.items() if gelu or dtype == rest[2])
         outputs, inputs = weight.shape
         scatter = None if gelu else rest[1]
-        module = LinearGelu(inputs, outputs) if gelu else Linear(inputs, outputs, name, 0 if scatter is None else len(scatter))
+        if x.dtype == torch.int16:
+            module: Linear = WideLinear(inputs, outputs)
+            module.dtype = DTYPES[name]
+        elif gelu:
+            module = LinearGelu(inputs, outputs)
+        else:
+            module = Linear(inputs, outputs, name, 0 if scatter is None else len(scatter))
         fill(module, weight=weight, bias=bias, multiplier=multiplier).left = left
         if gelu:
             fill(module, gelu_multiplier=rest[0], gelu_offset=rest[1]).gelu_shift = rest[2]

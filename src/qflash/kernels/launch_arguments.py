@@ -330,7 +330,7 @@ class LinearCall:
     The other names are those of :func:`qflash.network.execution.int8_linear`.
 
     Attributes:
-        x: int8 (rows, inputs), contiguous, as are all others.
+        x: int8 or int16 (rows, inputs), contiguous, as are all others.
         residual: int16 (rows, outputs), or None.
         gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs; or None.
         out: (rows, outputs).

@@ -21,7 +21,7 @@ class BitOperations:
     """Multiply-adds of a network's matrix products for one image, and what they come to in bit operations (BOPs).
 
     Attributes:
-        linear: multiply-adds of linear layers, patch embedding and head among them.
+        linear: multiply-adds of linear layers, patch embedding and head among them; one with an int16 input counts as two.
         scores: of Q Kᵀ, all attention layers.
         values: of P V.
         probability_bits: width of P in the integer network, as it is multiplied.
@@ -65,7 +65,7 @@ class _Products(TorchDispatchMode):
         packet = getattr(func, "overloadpacket", None)
         if packet in (torch.ops.qflash.int8_linear, torch.ops.qflash.int8_linear_gelu):
             x, weight = args[:2]
-            self.linear += math.prod(x.shape[:-1]) * weight.numel()
+            self.linear += math.prod(x.shape[:-1]) * weight.numel() * x.element_size()
         elif packet is torch.ops.qflash.patch_embedding:
             images, _, weight = args[:3]
             # every pixel belongs to one patch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ _ROWS = 4096
 """Rows of a tensor that are kept for percentiles and errors, at most; a quarter more between two looks."""
 _BLOCK = 256
 """Rows that are added up at a time."""
+MOST_RELATED = 1024
+"""Channels whose covariance is kept, at most; more are taken in parts, each by itself."""
 _LAST_MARK = (1 << 63) - 1
 
 
@@ -87,13 +89,17 @@ class Observer:
         count: rows that were seen.
     """
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, products: bool = False) -> None:
         """Begin.
 
         Args:
             keep: whether a sample is kept, which a method other than ``"minmax"`` needs.
+            products: whether products of channels are added up, for their covariance.
         """
         self.keep, self.count = keep, 0
+        self._adds_products = products
+        self._origin: torch.Tensor | None = None
+        self._products: list[torch.Tensor] = []
         self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
         self._total: torch.Tensor | None = None
         self._open: torch.Tensor | None = None  # the rows of the last block, of which so many are there:
@@ -130,7 +136,20 @@ class Observer:
             if self._filled == _BLOCK:
                 total = _sum_of_rows(self._open)
                 self._total = total if self._total is None else self._total + total
+                self._multiply(self._open)
                 self._filled = 0
+
+    def _multiply(self, rows: torch.Tensor) -> None:
+        """Add up the products of channels less the first rows' mean, in float32."""
+        if not self._adds_products:
+            return
+        if self._origin is None:
+            self._origin = rows.float().mean(dim=0)
+            sizes = [len(part) for part in self._origin.tensor_split(-(-rows.shape[1] // MOST_RELATED))]
+            self._products = [_kept((size, size), torch.float32, rows.device).zero_() for size in sizes]
+        centred = (rows.float() - self._origin).split([len(x) for x in self._products], dim=1)
+        for products, part in zip(self._products, centred, strict=True):
+            products.addmm_(part.T, part)
 
     def _add_to_sample(self, flat: torch.Tensor) -> None:
         marks, order = _marks(self.count, flat.shape[0]).sort()
@@ -159,7 +178,13 @@ class Observer:
             low, high = torch.maximum(low, inner_low), torch.minimum(high, inner_high)
         elif method == "mse":
             low, high = _least_error(rows, low, high)
-        return Range(low, high, mean.clamp(low, high))
+        self._multiply(self._open[: self._filled])
+        covariance = []
+        if self._origin is not None:
+            offsets = (mean - self._origin.double().cpu()).float().split([len(x) for x in self._products])
+            for products, offset in zip(self._products, offsets, strict=True):
+                covariance.append((products.cpu() / self.count).sub_(offset[:, None] * offset))
+        return Range(low, high, mean.clamp(low, high), tuple(covariance))
 
 
 def _least_error(rows: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,10 +217,16 @@ class Calibration(fx.Interpreter):
         observers: by node of the graph.
     """
 
-    def __init__(self, module: fx.GraphModule, nodes: Iterable[fx.Node], keep: bool) -> None:
-        """Make observers for nodes; ``keep`` says whether they keep rows."""
+    def __init__(self, module: fx.GraphModule, nodes: Mapping[fx.Node, bool], keep: bool) -> None:
+        """Make observers.
+
+        Args:
+            module: traced.
+            nodes: to look at; of those with True products of channels are added up.
+            keep: whether observers keep rows.
+        """
         super().__init__(module)
-        self.observers = {node: Observer(keep) for node in nodes}
+        self.observers = {node: Observer(keep, products) for node, products in nodes.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
@@ -208,8 +239,8 @@ class Calibration(fx.Interpreter):
         return None if str(target).endswith("_guards_fn") else super().call_module(target, args, kwargs)
 
     def ranges(self, method: str, percentile: float) -> dict[fx.Node, Range]:
-        """Return what was seen, by a method of :data:`METHODS`."""
-        return {node: observer.range(method, percentile) for node, observer in self.observers.items()}
+        """Return what was seen, by a method of :data:`METHODS`. Observers are given up one by one: they take much memory."""
+        return {node: self.observers.pop(node).range(method, percentile) for node in list(self.observers)}
 
 
 @contextmanager

@@ -37,15 +37,16 @@ class Operation:
     """One computing operation of the float network.
 
     Attributes:
-        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"`` or
-            ``"join"``, which puts channels side by side.
+        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"``, ``"join"``, which
+            puts channels side by side, or ``"unrotate"``, which takes an output out of a rotated stream
+            (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
             (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
         seen: for each input the node of the traced graph whose value it is, for calibration.
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
         name: of the submodule that computes it.
-        matrix: weights of a linear layer.
+        matrix: weights of a linear layer, or of what rotates back.
         weight: of a normalisation, float64 (channels,), or None.
         bias: of both, float64, or None.
         epsilon: of a normalisation.
@@ -269,6 +270,16 @@ def _shape_of(x: Any) -> tuple[int, ...]:
 def counted(count: int, first: int = 0) -> torch.Tensor:
     """Return ``count`` whole numbers from ``first`` on, as int64 on the CPU."""
     return torch.arange(first, first + count, dtype=torch.int64, device="cpu")
+
+
+def call_behind(
+    node: fx.Node, name: str, function: Callable[[torch.Tensor], torch.Tensor], of: fx.Node | None = None
+) -> fx.Node:
+    """Put a call of a function of a node's value, or of the value of an earlier node, behind a node of a traced graph."""
+    with node.graph.inserting_after(node):
+        made = node.graph.create_node("call_function", function, (node if of is None else of,), {}, name)
+    made.meta = dict(node.meta)
+    return made
 
 
 def nowhere(*shape: int) -> torch.Tensor:
@@ -744,7 +755,7 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
     weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind == "images":
         return images
-    if operation.kind == "linear":
+    if operation.kind in ("linear", "unrotate"):
         assert operation.matrix is not None
         return nn.functional.linear(inputs[0], operation.matrix.make().to(images), bias)
     if operation.kind == "norm":

@@ -132,6 +132,26 @@ def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -
     return wanted
 
 
+def check_rotated(captured: Captured, images: torch.Tensor, wanted: dict[str, torch.Tensor]) -> None:
+    """Require captured operations to compute what they did before their streams were rotated.
+
+    Args:
+        captured: rotated.
+        images: normalised, some of the first.
+        wanted: of :func:`check_captured`.
+
+    Raises:
+        ValueError: an output has less than 60 dB.
+    """
+    with exact_floats():
+        for name, got in captured(images).items():
+            if not (db := sqnr_db(wanted[name][: len(images)], got)) >= LEAST_READ_DB:
+                raise ValueError(
+                    f"rotating the residual stream changes output {name!r} of the model: it has {db:.1f} dB, where equal ones "
+                    f"have {LEAST_READ_DB:.0f}. This is an error of QFlash, please report it"
+                )
+
+
 def _first_difference(captured: Captured, images: torch.Tensor) -> str:
     """Say at which operation the captured ones begin to differ from the traced graph."""
     parameters = [x for x in captured.module.parameters() if x.is_floating_point()]
@@ -144,7 +164,7 @@ def _first_difference(captured: Captured, images: torch.Tensor) -> str:
             wanted[n] = super().run_node(n)
             return wanted[n]
 
-    Values(captured.module, (), False).run(images)
+    Values(captured.module, {}, False).run(images)
     computed = captured.compute(images)
     last = "the images"
     for operation in captured.operations[1:]:

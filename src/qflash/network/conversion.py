@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from ..specification import layers as op
-from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean
+from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean, WideLinear
 
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
 _LEAST_MULTIPLIER = 8
 """R is a whole number: a smaller one would be too coarse a step. Outputs whose R would be smaller hardly change."""
+
+
+Covariance = tuple[torch.Tensor, ...]
+"""Float32 (channels, channels) of some channels each, one part behind the other; nothing where it was not looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +33,22 @@ class Grid:
 
     Attributes:
         step, middle: float64 (channels,).
+        covariance: of the activations, as :class:`Range` has it.
     """
 
     step: torch.Tensor
     middle: torch.Tensor
+    covariance: Covariance = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What calibration saw of a tensor's channels: float64 (channels,)."""
+    """What calibration saw of a tensor's channels: float64 (channels,), and their covariance."""
 
     low: torch.Tensor
     high: torch.Tensor
     mean: torch.Tensor
+    covariance: Covariance = ()
 
     @property
     def half(self) -> torch.Tensor:
@@ -55,7 +62,11 @@ class Range:
 
     def widened(self, factor: float) -> Range:
         """Return a range of the same middle, as many times as wide."""
-        return Range(self.middle - self.half * factor, self.middle + self.half * factor, self.mean)
+        return Range(self.middle - self.half * factor, self.middle + self.half * factor, self.mean, self.covariance)
+
+    def on(self, grid: Grid) -> Grid:
+        """Return a grid with this range's covariance."""
+        return dataclasses.replace(grid, covariance=self.covariance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +137,8 @@ def quantized_linear(
     mean: torch.Tensor,
     step: torch.Tensor | float,
     middle: torch.Tensor | float = 0.0,
+    levels: int = 127,
+    largest_input: int = Linear.largest_input,
 ) -> QuantizedLinear:
     """Return the integers of a linear layer whose inputs lie on a grid, its outputs are ``step * q + middle``.
 
@@ -137,27 +150,78 @@ def quantized_linear(
         grid: of the inputs.
         mean: of the inputs: what rounding the weights does to it is taken out of the bias.
         step, middle: of the outputs, a number or (outputs,).
+        levels: the largest weight of an output becomes this number, if its bias leaves room.
+        largest_input: of the integers, in magnitude.
 
     Raises:
         ValueError: no R brings the sums to the outputs' unit; the network's scales are degenerate.
     """
     scaled, whole = _on_grid(weight, bias, grid)
     whole = whole - middle
-    ratio = torch.maximum(scaled.abs().amax(dim=1) / 127, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
+    ratio = torch.maximum(scaled.abs().amax(dim=1) / levels, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
     left = _left_of(ratio)
     multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
     unit = multiplier * 2.0 ** (left - 32) * step
-    values = (scaled / unit[:, None]).round().clamp(-127, 127)
+    values = _rounded(scaled / unit[:, None], grid)
     centred = (mean - grid.middle) / grid.step
     # whole units of the sums: what rounding takes is far below the noise of a sum
     offset = ((whole + (scaled - values * unit[:, None]) @ centred) / unit).round() * 2.0**left
-    bound = 128 * 2.0**left * values.abs().sum(dim=1) + offset.abs()
+    bound = largest_input * 2.0**left * values.abs().sum(dim=1) + offset.abs()
     if not (float(bound.max()) < 1 << 31 and float(multiplier.max()) < 1 << 31):
         raise ValueError(
             f"sums up to {float(bound.max()) * 2.0**-left:.3g} cannot be brought to a unit {float(ratio.max()):.3g} times as "
             "fine; the network's scales are degenerate"
         )
     return QuantizedLinear(left, values.to(torch.int8), offset.to(torch.int32), multiplier.to(torch.int32))
+
+
+_DAMPING = 0.1
+"""Of the mean variance, added to each: a few images do not show all directions."""
+_COLUMNS = 128
+"""Whose errors go on together."""
+
+
+def _rounded(values: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Round weights (outputs, inputs) to int8's numbers: each to the nearest, or with error feedback.
+
+    With a covariance of the inputs, the error that rounding the weights of an input makes in the outputs goes into the weights
+    of the inputs behind it, as far as these can take it (Frantar et al., *GPTQ*, ICLR 2023).
+    """
+    if not grid.covariance:
+        return _nearest(values)
+    sizes = [len(part) for part in grid.covariance]
+    parts = zip(values.split(sizes, dim=1), grid.covariance, grid.step.split(sizes), strict=True)
+    return torch.cat([_with_feedback(*part) for part in parts], dim=1)
+
+
+def _nearest(values: torch.Tensor) -> torch.Tensor:
+    return values.round().clamp(-127, 127)
+
+
+def _with_feedback(values: torch.Tensor, covariance: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    inverse_step = (1 / step).float()
+    spread = covariance * inverse_step[:, None] * inverse_step
+    spread.diagonal().add_(_DAMPING * float(spread.diagonal().mean()) + 1e-12)
+    # the upper triangle R with R'R = the inverse, by the factor of the channels in their reverse order
+    factor, failed = torch.linalg.cholesky_ex(spread.flip(0, 1))
+    if failed:
+        # channels so different that float32 does not hold them
+        return _nearest(values)
+    one = torch.eye(len(spread), dtype=torch.float32, device="cpu")
+    upper = torch.linalg.solve_triangular(factor.flip(0, 1), one, upper=True)
+    out, left = torch.empty_like(values), values.float()
+    for first in range(0, values.shape[1], _COLUMNS):
+        block = left[:, first : first + _COLUMNS].t().contiguous()
+        triangle = upper[first : first + len(block), first : first + len(block)]
+        errors = torch.empty_like(block)
+        for column in range(len(block)):
+            rounded = block[column].round().clamp(-127, 127)
+            out[:, first + column] = rounded
+            errors[column] = (block[column] - rounded) / triangle[column, column]
+            block[column + 1 :].addr_(triangle[column, column + 1 :], errors[column], alpha=-1)
+        behind = first + len(block)
+        left[:, behind:].addmm_(errors.t(), upper[first:behind, behind:], alpha=-1)
+    return out
 
 
 def fill_linear(module: Linear, *arguments: Any) -> None:
@@ -336,8 +400,9 @@ def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: to
 
 
 def convert_pixels(
-    module: Linear, weight: Any, bias: torch.Tensor | None, mean: Sequence[float], deviation: Sequence[float], unit: float
-) -> None:
+    module: Linear, weight: Any, bias: torch.Tensor | None, mean: Sequence[float], deviation: Sequence[float], unit: float,
+    covariance: Covariance,
+) -> None:  # fmt: skip
     """Fill in a patch embedding that takes pixels less 128, with the images' mean and deviation folded in.
 
     Args:
@@ -345,10 +410,11 @@ def convert_pixels(
         weight, bias: float64 (outputs, channels * pixels).
         mean, deviation: of the image channels, of pixels in [0, 1].
         unit: of the outputs.
+        covariance: of the inputs as the float layer takes them.
     """
     pixels = weight.shape[1] // len(mean)
     centre, spread = (each(numbers, pixels) for numbers in (mean, deviation))
-    grid = Grid(1 / (255 * spread), (128 / 255 - centre) / spread)
+    grid = Grid(1 / (255 * spread), (128 / 255 - centre) / spread, covariance)
     fill_linear(module, weight, bias, grid, grid.middle, unit)
 
 
@@ -394,6 +460,13 @@ def feature_unit(made: Range) -> float:
     return float(torch.maximum(-made.low, made.high).max().clamp(min=1e-12)) / (1 << 18)
 
 
+def convert_back(
+    module: WideLinear, weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid, mean: torch.Tensor, step: float
+) -> None:
+    """Fill in what takes an output out of a rotated stream: the weights of an output are 0 or plus or minus one number."""
+    quantized_linear(weight, bias, grid, mean, step, levels=1, largest_input=module.largest_input).fill(module)
+
+
 def fill_norm_mean(
     norm: LayerNorm, module: Mean, float_norm: Any, made: Range, inputs: Range | None, unit: float, weight: torch.Tensor | None
 ) -> tuple[Grid | None, float, Grid]:
@@ -403,19 +476,20 @@ def fill_norm_mean(
         norm, module: to fill in.
         float_norm: the float normalisation.
         made: what it returns.
-        inputs, weight: of the head behind the mean; None where there is none.
+        inputs, weight: of the head behind the mean; no weight where there is none, and no inputs where the mean is an output.
         unit: of the residual stream.
 
     Returns:
-        Where the mean's int8 outputs lie, or None and the unit of features; and where the normalisation's lie.
+        Where the mean's int8 outputs lie, or None and the unit of others; and where the normalisation's lie.
     """
     fine = torch.maximum(-made.low, made.high).clamp(min=1e-12) / 32000
     fine = fine.clamp(min=float(fine.max()) / 1024)
     finish_norm(norm, float_norm, unit, fine)
-    if inputs is None or weight is None:
-        scale = feature_unit(made)
+    if weight is None:
+        scale = feature_unit(made) if inputs is None else unit_of(inputs)
         finish_mean(module, fine, torch.full_like(fine, scale))
         return None, scale, Grid(fine, torch.zeros_like(fine))
+    assert inputs is not None
     grid = Grid(SPREADS["head"].steps(inputs.half * HEAD_ROOM, weight), inputs.middle)
     finish_mean(module, fine, grid.step, grid.middle)
     return grid, 1.0, Grid(fine, torch.zeros_like(fine))

@@ -88,9 +88,10 @@ def _check_linear(
     scatter: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
+    inputs: tuple[torch.dtype, ...] = (torch.int8, torch.int16),
 ) -> None:
     _check_output(out_dtype, backend)
-    check_tensor("x", x, (torch.int8,), 1)
+    check_tensor("x", x, inputs, 1)
     _check_weight(x, weight, bias, multiplier, left)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must have the weight's {weight.shape[1]} inputs as its last dimension, got shape {tuple(x.shape)}")
@@ -240,7 +241,7 @@ def int8_linear(
     """Return ``saturate(residual + rescale(x W))``; see :class:`qflash.network.modules.Linear`.
 
     Args:
-        x: int8 (..., inputs).
+        x: int8 or int16 (..., inputs).
         weight: int8 (outputs, inputs).
         bias, multiplier: int32 (outputs,).
         left: 0 to 30.
@@ -282,7 +283,7 @@ def int8_linear_gelu(
     Raises:
         TypeError, ValueError: as :func:`int8_linear`.
     """
-    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend)
+    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend, (torch.int8,))
     _check_gelu(x, weight.shape[0], gelu_multiplier, gelu_offset, gelu_shift)
     layer, gelu = op.LinearIntegers(weight, bias, multiplier, left), (gelu_multiplier, gelu_offset, gelu_shift)
     return find_backend(backend, x.device).linear(x, layer, torch.int8, gelu=gelu)
@@ -382,7 +383,7 @@ def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) ->
 
 def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
     bias, multiplier, left, *gelu, backend = arguments
-    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend)
+    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend, (torch.int8,))
     _check_gelu(x, weight.shape[0], *gelu)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
 

@@ -49,7 +49,7 @@ class FloatTwin:
     prefix: torch.Tensor | None = None
 
 
-KEPT = ("PatchEmbedding", "LayerNorm", "Linear", "LinearGelu", "Attention", "Mean")
+KEPT = ("PatchEmbedding", "LayerNorm", "Linear", "WideLinear", "LinearGelu", "Attention", "Mean")
 """Operators that can be kept in floating point; others move values."""
 _TABLES = ("gather", "scatter", "query", "position", "prefix")
 

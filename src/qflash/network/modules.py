@@ -152,6 +152,8 @@ class Linear(IntegerModule):
     """
 
     constants: tuple[str, ...] = ("left",)
+    largest_input = 128
+    """In magnitude."""
     weight: torch.Tensor
     bias: torch.Tensor
     multiplier: torch.Tensor
@@ -177,7 +179,7 @@ class Linear(IntegerModule):
     def check_values(self) -> None:
         require_within("left", self.left, 0, 30)
         require_within("multiplier", self.multiplier, 0, op.INT32[1])
-        sums = self.weight.to(torch.int64).abs().sum(dim=1) * 128
+        sums = self.weight.to(torch.int64).abs().sum(dim=1) * self.largest_input
         require_within("the largest sum of an output", (sums << self.left) + self.bias.to(torch.int64).abs(), 0, op.INT32[1])
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
@@ -192,6 +194,16 @@ class Linear(IntegerModule):
             x, self.weight, self.bias, self.multiplier, self.left, residual, self.scatter, self.dtype, backend
         )
         return out
+
+
+class WideLinear(Linear):
+    """A linear layer of int16 inputs, which takes what leaves a rotated residual stream out of the rotation, to int32."""
+
+    largest_input = 1 << 15
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, "int32")
+        self.sizes = {"inputs": inputs, "outputs": outputs}
 
 
 class PatchEmbedding(Linear):
@@ -525,6 +537,7 @@ class Widen(IntegerModule):
 
 
 OPERATORS: dict[str, type[IntegerModule]] = {
-    kind.__name__: kind for kind in (PatchEmbedding, LayerNorm, Linear, LinearGelu, Attention, Mean, First, Join, Widen)
+    kind.__name__: kind
+    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
 }
 """Kinds of node of an integer network, by name."""

@@ -20,7 +20,7 @@ from ..specification import layers as op
 from ..specification.recipe import Recipe
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
 
@@ -64,10 +64,20 @@ def _rescale(
     return graph.shift_right(graph.multiply(sums, wide, np.int64), 32, most, offset, after)
 
 
+def _wide_product(graph: Graph, x: Value, weight: Value) -> Value:
+    """Return the product of int32 of int16's range and weights of :meth:`Graph.weight`, by upper and lower eight bits."""
+    positive = graph.add(x, 1 << 15)
+    high = graph.cast(graph.shift_unsigned(graph.cast(positive, np.uint32), 8), np.int32)
+    low = graph.subtract(positive, graph.multiply(high, 256))
+    high, low = graph.cast(high, np.uint8), graph.cast(low, np.uint8)
+    return graph.add(graph.multiply(graph.matmul(high, weight), 256), graph.matmul(low, weight, x_zero=0))
+
+
 def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None) -> Value:
-    """Write a :class:`.modules.Linear` or :class:`.modules.LinearGelu`; arguments as its ``forward`` has them."""
-    sums = graph.matmul(x, graph.weight(module.weight.mT, "weight"))
-    bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * 128)
+    """Write a :class:`.modules.Linear`, or a kind of it; arguments as its ``forward`` has them."""
+    weight = graph.weight(module.weight.mT, "weight")
+    sums = _wide_product(graph, x, weight) if isinstance(module, WideLinear) else graph.matmul(x, weight)
+    bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * module.largest_input)
     change = bound, module.left, module.bias, module.multiplier
     if isinstance(module, LinearGelu):
         return _gelu(graph, module, _rescale(graph, sums, *change))

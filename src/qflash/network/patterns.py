@@ -20,12 +20,12 @@ from torch import fx
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
-from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View, counted, nowhere, wide
+from .capture import BATCH, Captured, Operation, Output, UnsupportedError, View, call_behind, counted, nowhere, wide
 from .conversion import Grid, Range
 from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
 from .matrix import Matrix
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -178,7 +178,7 @@ class Lowering:
         self.fillers: list[Callable[[Ranges], None]] = []
         self.groups: list[Group] = []
         self.streams: dict[tuple[int, ...], Stream] = {}
-        self.observed: dict[fx.Node, None] = {}
+        self.observed: dict[fx.Node, bool] = {}
         self.values: dict[int, str] = {}
         self.grids: dict[str, Grid] = {}
         self.scales: dict[str, float] = {}
@@ -197,7 +197,8 @@ class Lowering:
 
     def watch(self, *nodes: fx.Node) -> None:
         """Have calibration look at nodes of the traced graph."""
-        self.observed.update(dict.fromkeys(nodes))
+        for node in nodes:
+            self.observed.setdefault(node, False)
 
     def add(self, name: str, module: Any, *inputs: str) -> str:
         """Add a node; return its name, which no other has, and which is not below another's."""
@@ -274,9 +275,14 @@ class Lowering:
         group = self.group()
         name = self.add(operation.name or "embed", module, IMAGES)
         term = rows.term
+        view = operation.inputs[0]
+        pixels = slice(None) if order is None else order
+        seen = call_behind(operation.seen[0], "patches", lambda images: view.evaluate(images.flatten(1))[..., pixels])
+        self.observed[seen] = True
 
         def fill(ranges: Ranges) -> None:
-            cv.convert_pixels(module, matrix.make(), bias, self.mean, self.deviation, group.unit)
+            covariance = ranges[seen].covariance
+            cv.convert_pixels(module, matrix.make(), bias, self.mean, self.deviation, group.unit, covariance)
             if term is not None and module.position is not None:
                 module.position.copy_(cv.to_int16(term[prefix:], group.unit)[None])
             if term is not None and module.prefix is not None:
@@ -324,7 +330,7 @@ class Lowering:
             UnsupportedError: an operation fits into no pattern.
         """
         for operation in self.captured.operations:
-            if operation.kind not in ("images", "join"):
+            if operation.kind not in ("images", "join", "unrotate"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
@@ -360,7 +366,7 @@ class Lowering:
         self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
 
     def norm_before(
-        self, rows: Rows, user: Operation, dtype: str, *, single: bool = False
+        self, rows: Rows, user: Operation, dtype: str, *, single: bool = False, suffix: str = ""
     ) -> tuple[str, LayerNorm, Any, Group]:
         """Add the normalisation whose rows a linear layer (or a mean, or the output) takes, in the order it takes them.
 
@@ -384,7 +390,7 @@ class Lowering:
             raise _refuse(user, "tokens are merged behind a normalisation")
         gather = None if torch.equal(table, counted(stream.rows)[:, None]) else table
         module = _norm_module(operation.channels, dtype, gather, single and not stream.is_flat)
-        name = self.add(operation.name or "norm", module, stream.node)
+        name = self.add((operation.name or "norm") + suffix, module, stream.node)
         term = None
         if rows.term is not None:
             if not bool((rows.term == rows.term[:1]).all()):
@@ -414,6 +420,8 @@ class Lowering:
         """
         self.watch(seen)
         source = rows.source
+        # a head takes too few rows for a covariance
+        self.observed[seen] |= layer != "head"
         if id(source) in self.values:
             tokens = rows.table[:, 0]
             if rows.table.shape[1] != 1 or not rows.has_all_columns or rows.term is not None or rows.factor is not None:
@@ -422,7 +430,7 @@ class Lowering:
             node = whole
             if not torch.equal(tokens, counted(source.rows // BATCH)):
                 node = self.first(whole, tokens, user)
-            return node, lambda ranges: (self.grids[whole], ranges[seen].mean)
+            return node, lambda ranges: (ranges[seen].on(self.grids[whole]), ranges[seen].mean)
         if source.kind == "norm" and (id(source),) not in self.streams:
             name, norm, float_norm, group = self.norm_before(rows, user, "int8", single=single)
             self.references[name] = rows.view, None
@@ -432,7 +440,7 @@ class Lowering:
                 self.grids[name] = cv.convert_norm_linear(
                     norm, float_norm, group.unit, matrix.make(), inputs, cv.SPREADS[layer]
                 )
-                return self.grids[name], ranges[seen].mean
+                return ranges[seen].on(self.grids[name]), ranges[seen].mean
 
             return name, fill
         if rows.table.shape != (1, 1) or not single:
@@ -756,9 +764,12 @@ class Lowering:
         norm_rows = Rows(view, rows.source, counted(rows.source.rows // BATCH)[:, None], rows.columns, rows.factor, rows.term)
         name, norm, float_norm, group = self.norm_before(norm_rows, operation, "int16")
         matrix, seen = self.matrix_behind(operation)
-        if kinds not in ({"linear"}, {"join"}, {"output"}):
+        if kinds not in ({"linear"}, {"join"}, {"output"}, {"unrotate"}):
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds))}")
-        module = Mean(len(tokens), operation.channels, "int32" if matrix is None else "int8", first)
+        dtype = "int8"
+        if matrix is None:
+            dtype = "int32" if seen is None else "int16"
+        module = Mean(len(tokens), operation.channels, dtype, first)
         node = self.values[id(operation)] = self.add(f"{operation.name}.mean".lstrip("."), module, name)
         self.twins[node] = FloatTwin()
         self.watch(rows.source.node, *(() if seen is None else (seen,)))
@@ -776,11 +787,16 @@ class Lowering:
         self.fillers.append(fill)
 
     def matrix_behind(self, operation: Operation) -> tuple[Matrix | None, fx.Node | None]:
-        """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes."""
+        """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes.
+
+        There are no weights where an output is taken out of a rotated stream, and nothing where the mean is an output.
+        """
         users = self.users[id(operation)]
         if len(users) != 1:
             return None, None
         user, place = users[0]
+        if user.kind == "unrotate":
+            return None, user.seen[0]
         if user.kind == "linear":
             return user.matrix, user.seen[0]
         if user.kind == "join" and [each.kind for each, _ in self.users[id(user)]] == ["linear"]:
@@ -803,6 +819,8 @@ class Lowering:
             return self.heads([view.source for view in source.inputs], output)
         if source.kind == "mean" and id(source) in self.values:
             return self.values[id(source)]
+        if source.kind == "unrotate":
+            return self.unrotate(source)
         rows = rows_of(output.view, source)
         if source.kind == "norm" and (id(source),) not in self.streams:
             single = len(rows.table) == 1 and len(output.view.shape) == 2
@@ -822,6 +840,53 @@ class Lowering:
         name = self.add(output.name, Widen(None if stream.is_flat else token), stream.node)
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
         return name
+
+    def unrotate(self, operation: Operation) -> str:
+        """Add what rotates an output back: the stream, or what a normalisation behind it computes, in int16."""
+        view, seen, matrix = operation.inputs[0], operation.seen[0], operation.matrix
+        rows, source = rows_of(view, operation), view.source
+        single = len(rows.table) == 1 and len(view.shape) == 2
+        assert matrix is not None
+        self.watch(seen, operation.node)
+        if id(source) in self.values:
+            name = self.values[id(source)]
+        elif source.kind == "norm" and (id(source),) not in self.streams:
+            name, norm, float_norm, group = self.norm_before(rows, operation, "int16", single=single, suffix="_rotated")
+
+            def fill_norm(ranges: Ranges) -> None:
+                self.scales[name] = cv.unit_of(ranges[seen])
+                cv.finish_norm(norm, float_norm, group.unit, self.scales[name])
+
+            self.fillers.append(fill_norm)
+        else:
+            stream, there = self.stream(view, seen, operation)
+            name = stream.node
+            if single and not stream.is_flat:
+                token = Mean(1, stream.channels, "int16", int(there.table[0, 0]))
+                name = self.add(f"{stream.node}_token", token, stream.node)
+                self.twins[name] = FloatTwin()
+            elif not torch.equal(there.table, counted(stream.rows)[:, None]):
+                raise _refuse(source, "an output is some tokens of the residual stream")
+
+            def fill_stream(ranges: Ranges) -> None:
+                self.scales[name] = stream.group.unit
+                if name != stream.node:
+                    unit = torch.full((stream.channels,), stream.group.unit, dtype=torch.float64, device="cpu")
+                    cv.finish_mean(token, unit, unit)
+
+            self.fillers.append(fill_stream)
+        module = WideLinear(matrix.shape[1], matrix.shape[0])
+        node = self.add(operation.name, module, name)
+        self.twins[node] = FloatTwin(matrix, operation.bias)
+
+        def fill(ranges: Ranges) -> None:
+            self.scales[node] = cv.feature_unit(ranges[operation.node])
+            unit = torch.full((matrix.shape[1],), self.scales[name], dtype=torch.float64, device="cpu")
+            grid = Grid(unit, torch.zeros_like(unit))
+            cv.convert_back(module, matrix.make(), operation.bias, grid, ranges[seen].mean, self.scales[node])
+
+        self.fillers.append(fill)
+        return node
 
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
         """Add the last linear layer; several whose sum is the output become one, which takes the inputs of all."""
@@ -864,7 +929,9 @@ class Lowering:
 
         def fill(ranges: Ranges) -> None:
             found = [grid_of(ranges) for grid_of in grids]
-            grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
+            grid = found[0][0]
+            if len(found) > 1:
+                grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
             mean = torch.cat([each for _, each in found])
             self.grids[source] = grid
             self.scales[node] = cv.convert_head(module, whole.make(), None if no_bias else bias, grid, mean)

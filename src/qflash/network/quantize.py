@@ -14,11 +14,12 @@ from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
 from .capture import BATCH, capture, drop_unread_rows
-from .checks import check_captured, is_constant, judge
+from .checks import check_captured, check_rotated, is_constant, judge
 from .execution import check_images
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
 from .patterns import Lowering
+from .rotation import rotate_streams
 
 HELD_OUT = 8
 """Images that the ranges do not see where there are twice as many; the network is judged on them."""
@@ -248,6 +249,8 @@ def quantize_model(
     with torch.no_grad():
         wanted = check_captured(captured, model, exact)
         drop_unread_rows(captured)
+        if rotate_streams(captured):
+            check_rotated(captured, exact[:BATCH], wanted)
         lowering = Lowering(captured, choices, image)
         network = lowering.lower()
         calibration = Calibration(captured.module, lowering.observed, method != "minmax")

@@ -19,7 +19,7 @@ from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
 from .tosa_graph import Graph, Value
 
 Shape = tuple[int, ...]
@@ -64,6 +64,17 @@ def _shifted_sums(graph: Graph, sums: Value, left: int, bias: np.ndarray) -> Val
     return graph.add(graph.shift_left(sums, left), bias)
 
 
+def _wide_product(graph: Graph, x: Value, weight: np.ndarray, bias: np.ndarray) -> Value:
+    """Return sums of int32 of int16's range times int8 weights, plus a bias, by upper and lower eight bits of x."""
+    high = graph.shift_right(x, 8)
+    low = graph.cast(graph.subtract(x, graph.add(graph.shift_left(high, 8), 128)), np.int8)
+    # 128 is taken from the lower bits, which are 0 to 255
+    sums = graph.convolve(graph.cast(high, np.int8), weight, np.zeros_like(bias))
+    return graph.add(
+        graph.shift_left(sums, 8), graph.convolve(low, weight, bias + 128 * weight.sum(axis=(1, 2, 3), dtype=np.int64))
+    )
+
+
 def _products(graph: Graph, module: Linear, x: Value) -> tuple[Value, int]:
     """Return the sums that :func:`.layers.rescale` multiplies but for a shift to the left, and that shift.
 
@@ -75,6 +86,9 @@ def _products(graph: Graph, module: Linear, x: Value) -> tuple[Value, int]:
         weight = weight.reshape(len(weight), -1, high, wide).transpose(0, 2, 3, 1)
     else:
         weight = weight[:, None, None, :]
+    if isinstance(module, WideLinear):
+        sums = _wide_product(graph, x, weight, np.zeros_like(bias))
+        return _shifted_sums(graph, sums, module.left, bias), 0
     if not (bias & ((1 << module.left) - 1)).any():
         return graph.convolve(x, weight, bias >> module.left), module.left
     return _shifted_sums(graph, graph.convolve(x, weight, np.zeros_like(bias)), module.left, bias), 0

@@ -9,26 +9,7 @@ A product of two numbers of 32 bits is always ``mul(a, b, n) = (a b + 2**(n - 1)
 
 Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
 
-===============================  =========================  ====================================================
-quantity                         bound                      why
-===============================  =========================  ====================================================
-acc = x W                        ``< 2**31``                128 * 128 K
-A = (acc << left) + b            ``< 2**31``                128 sum |W| and |b| of every row, looked at when it is made
-mul(A, R, 32)                    ``<= 2**30``               R < 2**31
-GELU: r                          ``[0, 4096]``              clamped
-GELU: every product              ``< 2**31``                2**24; 2**15 * 59898; 18977 * 18588
-GELU: g M + B                    ``< 2**31``                2**17 * 2**13 + 2**30
-S = sum of h                     ``<= 2**27``               C <= 4096, h is int16
-m, four times the mean           ``<= 2**17``               4 S / C, rounded
-V = sum of (4 h - m)**2 + E      ``< 2**47``                16 * 32767.5**2 C + C / 4; E <= 2**46
-d = C h - S                      ``< 2**28``                C (|h| + |mean|)
-d 2**l, rounded                  ``< 2**31``                N 2**32 / f; l is -5 to 25
-x, the inverse root              ``[2**29 - 64, 2**30]``    2**44 / sqrt(v) with v in [2**28, 2**30)
-f = x 4 / sqrt(C), in its unit   ``[2**28 - 64, 2**30]``    K in [2**29, 2**30]
-N = normalised h                 ``|N| <= 2**26``           sqrt(C) in 1/2**20
-mul(N, G, 28) + B                ``< 2**31``                2**29 + 2**30
-===============================  =========================  ====================================================
-"""
+===============================  =========================  ============================================="""
 
 from __future__ import annotations
 
@@ -57,7 +38,7 @@ _UNCHECKED = Checker(False)
 
 
 def integer_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 activations (..., inputs) by int8 weights (outputs, inputs): int32 (..., outputs), exact.
+    """Multiply int8 or int16 activations (..., inputs) by int8 weights (outputs, inputs): int32 (..., outputs), exact.
 
     On a CPU in int32. PyTorch has no integer product on every other device; there float64 holds all sums exactly.
     """

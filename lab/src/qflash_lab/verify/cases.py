@@ -71,6 +71,7 @@ class LayerCase:
         outputs: of a linear layer; 0 for a normalisation.
         epilogue: of a linear layer: ``"none"``, ``"residual"`` or ``"gelu"``.
         output: dtype of the output.
+        input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
             the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens.
@@ -86,6 +87,7 @@ class LayerCase:
     layout: str = "contiguous"
     moved: str | int | None = None
     launch: int = -1
+    input: str = "int8"
 
 
 AnyCase: TypeAlias = Case | LayerCase
@@ -124,6 +126,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("linear-residual", 64 * 197, 1536, 384, "residual", "int16"),
     LayerCase("linear-gelu", 64 * 197, 384, 1536, "gelu"),
     LayerCase("linear-logits", 64, 384, 1000, output="int32"),
+    LayerCase("linear-wide", 64 * 257, 384, 384, output="int32", input="int16"),  # features leave a rotated stream
     LayerCase("linear-windows", 64 * 3136, 96, 96, "residual", "int16", moved="windows"),
     LayerCase("cut-patches", 64 * 196, 768, 384, output="int16", moved="patches", launch=0),
     LayerCase("linear-positions", 64 * 196, 768, 384, output="int16", moved="patches"),
@@ -256,7 +259,7 @@ def _run_layer(case: LayerCase) -> None:
         execution.integer_layer_norm(h, 1, tensor(channels), tensor(channels), 18, gather, output, "triton")
         return
     outputs = tensor(case.outputs), tensor(case.outputs)
-    linear = (activations(torch.int8), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2)
+    linear = (activations(getattr(torch, case.input)), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2)
     if case.moved == "patches":
         images = tensor(case.tokens // 196, case.inputs // 256, 224, 224, dtype=torch.uint8)
         position, prefix = (tensor(1, tokens, case.outputs, dtype=torch.int16) for tokens in (196, 1))

@@ -91,13 +91,13 @@ INLINE void store(void *to, vector x, const int64_t bytes, int64_t n) {
 /* --- linear layers ---------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const int8_t *x, *weight;          /* (rows, inputs), (outputs, inputs) */
+    const int8_t *x, *weight;          /* (rows, inputs), (outputs, inputs); x is int16 where input_bytes says so */
     const int32_t *bias, *multiplier;  /* (outputs) */
     const int16_t *residual;           /* (rows, outputs) or NULL */
     const int32_t *gelu_multiplier, *gelu_offset; /* (outputs), or NULL without GELU */
     void *out;                         /* (rows, outputs) */
     int64_t rows, inputs, outputs, left, bytes; /* bytes of an output */
-    int64_t gelu_shift, threads;
+    int64_t gelu_shift, threads, input_bytes;
 } linear;
 
 /* What the epilogue needs of the outputs of a panel; 0 past the last. */
@@ -237,8 +237,36 @@ static void multiply_rows(
     }
 }
 
+/* A layer of int16 inputs, which leaves a network once: plain sums, an output at a time. */
+static int wide_linear(const linear *x) {
+#pragma omp parallel num_threads(threads_of(x->threads))
+    {
+        const int64_t inputs = x->inputs;
+        const share rows = share_of(x->rows);
+        int32_t sums[WIDTH] = {0};
+        channels by;
+        for (int64_t start = 0; start < x->outputs; start += WIDTH) {
+            const int64_t n = at_most(WIDTH, x->outputs - start);
+            copy_channels(by.bias, x->bias, start, n);
+            copy_channels(by.multiplier, x->multiplier, start, n);
+            for (int64_t row = rows.begin; row < rows.end; row++) {
+                const int16_t *from = (const int16_t *)x->x + row * inputs;
+                for (int64_t j = 0; j < n; j++) {
+                    const int8_t *weight = x->weight + (start + j) * inputs;
+                    uint32_t sum = 0;
+                    for (int64_t k = 0; k < inputs; k++) sum += (uint32_t)(from[k] * weight[k]);
+                    sums[j] = (int32_t)sum;
+                }
+                finish(x, &by, sums, row, 1, start);
+            }
+        }
+    }
+    return 0;
+}
+
 /* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
 int qflash_linear(const linear *x) {
+    if (x->input_bytes == 2) return wide_linear(x);
     const int64_t depth = grouped(x->inputs), panels = (x->outputs + WIDTH - 1) / WIDTH;
     const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / ROWS + 1) * ROWS;
     char *memory = malloc(LINE + sizeof(right_operand) * panels * WIDTH * depth);

@@ -9,7 +9,7 @@ import torch
 from ...specification.layers import Gelu, LinearIntegers, row_constants
 from . import launch
 
-_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 7)
+_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 8)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
@@ -32,8 +32,11 @@ def launch_linear(
     rows = out.numel() // outputs
     arguments = _Linear(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-        (rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs)),
-    )
+        (
+            rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs),
+            x.element_size(),
+        ),
+    )  # fmt: skip
     launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")
     return out
 

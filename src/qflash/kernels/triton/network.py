@@ -39,7 +39,8 @@ def int8_linear_kernel(
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N outputs of a linear layer.
 
-    x is int8 (rows, inputs), the weights int8 (outputs, inputs), residual int16 and output (rows, outputs), all contiguous.
+    x is int8 or int16 (rows, inputs), the weights int8 (outputs, inputs), residual int16 and output (rows, outputs), all
+    contiguous.
     PLACES: where these two have the rows, see :func:`places_of`; "" where x has them. WHOLE: the inputs are a multiple of
     BLOCK_K.
     """
@@ -50,6 +51,8 @@ def int8_linear_kernel(
     x_ptrs = x_ptr + m[:, None] * inputs + k[None, :]
     weight_ptrs = weight_ptr + n[None, :].to(tl.int64) * inputs + k[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
+    low = tl.zeros((BLOCK_M if WIDE else 1, BLOCK_N), tl.int32)
     for start in range(0, inputs, BLOCK_K):
         if WHOLE:
             x = tl.load(x_ptrs, mask=here[:, None], other=0)
@@ -57,9 +60,17 @@ def int8_linear_kernel(
         else:
             x = tl.load(x_ptrs, mask=here[:, None] & (k < inputs - start)[None, :], other=0)
             weight = tl.load(weight_ptrs, mask=inside[None, :] & (k < inputs - start)[:, None], other=0)
-        sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
+        if WIDE:
+            # x = 256 high + low + 128, both in int8
+            low = tl.dot(((x & 255) - 128).to(tl.int8), weight, low, out_dtype=tl.int32)
+            low += 128 * tl.sum(weight.to(tl.int32), 0)[None, :]
+            sums = tl.dot((x >> 8).to(tl.int8), weight, sums, out_dtype=tl.int32)
+        else:
+            sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
+    if WIDE:
+        sums = (sums << 8) + low
     bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
     y = multiply_round((sums << left) + bias[None, :], multiplier[None, :], GUARD)

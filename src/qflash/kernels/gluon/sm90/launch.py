@@ -378,6 +378,8 @@ def linear_refusal(call: LinearCall) -> str | None:
     outputs, inputs = call.weight.shape
     if call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
         return "it is for Hopper (sm_90)"
+    if call.x.dtype != torch.int8:
+        return "it takes int8"
     if inputs % 16 or outputs % 32 or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
         return "it takes a multiple of 16 inputs and of 32 outputs, from addresses that are multiples of 16"
     return None

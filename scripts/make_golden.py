@@ -849,7 +849,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_classes": 4, "pre_norm": True, "class_token": False, "global_pool": "avg", "fc_norm": False},
     ),
     "vit-long": ("VisionTransformer", {"num_classes": 3, "img_size": 18, "patch_size": 2, "depth": 2}),
-    "vit-two-outputs": ("two outputs", {"num_classes": 0}),
+    # 18 channels are not rotated
+    "vit-two-outputs": ("two outputs", {"num_classes": 0, "embed_dim": 18}),
     "swin": ("SwinTransformer", {"num_classes": 5}),
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }

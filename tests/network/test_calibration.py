@@ -303,7 +303,7 @@ def test_batches_that_use_the_model_are_not_looked_at() -> None:
     assert equal(*(scales_of(each) for each in patched))
 
 
-@pytest.mark.parametrize(("rows", "channels"), [(7, 5), (256, 12), (1000, 12), (300, 1025)])
+@pytest.mark.parametrize(("rows", "channels"), [(7, 5), (256, 12), (1000, 12), (600, 1025)])
 def test_a_covariance_is_that_of_the_stream(rows: int, channels: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, channels, generator=generator) @ torch.randn(channels, channels, generator=generator)
@@ -329,7 +329,8 @@ def test_a_covariance_is_that_of_the_stream(rows: int, channels: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_no_covariance_is_kept_unless_asked_for() -> None:
-    observer = Observer(keep=False)
-    observer.add(torch.randn(3, 4))
-    assert observer.range("minmax", 99.99).covariance == ()
+@pytest.mark.parametrize(("rows", "products", "parts"), [(8, False, 0), (8, True, 1), (7, True, 0)])
+def test_a_covariance_is_kept_where_it_is_asked_for_and_rows_are_enough(rows: int, products: bool, parts: int) -> None:
+    observer = Observer(keep=False, products=products)
+    observer.add(torch.randn(rows, 8))
+    assert len(observer.range("minmax", 99.99).covariance) == parts

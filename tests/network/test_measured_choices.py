@@ -282,7 +282,11 @@ def test_weights_are_rounded_with_error_feedback() -> None:
     weight = torch.randn(20, 48, generator=generator, dtype=torch.float64)
     step, zeros = torch.rand(48, generator=generator, dtype=torch.float64) + 0.5, torch.zeros(48, dtype=torch.float64)
     errors = []
-    for covariance in ((), (torch.cov(rows[:1000].T).float(),), tuple(torch.cov(x.T).float() for x in rows[:1000].split(24, 1))):
+    for covariance in (
+        (),
+        (torch.cov(rows[:1000].T).float(),),
+        tuple(torch.cov(x.T).float() for x in rows[:1000].split(24, 1)),
+    ):
         layer = conversion.quantized_linear(weight, None, conversion.Grid(step, zeros, covariance), zeros, 1e-4)
         unit = layer.multiplier.double() * 2.0 ** (layer.left - 32) * 1e-4
         rounded = layer.weight.double() * unit[:, None] / step

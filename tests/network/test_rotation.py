@@ -66,6 +66,18 @@ class StreamInAGelu(nn.Module):
         return self.model.norm(x) + self.more(nn.functional.gelu(x))
 
 
+class StreamInAttention(nn.Module):
+    """A reader that has no matrix: attention of one head on the stream itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = vit(num_classes=0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.model.blocks(self.model.patch_embed(images))
+        return self.model.norm(x) + nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 # model, rotated streams, normalisations that keep their weights
 MODELS: dict[str, tuple[Any, int, int]] = {
     "class token": (lambda: vit(), 1, 0),
@@ -86,6 +98,7 @@ MODELS: dict[str, tuple[Any, int, int]] = {
     "class and patch tokens": (lambda: of_transformers("Dinov2", "Model"), 1, 0),
     "norm before the blocks": (lambda: vit(pre_norm=True), 0, 6),
     "GELU of the stream": (StreamInAGelu, 0, 5),
+    "attention of the stream": (StreamInAttention, 0, 5),
     "odd channels": (lambda: vit(embed_dim=18, num_heads=2), 0, 5),
 }
 

@@ -180,7 +180,8 @@ class Observer:
             low, high = _least_error(rows, low, high)
         self._multiply(self._open[: self._filled])
         covariance = []
-        if self._origin is not None:
+        # fewer rows than channels say little of how these go together
+        if self._origin is not None and self.count >= max(map(len, self._products)):
             offsets = (mean - self._origin.double().cpu()).float().split([len(x) for x in self._products])
             for products, offset in zip(self._products, offsets, strict=True):
                 covariance.append((products.cpu() / self.count).sub_(offset[:, None] * offset))

@@ -248,14 +248,13 @@ class _Stream:
             gain, bias: of the normalisation before, which no longer has them.
         """
         view = reader.inputs[place]
-        _require(_is_plain(view) and reader.seen[place].meta["val"].shape[-1] == view.shape[-1])
+        _require(reader.kind in ("linear", "join") and _is_plain(view))
+        _require(reader.seen[place].meta["val"].shape[-1] == view.shape[-1])
+        layers = [reader]
         if reader.kind == "join":
             _require(all(output.view.source is not reader for output in self.captured.outputs))
             layers = [user for user, _ in self.users[id(reader)]]
             _require(all(user.kind == "linear" and _is_plain(user.inputs[0]) for user in layers))
-        else:
-            _require(reader.kind == "linear")
-            layers = [reader]
         first = sum(x.shape[-1] for x in reader.inputs[:place])
         last = first + view.shape[-1]
 

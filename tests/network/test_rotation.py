@@ -12,7 +12,7 @@ from torch import nn
 import qflash
 from qflash.network.calibration import Calibration
 from qflash.network.capture import Captured, capture, drop_unread_rows
-from qflash.network.modules import LayerNorm, WideLinear
+from qflash.network.modules import LayerNorm, Linear, WideLinear
 from qflash.network.quality import sqnr_db
 from qflash.network.rotation import Rotation, rotate_streams
 from small_networks import build, decibels, draw, draw_images, normalise
@@ -216,7 +216,6 @@ def test_a_massive_channel_costs_little() -> None:
     images = draw(model, 4, seed=3)
     with torch.inference_mode():
         want = model(normalise(model, images))
-    print(decibels(want, network.dequantize(network(images))))
     assert decibels(want, network.dequantize(network(images))) > 20
 
 
@@ -224,3 +223,20 @@ def test_a_wrong_rotation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rotation, "of_outputs", lambda self, matrix: matrix)
     with pytest.raises(ValueError, match=r"rotating the residual stream changes output 'output' of the model"):
         quantized(random_weights(vit()))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Linear, torch.int16), (WideLinear, torch.int8)])
+def test_a_layer_takes_the_inputs_that_its_sums_have_room_for(kind: Any, dtype: torch.dtype) -> None:
+    module = Linear(8, 4, "int32") if kind is Linear else WideLinear(8, 4)
+    with pytest.raises(TypeError, match=f"x must be {'int8' if kind is Linear else 'int16'}, got"):
+        module(torch.ones(3, 8, dtype=dtype))
+
+
+def test_the_sums_of_int16_inputs_have_a_bound() -> None:
+    module = WideLinear(64, 4)
+    module.weight.fill_(1)
+    module.left = 9
+    module.check_values()
+    module.left = 10
+    with pytest.raises(ValueError, match="the largest sum of an output must be from 0 to"):
+        module.check_values()

@@ -18,7 +18,7 @@ from torch import nn
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
-from ..validation import resolve_softmax_scale
+from ..validation import check_tensor, resolve_softmax_scale
 
 
 def require_within(name: str, x: torch.Tensor | int, least: int, most: int) -> None:
@@ -152,8 +152,8 @@ class Linear(IntegerModule):
     """
 
     constants: tuple[str, ...] = ("left",)
-    largest_input = 128
-    """In magnitude."""
+    input_dtype, largest_input = torch.int8, 128
+    """Of what it takes; the second in magnitude, for the bound of its sums."""
     weight: torch.Tensor
     bias: torch.Tensor
     multiplier: torch.Tensor
@@ -190,6 +190,7 @@ class Linear(IntegerModule):
             residual: int16 (..., outputs), added after the change of unit and before saturation; only for int16 outputs.
             backend: see :func:`qflash.attention`.
         """
+        check_tensor("x", x, (self.input_dtype,), 1)  # the operator takes both kinds
         out: torch.Tensor = torch.ops.qflash.int8_linear(
             x, self.weight, self.bias, self.multiplier, self.left, residual, self.scatter, self.dtype, backend
         )
@@ -199,7 +200,7 @@ class Linear(IntegerModule):
 class WideLinear(Linear):
     """A linear layer of int16 inputs, which takes what leaves a rotated residual stream out of the rotation, to int32."""
 
-    largest_input = 1 << 15
+    input_dtype, largest_input = torch.int16, 1 << 15
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, "int32")

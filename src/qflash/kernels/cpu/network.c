@@ -237,7 +237,7 @@ static void multiply_rows(
     }
 }
 
-/* A layer of int16 inputs, which leaves a network once: plain sums, an output at a time. */
+/* A layer of int16 inputs, of which a network has one for each of its outputs: plain sums, an output at a time. */
 static int wide_linear(const linear *x) {
 #pragma omp parallel num_threads(threads_of(x->threads))
     {

@@ -247,14 +247,14 @@ def _conversion_spans(x: Sequence[int]) -> dict[str, int]:
 
 
 def _linear_spans(x: Sequence[int]) -> dict[str, int]:
-    rows, inputs, outputs, _, item, *_ = x
+    rows, inputs, outputs, _, item, _, _, input_bytes = x
     constants = dict.fromkeys(("bias", "multiplier", "gelu_multiplier", "gelu_offset"), 4 * outputs)
-    activations = {"x": rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
+    activations = {"x": input_bytes * rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
     return {"weight": outputs * inputs, **constants, **activations}
 
 
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:
-    rows, channels, _, _, item, _ = x
+    rows, channels, _, _, item, *_ = x
     return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
 
 

@@ -60,7 +60,7 @@ def test_long_rows_have_the_reference_bits(first: int) -> None:
         assert same_bits(cpu.launch_attention(int8_call(*arguments)), reference.int8_attention(int8_call(*arguments))), case
 
 
-@pytest.mark.parametrize("octave", [-18, -19, -20])
+@pytest.mark.parametrize("octave", [-19, -20, -21])
 def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
     """A key of weight 1 among 299 of 255, at scales for which the output's shift is 1, 0, and 0 because it cannot be less."""
     query, key = torch.full((1, 1, 2, 16), 127, dtype=torch.int8), torch.full((1, 1, 300, 16), 127, dtype=torch.int8)
@@ -71,8 +71,8 @@ def test_the_finest_output_scales_have_the_reference_bits(octave: int) -> None:
     eight_octaves = 8 * math.log(2) / ((127 + 59) * 127 * 16)
     arguments = query, one, key, one, value, one, None, False, eight_octaves, one * 2.0**octave, torch.int8, qflash.DEFAULT
     expected = reference.int8_attention(int8_call(*arguments))
-    exact = value[:, :, :1] / (1 + 299 * 255) * 2.0 ** min(-octave, 19)
-    assert float((expected - exact).abs().max()) < 1
+    exact = value[:, :, :1] / (1 + 299 * 255) * 2.0 ** min(-octave, 20)
+    assert float((expected - exact).abs().max()) < 1.1  # rounded down where the shift is 0
     assert same_bits(cpu.launch_attention(int8_call(*arguments)), expected)
 
 

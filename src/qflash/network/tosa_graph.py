@@ -284,7 +284,7 @@ class Graph:
         return self.node("MATMUL", inputs, np.int32, (*x.shape[:2], y.shape[2]))
 
     def convolve(self, x: Value, weight: np.ndarray, bias: np.ndarray) -> Value:
-        """Multiply int8 patches that lie side by side by weights.
+        """Multiply int8 patches that do not overlap by weights.
 
         Args:
             x: int8 (batch, height, width, channels).

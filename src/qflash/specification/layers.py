@@ -13,6 +13,7 @@ Bounds, with K the inputs of a linear layer, C the channels of a normalisation, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -165,6 +166,7 @@ class RowConstants(NamedTuple):
     shift: int
 
 
+@functools.cache
 def row_constants(channels: int) -> RowConstants:
     """Return the constants of rows of 1 to :data:`MAX_CHANNELS` channels."""
     bits = 27 + (channels - 1).bit_length()

@@ -458,6 +458,16 @@ class Attention(IntegerModule):
             marks = torch.tensor([fp.BIAS_MASKED, fp.BIAS_EVEN, fp.BIAS_POISON], dtype=torch.int32, device=self.bias.device)
             require_within("bias", self.bias.masked_fill(torch.isin(self.bias, marks), 0), -fp.BIAS_LIMIT, fp.BIAS_LIMIT)
 
+    def score_multiplier(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return M and F of :func:`.fixed_point.narrow_multiplier`, which is all that exports need of the scores' scales.
+
+        Returns:
+            int64 (1, heads, 1, 1).
+        """
+        query, key = (fp.split_scale(x.view(torch.float32)) for x in (self.query_scale, self.key_scale))
+        constant = fp.split_float(self.softmax_scale * math.log2(math.e))
+        return fp.narrow_multiplier(*fp.combine_scales(query, key, constant), self.head_dim, self.bias is not None)
+
     def heads_of(self, parts: Sequence[torch.Tensor], query: torch.Tensor | None) -> list[torch.Tensor]:
         """Return query, key and value, each (batch or windows, heads, tokens, channels), of what :meth:`forward` takes.
 

@@ -8,7 +8,6 @@ stream is int32 clipped to int16, because onnxruntime adds no int16.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,11 +172,7 @@ def _probability_table(recipe: Recipe, exact: bool) -> np.ndarray:
 
 def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: Value) -> tuple[Value, np.ndarray]:
     """Return the exponents t, int32 (..., heads, queries, keys), and their fraction bits (heads, 1, 1)."""
-    biased = module.bias is not None
-    query_scale, key_scale = (fp.split_scale(x.view(torch.float32)) for x in (module.query_scale, module.key_scale))
-    constant = fp.split_float(module.softmax_scale * math.log2(math.e))
-    mantissa, exponent = fp.combine_scales(query_scale, key_scale, constant)
-    multiplier, fraction_bits = fp.narrow_multiplier(mantissa, exponent, module.head_dim, biased)
+    multiplier, fraction_bits = module.score_multiplier()
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     products = graph.multiply(graph.matmul(query, key), multiplier[0])
     if module.bias is not None:

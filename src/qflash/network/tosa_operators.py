@@ -200,11 +200,7 @@ def _exponents(
 
     Heads are those of all images and windows.
     """
-    biased = module.bias is not None
-    query_scale, key_scale = (fp.split_scale(x.view(torch.float32)) for x in (module.query_scale, module.key_scale))
-    constant = fp.split_float(module.softmax_scale * math.log2(math.e))
-    mantissa, exponent = fp.combine_scales(query_scale, key_scale, constant)
-    multiplier, bits = fp.narrow_multiplier(mantissa, exponent, module.head_dim, biased)
+    multiplier, bits = module.score_multiplier()
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     times = query.shape[0] // module.heads
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ..specification.fixed_point import SECTION_KEYS
 from .graph import IntegerNetwork
 from .modules import Attention
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def check_path(path: object) -> None:
@@ -45,3 +50,18 @@ def check_attention(network: IntegerNetwork, form: str) -> None:
         keys = (part.tokens or shapes[node.inputs[-1]][1]) if isinstance(part, Attention) else 0
         if keys > SECTION_KEYS:
             raise ValueError(f"{node.name} must have at most {SECTION_KEYS} keys to be written as {form}, has {keys}")
+
+
+def exact_array(values: Any, dtype: Any, name: str) -> np.ndarray:
+    """Return a constant's numbers as a contiguous array of a type.
+
+    Raises:
+        OverflowError: the type does not hold them; the message has the name.
+    """
+    import numpy as np
+
+    wide = np.asarray(values)
+    array = np.ascontiguousarray(wide.astype(dtype)).reshape(wide.shape)
+    if not np.array_equal(array, wide):
+        raise OverflowError(f"a constant of {name} does not fit {array.dtype}")
+    return array

@@ -22,6 +22,8 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from .export_checks import exact_array
+
 OPSET = 18
 """The first with bitwise operators."""
 IR_VERSION = 8
@@ -68,10 +70,7 @@ class Graph:
         """Return a constant; the same values are stored once."""
         if isinstance(values, torch.Tensor):
             values = values.detach().cpu().numpy()
-        wide = np.asarray(values)
-        array = np.ascontiguousarray(wide.astype(dtype)).reshape(wide.shape)
-        if not np.array_equal(array, wide):
-            raise OverflowError(f"a constant of {name} does not fit {array.dtype}")
+        array = exact_array(values, dtype, name)
         key = (array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._constants:
             value = Value(self._name(name), array.dtype)

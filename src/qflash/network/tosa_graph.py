@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tosa_serializer as ts
 
+from .export_checks import exact_array
+
 VERSION = 1, 0
 """Of TOSA: the first that has all operators used here; later ones can read it."""
 MOST_BYTES = (1 << 31) - (1 << 24)
@@ -98,10 +100,7 @@ class Graph:
 
     def constant(self, values: int | Sequence[int] | np.ndarray, dtype: Any, name: str = "constant") -> Value:
         """Return a constant; the same values are stored once."""
-        wide = np.asarray(values)
-        array = np.ascontiguousarray(wide.astype(dtype)).reshape(wide.shape)
-        if not np.array_equal(array, wide):
-            raise OverflowError(f"a constant of {name} does not fit {array.dtype}")
+        array = exact_array(values, dtype, name)
         key = (array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._constants:
             value = Value(self._name(name), array.dtype, array.shape)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+import qflash
 from qflash.network import execution  # noqa: F401 - registers the operators
+from qflash.network.modules import Attention
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
 
@@ -292,3 +295,41 @@ def extremes() -> list[Layer]:
     constants = 4 * ((1 << 17) - 1) * one, unit.to(torch.int32), 2, one, -(1 << 17) * one, 0
     found.append(Layer("int8_linear_gelu", (x, one[None].to(torch.int8), *constants)))
     return found
+
+
+def attention_module(
+    recipe: qflash.Recipe, bias_shape: Sequence[int] | None = None, window: int = 0, finest: float = 1e-6
+) -> Attention:
+    """Make attention whose heads have scales from where all scores are alike to where the largest takes all.
+
+    Args:
+        recipe, bias_shape, window: of :class:`qflash.network.modules.Attention`.
+        finest: the least output scale of a head; with 1e-6 an output needs no shift.
+    """
+    heads, width = 6, 16
+    module = Attention(heads, width, 0.25, recipe.key, bias_shape, window)
+    scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
+    for name, scale in (
+        ("query", scales.view(1, heads, 1, 1)),
+        ("key", (scales.sqrt() + 0.01).view(1, heads, 1, 1)),
+        ("value", torch.rand(1, heads, 1, width) + 0.5),
+        ("output", torch.rand(1, heads, 1, width) * 0.5 + 0.2),
+    ):
+        getattr(module, f"{name}_scale").copy_(scale.to(torch.float32).view(torch.int32))
+    # the least shift of an output, and the largest
+    module.output_scale[0, :, 0, :2] = torch.tensor([finest, 1e4]).view(torch.int32)
+    if module.bias is not None:
+        module.bias.copy_(torch.randint(-(1 << 20), 1 << 20, module.bias.shape))
+        module.bias[-1, 0, 0, 0], module.bias[-1, 0, 0, 1] = -(1 << 28), 1 << 28
+    return module
+
+
+EXPORTED_RECIPES = {
+    "default": qflash.DEFAULT,
+    "rounded": qflash.DEFAULT.replace(row_sum="rounded"),
+    "linear": qflash.DEFAULT.replace(exponential="linear"),
+    "7 bits": qflash.DEFAULT.replace(probability_bits=7),
+    "floor": qflash.DEFAULT.replace(probability_rounding="floor"),
+    "7 bits linear floor": qflash.DEFAULT.replace(probability_bits=7, exponential="linear", probability_rounding="floor"),
+}
+"""Recipes of attention that ONNX and TOSA have forms for."""

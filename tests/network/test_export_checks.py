@@ -36,17 +36,18 @@ def test_more_keys_than_32_bits_hold_are_refused(export: str, tmp_path: pathlib.
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("form", ["TOSA", "ONNX"])
 @pytest.mark.parametrize(
     ("recipe", "field"),
     [
-        (qflash.ACCURATE, "probability_bits 7 or 8 to be written as TOSA, got 15"),
-        (qflash.PAPER, "normalization 'two_pass' to be written as TOSA, got 'online'"),
-        (qflash.DEFAULT.replace(output="value_scale"), "output 'accumulator' to be written as TOSA, got 'value_scale'"),
+        (qflash.ACCURATE, "probability_bits 7 or 8 to be written as {}, got 15"),
+        (qflash.PAPER, "normalization 'two_pass' to be written as {}, got 'online'"),
+        (qflash.DEFAULT.replace(output="value_scale"), "output 'accumulator' to be written as {}, got 'value_scale'"),
     ],
 )
-def test_a_recipe_without_a_form_in_tosa_is_named(recipe: qflash.Recipe, field: str, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=field):
-        qflash.export_tosa(small_network(recipe), tmp_path / "network.tosa")
+def test_a_recipe_without_a_form_is_named(recipe: qflash.Recipe, field: str, form: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=field.format(form)):
+        getattr(qflash, f"export_{form.lower()}")(small_network(recipe), tmp_path / "network")
     assert not list(tmp_path.iterdir())
 
 

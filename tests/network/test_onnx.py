@@ -6,7 +6,7 @@ import copy
 import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import qflash
+from network_cases import EXPORTED_RECIPES, attention_module
 from qflash.network.graph import IntegerNetwork, Node
 from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
 from qflash.network.onnx_check import check_onnx
@@ -225,41 +226,11 @@ def test_a_mean_over_tokens(dtype: str) -> None:
     assert torch.equal(got, unsigned(want) if dtype == "int8" else want.to(torch.int32))
 
 
-def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None, window: int = 0) -> Attention:
-    """Make attention whose heads have scales from where all scores are alike to where the largest takes all."""
-    heads, width = 6, 16
-    module = Attention(heads, width, 0.25, recipe.key, bias_shape, window)
-    scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
-    for name, scale in (
-        ("query", scales.view(1, heads, 1, 1)),
-        ("key", (scales.sqrt() + 0.01).view(1, heads, 1, 1)),
-        ("value", torch.rand(1, heads, 1, width) + 0.5),
-        ("output", torch.rand(1, heads, 1, width) * 0.5 + 0.2),
-    ):
-        getattr(module, f"{name}_scale").copy_(scale.to(torch.float32).view(torch.int32))
-    # ratios of scales that need no shift, and the largest
-    module.output_scale[0, :, 0, :2] = torch.tensor([1e-6, 1e4]).view(torch.int32)
-    if module.bias is not None:
-        module.bias.copy_(torch.randint(-(1 << 20), 1 << 20, module.bias.shape))
-        module.bias[-1, 0, 0, 0], module.bias[-1, 0, 0, 1] = -(1 << 28), 1 << 28
-    return module
-
-
-RECIPES = {
-    "default": qflash.DEFAULT,
-    "rounded": qflash.DEFAULT.replace(row_sum="rounded"),
-    "linear": qflash.DEFAULT.replace(exponential="linear"),
-    "7 bits": qflash.DEFAULT.replace(probability_bits=7),
-    "floor": qflash.DEFAULT.replace(probability_rounding="floor"),
-    "7 bits linear floor": qflash.DEFAULT.replace(probability_bits=7, exponential="linear", probability_rounding="floor"),
-}
-
-
 @pytest.mark.parametrize("tokens", [1, 64, 65, 130])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPORTED_RECIPES)
 def test_attention(tokens: int, name: str) -> None:
     torch.manual_seed(tokens)
-    module = attention_module(RECIPES[name], None)
+    module = attention_module(EXPORTED_RECIPES[name])
     x = torch.randint(-128, 128, (2, tokens, 3 * 96), dtype=torch.int8)
     got = run(lambda graph, value: onnx_operators.attention(graph, module, [value], [(1, tokens, 288)]), unsigned(x))
     assert torch.equal(got, unsigned(module(x, backend="reference")))
@@ -454,14 +425,14 @@ def test_writing_twice_gives_the_same_file(made: Callable[[str], tuple[Any, Any]
         session(str(paths[0])).run(None, {"images": np.zeros((2, 3, 32, 32), np.uint8)})
 
 
-def network_of(side: int, patch: int, channels: int, heads: int, hidden: int, outputs: int, recipe: qflash.Recipe) -> Any:
+def network_of(side: int, patch: int, channels: int, heads: int, hidden: int, outputs: int) -> Any:
     """Return a network of one block, all zeros."""
     tokens = (side // patch) ** 2
     parts: dict[str, tuple[Any, tuple[str, ...]]] = {
         "embed": (PatchEmbedding(3, (patch, patch), channels, tokens, 1), ("images",)),
         "norm1": (LayerNorm(channels, "int8"), ("embed",)),
         "qkv": (Linear(channels, 3 * channels, "int8"), ("norm1",)),
-        "core": (Attention(heads, channels // heads, 0.125, recipe.key), ("qkv",)),
+        "core": (Attention(heads, channels // heads, 0.125, qflash.DEFAULT.key), ("qkv",)),
         "proj": (Linear(channels, channels, "int16"), ("core", "embed")),
         "norm2": (LayerNorm(channels, "int8"), ("proj",)),
         "fc1": (LinearGelu(channels, hidden), ("norm2",)),
@@ -470,12 +441,14 @@ def network_of(side: int, patch: int, channels: int, heads: int, hidden: int, ou
         "head": (Linear(channels, outputs, "int32"), ("norm",)),
     }
     nodes = [Node(name, inputs) for name, (_, inputs) in parts.items()]
-    return IntegerNetwork(nodes, {name: part for name, (part, _) in parts.items()}, (3, side, side), recipe, {"output": "head"})
+    return IntegerNetwork(
+        nodes, {name: part for name, (part, _) in parts.items()}, (3, side, side), qflash.DEFAULT, {"output": "head"}
+    )
 
 
 def wide_network() -> Any:
     """Return a network of 2 MB."""
-    network = network_of(32, 16, 384, 6, 1536, 1000, qflash.DEFAULT)
+    network = network_of(32, 16, 384, 6, 1536, 1000)
     for module in network.modules():
         if isinstance(module, Linear):
             fill(module, 1 << 20)
@@ -499,22 +472,8 @@ def test_weights_are_stored_as_int8(tmp_path: pathlib.Path) -> None:
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-def small_network(recipe: qflash.Recipe = qflash.DEFAULT) -> Any:
-    return network_of(8, 4, 8, 1, 8, 2, recipe)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "field"),
-    [
-        (qflash.ACCURATE, "probability_bits 7 or 8 .* got 15"),
-        (qflash.PAPER, "normalization 'two_pass' .* got 'online'"),
-        (qflash.DEFAULT.replace(output="value_scale"), "output 'accumulator' .* got 'value_scale'"),
-    ],
-)
-def test_a_recipe_without_a_form_in_onnx_is_named(recipe: qflash.Recipe, field: str, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=field):
-        qflash.export_onnx(small_network(recipe), tmp_path / "network.onnx")
-    assert not list(tmp_path.iterdir())
+def small_network() -> Any:
+    return network_of(8, 4, 8, 1, 8, 2)
 
 
 def test_a_network_with_float_parts_is_close(made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path) -> None:

@@ -14,10 +14,12 @@ import torch
 
 import network_cases
 import qflash
-from network_cases import Layer
-from qflash.network.modules import DTYPES, Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
+from network_cases import EXPORTED_RECIPES, Layer, attention_module
+from qflash.network.modules import DTYPES, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
 from small_networks import KINDS, draw
 
+FINEST = 4e-6
+"""The least output scale that the values here leave TOSA: an output needs a shift there."""
 WHY = "tosa-tools is not installed (pip install tosa-tools)"
 ts = pytest.importorskip("tosa_serializer", reason=WHY)
 reference_model = pytest.importorskip("tosa_reference_model", reason=WHY)
@@ -249,41 +251,11 @@ def test_a_patch_embedding(number: int) -> None:
     assert torch.equal(got.view(want.shape), want)
 
 
-def attention_module(recipe: qflash.Recipe, bias_shape: Sequence[int] | None = None, window: int = 0) -> Attention:
-    """Make attention whose heads have scales from where all scores are alike to where the largest takes all."""
-    heads, width = 6, 16
-    module = Attention(heads, width, 0.25, recipe.key, bias_shape, window)
-    scales = torch.tensor([1e-9, 2e-4, 0.02, 0.3, 4.0, 1e3])
-    for name, scale in (
-        ("query", scales.view(1, heads, 1, 1)),
-        ("key", (scales.sqrt() + 0.01).view(1, heads, 1, 1)),
-        ("value", torch.rand(1, heads, 1, width) + 0.5),
-        ("output", torch.rand(1, heads, 1, width) * 0.5 + 0.2),
-    ):
-        getattr(module, f"{name}_scale").copy_(scale.to(torch.float32).view(torch.int32))
-    # the least shift of an output, and the largest
-    module.output_scale[0, :, 0, :2] = torch.tensor([4e-6, 1e4]).view(torch.int32)
-    if module.bias is not None:
-        module.bias.copy_(torch.randint(-(1 << 20), 1 << 20, module.bias.shape))
-        module.bias[-1, 0, 0, 0], module.bias[-1, 0, 0, 1] = -(1 << 28), 1 << 28
-    return module
-
-
-RECIPES = {
-    "default": qflash.DEFAULT,
-    "rounded": qflash.DEFAULT.replace(row_sum="rounded"),
-    "linear": qflash.DEFAULT.replace(exponential="linear"),
-    "7 bits": qflash.DEFAULT.replace(probability_bits=7),
-    "floor": qflash.DEFAULT.replace(probability_rounding="floor"),
-    "7 bits linear floor": qflash.DEFAULT.replace(probability_bits=7, exponential="linear", probability_rounding="floor"),
-}
-
-
 @pytest.mark.parametrize("tokens", [1, 64, 65, 130])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPORTED_RECIPES)
 def test_attention(tokens: int, name: str) -> None:
     torch.manual_seed(tokens)
-    module = attention_module(RECIPES[name])
+    module = attention_module(EXPORTED_RECIPES[name], finest=FINEST)
     batch = 1 + tokens % 2
     x = torch.randint(-128, 128, (batch, tokens, 3 * 96), dtype=torch.int8)
     got = run(lambda graph, value: tosa_operators.attention(graph, module, [value], batch), four(x))
@@ -295,14 +267,14 @@ def test_attention(tokens: int, name: str) -> None:
 @pytest.mark.parametrize("windows", [1, 4])
 def test_attention_with_a_bias(tokens: int, windows: int) -> None:
     torch.manual_seed(tokens)
-    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens), tokens)
+    module = attention_module(qflash.DEFAULT, (windows, 6, tokens, tokens), tokens, FINEST)
     x = torch.randint(-128, 128, (3, 4 * tokens, 288), dtype=torch.int8)
     got = run(lambda graph, value: tosa_operators.attention(graph, module, [value], 3), four(x))
     assert torch.equal(got[:, 0], module(x, backend="reference").to(torch.int32))
 
 
 def test_what_attention_cannot_express_is_named() -> None:
-    module = attention_module(qflash.DEFAULT, (1, 6, 4, 4))
+    module = attention_module(qflash.DEFAULT, (1, 6, 4, 4), finest=FINEST)
     assert module.bias is not None
     module.bias[0, 0, 0, 0] = -(1 << 30)
     with pytest.raises(ValueError, match="bias of attention must be finite"):
@@ -310,7 +282,7 @@ def test_what_attention_cannot_express_is_named() -> None:
             lambda graph, value: tosa_operators.attention(graph, module, [value], 1),
             torch.zeros(1, 1, 4, 288, dtype=torch.int8),
         )
-    module = attention_module(qflash.DEFAULT)
+    module = attention_module(qflash.DEFAULT, finest=FINEST)
     module.output_scale[0, 0, 0, 0] = torch.tensor(1e-7).view(torch.int32)
     with pytest.raises(ValueError, match=r"scales below 2\*\*19 times those of its outputs"):
         run(
@@ -367,7 +339,7 @@ def test_the_document_has_the_counts() -> None:
     found["layer normalisation"] = count(lambda graph: tosa_operators.layer_norm(graph, norm, row(graph, np.int32, 65, 8)))
     mean = Mean(65, 8, "int8")
     found["mean over tokens"] = count(lambda graph: tosa_operators.mean(graph, mean, row(graph, np.int32, 65, 8)))
-    core = attention_module(qflash.DEFAULT)
+    core = attention_module(qflash.DEFAULT, finest=FINEST)
     for name in ("query", "key", "value", "output"):
         getattr(core, f"{name}_scale").fill_(torch.tensor(0.02).view(torch.int32).item())
     for name, tokens in (("attention, up to 64 keys", 64), ("attention, 65 keys and more", 65)):

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from helpers import DEVICE, load_script, same_bits
-from qflash.network.modules import OPERATORS
+from qflash.network.operators import OPERATORS
 from qflash.specification.reference import ARITHMETIC_VERSION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -16,7 +16,6 @@ from .conversion import Grid
 from .graph import IntegerNetwork
 from .matrix import Matrix
 from .modules import (
-    OPERATORS,
     Attention,
     IntegerModule,
     LayerNorm,
@@ -27,6 +26,7 @@ from .modules import (
     require_lists,
     shapes_only,
 )
+from .operators import OPERATORS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,6 +130,33 @@ class IntegerModule(nn.Module):
         )
 
 
+class OwnForms(IntegerModule):
+    """An operator whose file also says how it is written as ONNX and TOSA.
+
+    The exports ask the module; they know nothing of these operators.
+    """
+
+    def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+        """Return the output's value in an :class:`.onnx_graph.Graph`.
+
+        Args:
+            graph: to add to.
+            inputs: values that the node takes: int8 as uint8 with a zero point of 128, int16 as int32.
+            shapes: theirs, for one image.
+        """
+        raise NotImplementedError
+
+    def write_tosa(self, graph: Any, inputs: Sequence[Any], batch: int) -> Any:
+        """Return the output's value in a :class:`.tosa_graph.Graph`.
+
+        Args:
+            graph: to add to.
+            inputs: values that the node takes.
+            batch: images.
+        """
+        raise NotImplementedError
+
+
 DTYPES = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
 """Types of activations, by name."""
 
@@ -545,10 +572,3 @@ class Widen(IntegerModule):
     def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int32 (batch, channels) or (batch, tokens, channels) of int16 (batch, tokens, channels)."""
         return (h if self.token is None else h[:, self.token]).to(torch.int32)
-
-
-OPERATORS: dict[str, type[IntegerModule]] = {
-    kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
-}
-"""Kinds of node of an integer network, by name."""

@@ -19,7 +19,7 @@ from ..specification import layers as op
 from ..specification.recipe import Recipe
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, OwnForms, PatchEmbedding, WideLinear, Widen
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
 
@@ -329,6 +329,8 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
     x, shape = inputs[0], shapes[0]
     if isinstance(module, FloatNode):
         return float_node(graph, module, inputs, shapes)
+    if isinstance(module, OwnForms):
+        return module.write_onnx(graph, inputs, shapes)
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x, image)
     if isinstance(module, LayerNorm):

@@ -20,7 +20,8 @@ from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .float_parts import FloatNode
 from .graph import IntegerNetwork, Node, check_network
-from .modules import EXTRA_STATE, OPERATORS, IntegerModule, shapes_only
+from .modules import EXTRA_STATE, IntegerModule, shapes_only
+from .operators import OPERATORS
 from .quality import Quality
 
 KEY = "qflash integer network"

@@ -19,7 +19,7 @@ from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, OwnForms, PatchEmbedding, WideLinear, Widen
 from .tosa_graph import Graph, Value
 
 Shape = tuple[int, ...]
@@ -365,6 +365,8 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], batch: int) -> Valu
         batch: images.
     """
     x = inputs[0]
+    if isinstance(module, OwnForms):
+        return module.write_tosa(graph, inputs, batch)
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x)
     if isinstance(module, LayerNorm):

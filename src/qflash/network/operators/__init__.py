@@ -1,0 +1,25 @@
+"""All kinds of node that an integer network has, by name: :data:`OPERATORS`.
+
+An operator of :mod:`..modules` is spread over the files of its back ends and exports. One with a file here has it all in one
+place but for its kernels: integers, bounds, schema, fake, and its forms in ONNX and TOSA (:class:`..modules.OwnForms`).
+"""
+
+from ..modules import (
+    Attention,
+    First,
+    IntegerModule,
+    Join,
+    LayerNorm,
+    Linear,
+    LinearGelu,
+    Mean,
+    PatchEmbedding,
+    WideLinear,
+    Widen,
+)
+
+OPERATORS: dict[str, type[IntegerModule]] = {
+    kind.__name__: kind
+    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+}
+"""Kinds of node of an integer network, by name."""

@@ -74,8 +74,8 @@ class Layer:
             return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
-        if self.name == "int8_linear_gelu":
-            op.gelu_int8(sums, *rest, CHECK)
+        if (name := self.name.removeprefix("int8_linear_")) in op.ACTIVATIONS:
+            op.activate(sums, op.Activation(name, *rest), CHECK)
 
     def __repr__(self) -> str:
         about = (f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(x) for x in self.arguments)
@@ -94,7 +94,7 @@ def linear(
     Args:
         x: int8 or int16 (..., inputs).
         weight: int8 (outputs, inputs).
-        kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or ``"gelu"``.
+        kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or an activation.
         chance: for the constants.
         left: as far as sums allow if None.
     """
@@ -106,18 +106,18 @@ def linear(
     assert left <= room
     # the bias doubles the sums at most, which `room` allows for
     bias = integers(-(largest << left), (largest << left) + 1, (outputs,), torch.int32, chance)
-    wanted = {"int8": 8, "int16": 16, "residual": 14, "gelu": 13, "int32": 30}[kind]
+    wanted = {"int8": 8, "int16": 16, "residual": 14, "int32": 30}.get(kind, 13)
     bits = min(31, max(2, wanted + 36 - largest.bit_length() - left + chance.randint(-3, 2)))
     multiplier = integers(1 << (bits - 2), 1 << bits, (outputs,), torch.int32, chance)
     if chance.random() < 0.2:
         multiplier = integers(0, 1 << 31, (outputs,), torch.int32, chance)
     constants = (x, weight, bias, multiplier, left)
-    if kind == "gelu":
-        gelu_shift = chance.choice((0, 30, chance.randint(8, 22)))
-        gelu_multiplier = integers(0, (1 << 13) + 1, (outputs,), torch.int32, chance)
-        high = min(30, gelu_shift + 7)
+    if kind in op.ACTIVATIONS:
+        shift = chance.choice((0, 30, chance.randint(8, 22)))
+        factor = integers(0, (1 << 13) + 1, (outputs,), torch.int32, chance)
+        high = min(30, shift + 7)
         offset = integers(-(1 << high) + 1, 1 << high, (outputs,), torch.int32, chance)
-        return Layer("int8_linear_gelu", (*constants, gelu_multiplier, offset, gelu_shift))
+        return Layer(f"int8_linear_{kind}", (*constants, factor, offset, shift))
     dtype = torch.int16 if kind == "residual" else getattr(torch, kind)
     residual = None
     if kind == "residual":
@@ -128,7 +128,7 @@ def linear(
     return Layer("int8_linear", (*constants, residual, None, dtype))
 
 
-KINDS = ("int8", "int16", "int32", "residual", "gelu")
+KINDS = ("int8", "int16", "int32", "residual", *op.ACTIVATIONS)
 
 
 def draw_linear(number: int, most: int = 150) -> Layer:
@@ -139,7 +139,7 @@ def draw_linear(number: int, most: int = 150) -> Layer:
     outputs = chance.choice((chance.randint(1, most), 16 * chance.randint(1, 8)))
     kind = KINDS[number % len(KINDS)]
     dtype, most_weight = torch.int8, 128
-    if number % 4 == 3 and kind != "gelu":
+    if number % 4 == 3 and kind not in op.ACTIVATIONS:
         dtype, most_weight = torch.int16, min(128, (1 << 14) // inputs)
     ends = op.LIMITS[dtype]
     x = integers(ends[0], ends[1] + 1, (*shape, inputs), dtype, chance)
@@ -288,12 +288,12 @@ def extremes() -> list[Layer]:
             x, weight = torch.full((7, inputs), value, dtype=torch.int8), torch.full((33, inputs), weights, dtype=torch.int8)
             found += [linear(x, weight, kind, chance, left) for kind in KINDS for left in (0, 3, None)]
     x, weight = (integers(-128, 128, (20, 48), torch.int8, chance) for _ in range(2))
-    found += [linear(x, weight, "gelu", chance) for _ in range(7)]
+    found += [linear(x, weight, name, chance) for name in op.ACTIVATIONS for _ in range(7)]
     found += [draw_layer_norm(number, channels) for number, channels in enumerate((1, 1, 1, 2, 3, 4096, 4096, 4096))]
-    # where GELU's inputs pass the largest that counts, 2**17 - 1, in steps of one
+    # where inputs of activations pass the largest that counts, 2**17 - 1, in steps of one
     x, one, unit = torch.arange(-5, 5, dtype=torch.int8)[:, None], torch.ones(1, dtype=torch.int32), torch.tensor([1 << 30])
     constants = 4 * ((1 << 17) - 1) * one, unit.to(torch.int32), 2, one, -(1 << 17) * one, 0
-    found.append(Layer("int8_linear_gelu", (x, one[None].to(torch.int8), *constants)))
+    found += [Layer(f"int8_linear_{name}", (x, one[None].to(torch.int8), *constants)) for name in op.ACTIVATIONS]
     return found
 
 

@@ -27,7 +27,8 @@ NORM: dict[str, Any] = {
     "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "gather": None,
     "out_dtype": torch.int8,
 }  # fmt: skip
-CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "integer_layer_norm": NORM}
+SILU = {name.replace("gelu", "silu"): x for name, x in GELU.items()}
+CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "int8_linear_silu": SILU, "integer_layer_norm": NORM}
 MEAN: dict[str, Any] = {
     "x": ints(2, 3, 8, dtype=torch.int16), "multiplier": ints(8), "left": 1, "offset": ints(8), "out_dtype": torch.int8,
 }  # fmt: skip
@@ -57,6 +58,7 @@ WRONG = [
     ("int8_linear_gelu", "gelu_multiplier", ints(6), ValueError, r"gelu_multiplier must have shape \(5,\)"),
     ("int8_linear_gelu", "gelu_offset", ints(5, dtype=torch.int64), TypeError, "gelu_offset must be int32, got int64"),
     ("int8_linear_gelu", "gelu_shift", -1, ValueError, "gelu_shift must be 0 to 30, got -1"),
+    ("int8_linear_silu", "silu_offset", ints(6), ValueError, r"silu_offset must have shape \(5,\)"),
     ("integer_layer_norm", "h", ints(3, 8, dtype=torch.int8), TypeError, "h must be int16, got int8"),
     ("integer_layer_norm", "h", ints(3, 4097, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
     ("integer_layer_norm", "h", ints(3, 0, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),

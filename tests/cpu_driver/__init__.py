@@ -247,8 +247,8 @@ def _conversion_spans(x: Sequence[int]) -> dict[str, int]:
 
 
 def _linear_spans(x: Sequence[int]) -> dict[str, int]:
-    rows, inputs, outputs, _, item, _, _, input_bytes = x
-    constants = dict.fromkeys(("bias", "multiplier", "gelu_multiplier", "gelu_offset"), 4 * outputs)
+    rows, inputs, outputs, _, item, _, _, input_bytes, _ = x
+    constants = dict.fromkeys(("bias", "multiplier", "activation_multiplier", "activation_offset"), 4 * outputs)
     activations = {"x": input_bytes * rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
     return {"weight": outputs * inputs, **constants, **activations}
 

@@ -29,10 +29,12 @@ from qflash.kernels.triton.swin_bias import launch_window_bias
 from qflash.network import execution as layers
 from qflash.specification import reference
 from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.layers import ACTIVATIONS
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-LAYER_OPERATORS = ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "integer_mean", "patch_embedding")
+WITH_ACTIVATION = tuple(f"int8_linear_{name}" for name in ACTIVATIONS)
+LAYER_OPERATORS = ("int8_linear", *WITH_ACTIVATION, "integer_layer_norm", "integer_mean", "patch_embedding")
 RECIPES = ("default", "accurate", "paper")
 DRAWN = dataclasses.replace(
     GPU, batches=(1, 1, 2, 3), key_heads=(1, 2), groups=(1, 1, 2), tokens=(1, 17, 49, 64, 127, 128, 197, 257, 300), work=150

@@ -33,6 +33,7 @@ from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearT
 from qflash.kernels.triton import network as portable
 from qflash.specification import reference
 from qflash.specification.attention_call import Lengths, VarlenCall, float_call, int8_call
+from qflash.specification.layers import ACTIVATIONS, Activation
 from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -516,7 +517,7 @@ def test_what_lies_beside_a_tensor_is_not_read() -> None:
         ptx.launch(calls[0])
 
 
-@pytest.mark.parametrize("kind", ["int8", "gelu", "residual", "int32"])
+@pytest.mark.parametrize("kind", ["int8", "gelu", "silu", "relu", "residual", "int32"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "tiles"),
     [
@@ -535,10 +536,14 @@ def test_linear_layers(
     x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
     layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
     x, weight, bias, multiplier, left, *rest = layer.arguments
-    residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (rest[0], rest[2], None)
+    residual, dtype, made = None, torch.int8, None
+    if kind in ACTIVATIONS:
+        made = Activation(kind, *rest)
+    else:
+        residual, _, dtype = rest
     out = torch.empty(rows, outputs, dtype=dtype)
     residual = None if residual is None else residual.contiguous()
-    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out)).run()
+    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, made, out)).run()
     assert same_bits(out, layer.run("reference"))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..specification import layers as op
 from .float_parts import FloatNode
-from .modules import LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
+from .modules import LayerNorm, Linear, LinearActivation, Mean, PatchEmbedding
 from .onnx_graph import ZERO_POINT, Graph, Value
 
 Shape = tuple[int, ...]
@@ -21,14 +21,22 @@ def _constant(graph: Graph, x: torch.Tensor | float, name: str) -> Value:
     return graph.constant(x if isinstance(x, torch.Tensor) else np.float32(x), np.float32, name)
 
 
+def _activation(graph: Graph, name: str, slope: float, x: Value) -> Value:
+    if name == "relu":
+        return graph.node("Relu", x)
+    if name == "silu":
+        return graph.node("Mul", x, graph.node("Sigmoid", graph.node("Mul", x, _constant(graph, slope, "slope"))))
+    half = graph.node("Mul", x, _constant(graph, 0.5, "half"))
+    error = graph.node("Erf", graph.node("Mul", x, _constant(graph, math.sqrt(0.5), "root")))
+    return graph.node("Mul", half, graph.node("Add", error, _constant(graph, 1.0, "one")))
+
+
 def _linear(graph: Graph, node: FloatNode, inputs: Sequence[Value]) -> Value:
     x = graph.node("MatMul", inputs[0], _constant(graph, node.weight.mT.contiguous(), "weight"))
     if node.bias is not None:
         x = graph.node("Add", x, _constant(graph, node.bias, "bias"))
-    if isinstance(node.inner, LinearGelu):
-        half = graph.node("Mul", x, _constant(graph, 0.5, "half"))
-        error = graph.node("Erf", graph.node("Mul", x, _constant(graph, math.sqrt(0.5), "root")))
-        return graph.node("Mul", half, graph.node("Add", error, _constant(graph, 1.0, "one")))
+    if isinstance(node.inner, LinearActivation):
+        return _activation(graph, node.inner.activation, node.slope, x)
     if node.scatter is not None:
         x = graph.take(x, node.scatter.argsort())
     return graph.node("Add", x, inputs[1]) if len(inputs) > 1 else x

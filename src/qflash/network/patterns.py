@@ -1,9 +1,9 @@
 """From captured operations to the nodes of an integer network: which operator computes what, and on which grid.
 
-The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, GELU, linear, +`` on
-an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order that the
-operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it needs, and
-leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
+The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, activation, linear,
++`` on an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order
+that the operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it
+needs, and leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..specification.layers import ACTIVATIONS
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
@@ -25,7 +26,8 @@ from .conversion import Grid, Range
 from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
 from .matrix import Matrix
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear, Widen
+from .operators import WITH_ACTIVATION
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -330,7 +332,9 @@ class Lowering:
             UnsupportedError: an operation fits into no pattern.
         """
         for operation in self.captured.operations:
-            if operation.kind not in ("images", "join", "unrotate"):
+            if operation.kind in ACTIVATIONS:
+                self.lower_activation(operation)
+            elif operation.kind not in ("images", "join", "unrotate"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
@@ -460,8 +464,8 @@ class Lowering:
 
         return name, fill_token
 
-    def lower_gelu(self, operation: Operation) -> None:
-        """norm, linear, GELU: the first half of an MLP."""
+    def lower_activation(self, operation: Operation) -> None:
+        """norm, linear, activation: the first half of an MLP."""
         rows = rows_of(operation.inputs[0], operation)
         first = rows.source
         if (
@@ -477,16 +481,18 @@ class Lowering:
             raise _refuse(operation, "it stands before something else than one linear layer")
         matrix = first.matrix
         name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
-        module = LinearGelu(matrix.shape[1], matrix.shape[0])
+        module = WITH_ACTIVATION[operation.kind](matrix.shape[1], matrix.shape[0])
         node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
         self.references[node] = _whole(operation), None
-        self.twins[node] = FloatTwin(matrix, first.bias)
+        self.twins[node] = FloatTwin(matrix, first.bias, slope=operation.slope)
         self.watch(second.seen[0])
         after, _ = self.scaled(second)
 
         def fill(ranges: Ranges) -> None:
-            cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
-            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after.make())
+            made = ranges[second.seen[0]]
+            unit = cv.activation_unit(operation.kind, operation.slope, made)
+            cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), unit)
+            self.grids[node] = cv.activation_steps(module, unit, made, after.make())
 
         self.fillers.append(fill)
 
@@ -510,7 +516,8 @@ class Lowering:
 
     def lower_linear(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
-        if operation.inputs[0].source.kind == "images" or kinds in ({"gelu"}, {"attention"}, {"add"}, {"output"}):
+        alone = len(kinds) == 1 and kinds <= {*ACTIVATIONS, "attention", "add", "output"}
+        if alone or operation.inputs[0].source.kind == "images":
             return  # where it is used
         behind = {kind for user, _ in self.users[id(operation)] if user.kind == "norm" for kind in self.kinds_behind(user)}
         if kinds <= {"norm", "attention"} and behind == {"attention"}:

@@ -446,7 +446,7 @@ def walk_attention(head_dims: Sequence[int] | None = None) -> Walk:
 
 
 def walk_linear(walk: Walk) -> None:
-    """A linear layer, whose sums are held to their bound when it is made; GELU's tail over every number it depends on."""
+    """A linear layer, whose sums are held to their bound when it is made; activations' tails over every number there is."""
     int32 = Interval(*op.INT32)
     # -2^31 itself is no sum: 128 Σ|W| << left and |b| are below 2^31 together
     sums = walk("linear", "(acc << left) + b", around((1 << 31) - 1), "int32", "every left")
@@ -454,20 +454,35 @@ def walk_linear(walk: Walk) -> None:
     u = walk("linear", "mul((acc << left) + b, R, 32)", rounded_product(sums, ratio, 32), "int32", "every left")
     walk("linear", "with a residual", u + Interval(*op.INT16), "int32", "every left")
 
-    def seen(name: str, x: torch.Tensor) -> torch.Tensor:
-        walk("GELU", name, Interval(int(x.min()), int(x.max())), "int32", "every r")
-        return x
+    r = torch.arange(op.TAIL_END + 1, dtype=torch.int64, device="cpu")
+    tails = {"GELU": _gelu_tail, "SiLU": _silu_tail}
+    for name, tail in tails.items():
 
+        def seen(quantity: str, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            walk(name, quantity, Interval(int(x.min()), int(x.max())), "int32", "every r")
+            return x
+
+        walk(name, "4096 - |u|", Interval(op.TAIL_END - u.magnitude, op.TAIL_END), "int32", "every u")
+        found = tail(r, seen)
+        value = Interval(-int(found.max()), op.ACTIVATION_LIMIT - int(found.min()))
+        scale = Interval(0, op.MAX_ACTIVATION_MULTIPLIER)
+        walk(name, "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
+
+
+def _gelu_tail(r: torch.Tensor, seen: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     g, c, e, d = op.GELU_CONSTANTS
-    walk("GELU", "4096 - |u|", Interval(op.GELU_END - u.magnitude, op.GELU_END), "int32", "every u")
-    r = torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu")
     z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
     w = seen("w", seen("z · (59898 - 10 r) + half", z * (g - c * r) + (1 << 14)) >> 15)
     h = seen("h = (w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
-    tail = seen("w · h + half", w * h + (1 << 19)) >> 20
-    value = Interval(-int(tail.max()), op.GELU_LIMIT)
-    scale = Interval(0, op.MAX_GELU_MULTIPLIER)
-    walk("GELU", "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
+    return seen("w · h + half", w * h + (1 << 19)) >> 20
+
+
+def _silu_tail(r: torch.Tensor, seen: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    g, c, e, f = op.SILU_CONSTANTS
+    z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
+    w = seen("w", seen("z · (12111 - 11 r + 2 z) + half", z * (g - c * r + 2 * z) + (1 << 14)) >> 15)
+    h = seen("h = 118687 + 11 r - 5 z", e + c * r - f * z)
+    return seen("w · h + half", w * h + (1 << 21)) >> 22
 
 
 def walk_layer_norm(walk: Walk) -> None:

@@ -6,15 +6,17 @@ import ctypes
 
 import torch
 
-from ...specification.layers import Gelu, LinearIntegers, row_constants
+from ...specification.layers import ACTIVATIONS, Activation, LinearIntegers, row_constants
 from . import launch
 
-_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 8)
+_Linear = launch.arguments_type(
+    ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out"), 9
+)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
 def launch_linear(
-    x: torch.Tensor, layer: LinearIntegers, out_dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+    x: torch.Tensor, layer: LinearIntegers, out_dtype: torch.dtype, residual: torch.Tensor | None, activation: Activation | None
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`."""
     weight, bias, multiplier, left = layer
@@ -25,16 +27,15 @@ def launch_linear(
     # held until the call returns: these may be copies
     x, weight, bias, multiplier = x.contiguous(), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
     residual = None if residual is None else residual.contiguous()
-    gelu_multiplier, gelu_offset, gelu_shift = (None, None, 0) if gelu is None else gelu
-    gelu_multiplier = None if gelu_multiplier is None else gelu_multiplier.contiguous()
-    gelu_offset = None if gelu_offset is None else gelu_offset.contiguous()
-    tensors = (x, weight, bias, multiplier, residual, gelu_multiplier, gelu_offset, out)
+    factors = (None, None) if activation is None else (activation.multiplier.contiguous(), activation.offset.contiguous())
+    tensors = (x, weight, bias, multiplier, residual, *factors, out)
     rows = out.numel() // outputs
     arguments = _Linear(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         (
-            rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs),
-            x.element_size(),
+            rows, inputs, outputs, left, out.element_size(), 0 if activation is None else activation.shift,
+            launch.threads_for(rows * inputs * outputs), x.element_size(),
+            0 if activation is None else 1 + list(ACTIVATIONS).index(activation.name),
         ),
     )  # fmt: skip
     launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")

@@ -11,7 +11,10 @@ from ..modules import (
     Join,
     LayerNorm,
     Linear,
+    LinearActivation,
     LinearGelu,
+    LinearRelu,
+    LinearSilu,
     Mean,
     PatchEmbedding,
     WideLinear,
@@ -20,6 +23,21 @@ from ..modules import (
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+    for kind in (
+        PatchEmbedding,
+        LayerNorm,
+        Linear,
+        WideLinear,
+        LinearGelu,
+        LinearSilu,
+        LinearRelu,
+        Attention,
+        Mean,
+        First,
+        Join,
+        Widen,
+    )
 }
 """Kinds of node of an integer network, by name."""
+WITH_ACTIVATION = {kind.activation: kind for kind in OPERATORS.values() if issubclass(kind, LinearActivation)}
+"""Linear layers by the activation behind them."""

@@ -490,6 +490,14 @@ def activate(name, u, M, B, n):
     return saturate((activation(name, u) * M + B) >> n, 8)
 
 
+def gated(x, A, R, B, name, bits):
+    """int16 (…, gates and as many values) to int8, int16 or int32."""
+    gate, value = np.split(x.astype(np.int64), 2, axis=-1)
+    u = mul(gate, A, 28)
+    p = mul(activation(name, u), value, 2)
+    return saturate(mul(p + B, R, 32), bits)
+
+
 def inverse_root(v):
     """About 2^44 / √v for 2^28 ≤ v < 2^30."""
     x = 1145106637 - mul(v, 654339257, 30)
@@ -626,6 +634,11 @@ class Network:
     def linear_relu(self, name, sizes, x):
         return self.with_activation(name, x, "relu")
 
+    def gated(self, name, sizes, x):
+        A = self.parameters["constants"][name]["gate_multiplier"]
+        R, B = self.get(name, "multiplier"), self.get(name, "offset")
+        return gated(x, A, R, B, sizes["activation"], BITS[sizes["dtype"]])
+
     def patch_embedding(self, name, sizes, images):
         position, channels = 0, sizes["outputs"]
         if sizes["positions"]:
@@ -700,6 +713,7 @@ NODES = {
     "LinearGelu": Network.linear_gelu,
     "LinearSilu": Network.linear_silu,
     "LinearRelu": Network.linear_relu,
+    "Gated": Network.gated,
     "PatchEmbedding": Network.patch_embedding,
     "LayerNorm": Network.layer_norm,
     "Mean": Network.mean,
@@ -802,6 +816,11 @@ def run_with_activation(by, p, x):
     return {"output": activate(by, u, M, B, p[f"{by}_shift"])}
 
 
+def run_gated(p, x):
+    R, B = x["multiplier"].astype(np.int64), x["offset"].astype(np.int64)
+    return {"output": gated(x["x"], p["gate_multiplier"], R, B, p["activation"], BITS[p["output"]])}
+
+
 def run_layer_norm(p, x):
     G, B = x["gain"].astype(np.int64), x["offset"].astype(np.int64)
     return {"output": layer_norm(x["h"], p["epsilon"], G, B, p["shift"], BITS[p["output"]])}
@@ -849,6 +868,7 @@ OPERATIONS = {
     "linear_gelu": lambda p, x: run_with_activation("gelu", p, x),
     "linear_silu": lambda p, x: run_with_activation("silu", p, x),
     "linear_relu": lambda p, x: run_with_activation("relu", p, x),
+    "gated": run_gated,
     "multiply_add": lambda p, x: {"sum": fused_multiply_add(x["a"], x["b"], x["c"])},
     "inverse_root": lambda p, x: {"x": inverse_root(x["v"].astype(np.int64))},
     "row_constants": run_row_constants,

@@ -184,6 +184,14 @@ def _with_activation(name: str) -> Callable[[dict[str, Any], Tensors, str], Tens
     return linear
 
 
+def _gated(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.gated(
+        inputs["x"], parameters["gate_multiplier"], inputs["multiplier"], inputs["offset"], parameters["activation"],
+        DTYPES[parameters["output"]], backend,
+    )  # fmt: skip
+    return {"output": out}
+
+
 def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
     out = torch.ops.qflash.integer_layer_norm(
         inputs["h"], parameters["epsilon"], inputs["gain"], inputs["offset"], parameters["shift"], None,
@@ -270,6 +278,7 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "attention": _attention,
     "linear": _linear,
     **{f"linear_{name}": _with_activation(name) for name in op.ACTIVATIONS},
+    "gated": _gated,
     "layer_norm": _layer_norm,
     "mean": _mean,
     "patches": _patches,
@@ -767,13 +776,27 @@ def activation_ranges(kind: str) -> dict[str, Case]:
 
 
 def activation_cases() -> dict[str, Case]:
-    """Return linear layers with other activations than GELU."""
+    """Return linear layers with other activations than GELU, and gated products."""
     cases: dict[str, Case] = {}
     for kind in ("silu", "relu"):
         for number, values in enumerate(("random", "extreme")):
             name = f"linear/{kind}-{values}"
             cases[name] = linear(name, kind, inputs=(64, 33)[number], values=values)
         cases |= activation_ranges(kind)
+    ends = torch.tensor([-32768, -32767, -1, 0, 1, 32767], dtype=torch.int16)
+    for kind, output in (("silu", "int8"), ("silu", "int16"), ("gelu", "int16"), ("relu", "int8"), ("silu", "int32")):
+        name = f"gated/{kind}-{output}"
+        draw = Draw(name)
+        x = draw.integers(-32768, 32768, 40, 10, dtype=torch.int16)
+        # gates of a few units, where the tail is, and all corners
+        x[:20, :5] //= 50
+        x[:6, 0], x[:6, 5], x[6:12, 0], x[6:12, 5] = ends, 32767, ends, -32768
+        bits = {"int8": 8, "int16": 16, "int32": 30}[output]
+        inputs = {"x": x, "multiplier": draw.integers(1 << bits, 1 << (bits + 1), 5)}
+        inputs["offset"] = draw.integers(-(1 << 25), 1 << 25, 5)
+        inputs["multiplier"][4], inputs["offset"][4] = (1 << 31) - 1, (1 << 30) - 1
+        parameters = {"gate_multiplier": draw.chance.getrandbits(30) + (1 << 29), "activation": kind, "output": output}
+        cases[name] = Case("gated", parameters, inputs)
     return cases
 
 
@@ -880,8 +903,10 @@ ACTIVATION_NETWORKS: Models = {
     "vit-silu": ("VisionTransformer", {"num_classes": 3, "act_layer": "silu"}),
     "vit-quick-gelu": ("VisionTransformer", {"num_classes": 3, "act_layer": "quick_gelu"}),
     "vit-relu": ("VisionTransformer", {"num_classes": 3, "act_layer": "relu"}),
+    "vit-swiglu": ("VisionTransformer", {"num_classes": 3, "mlp_layer": "SwiGLUPacked", "act_layer": "silu"}),
+    "vit-swiglu-norm": ("VisionTransformer", {"num_classes": 3, "mlp_layer": "SwiGLU", "scale_mlp_norm": True}),
 }
-"""Those with other activations than GELU."""
+"""Those with other activations than GELU, and gated MLPs of ``timm.layers``."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -923,7 +948,8 @@ def converted_networks(networks: Models) -> dict[str, Case]:
     for name, (kind, options) in networks.items():
         draw = Draw(f"network/{name}")
         torch.manual_seed(draw.chance.getrandbits(40))
-        model = makers[kind](**options).eval()
+        layers = {option: getattr(timm.layers, x) for option, x in options.items() if option == "mlp_layer"}
+        model = makers[kind](**{**options, **layers}).eval()
         with torch.no_grad():
             for x in model.parameters():
                 # weights as timm draws them do little

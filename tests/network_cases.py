@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network.modules import Attention
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
+from qflash.specification.gated import gated
 
 DTYPES = (torch.int8, torch.int16, torch.int32)
 BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 31}
@@ -71,6 +73,9 @@ class Layer:
             return
         if self.name == "integer_mean":
             op.token_mean(*self.arguments, CHECK)
+            return
+        if self.name == "gated":
+            gated(*self.arguments, CHECK)
             return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
@@ -247,8 +252,29 @@ def draw_mean(number: int) -> Layer:
     return Layer("integer_mean", (x, multiplier, left, offset, DTYPES[number % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean)
-"""Draws of layers that take tokens from other places, bring them there, or average them."""
+def draw_gated(number: int) -> Layer:
+    """Return a random gated product; some inputs are at the ends of their range."""
+    chance = random.Random(number)
+    channels = chance.choice((1, chance.randint(1, 40), chance.randint(1, 600), 64 * chance.randint(1, 6)))
+    shape = chance.choice(
+        ((chance.randint(1, 30),), (chance.randint(0 if number % 8 == 0 else 1, 3), chance.randint(1, 15)), ())
+    )
+    x = integers(-32768, 32768, (*shape, 2 * channels), torch.int16, chance)
+    if number % 4 == 1:
+        gate, value = x.chunk(2, dim=-1)
+        gate.fill_(chance.choice((-32768, 32767)))
+        value.fill_(chance.choice((-32768, 32767)))
+    factor = chance.choice(((1 << 31) - 1, 0, chance.getrandbits(31), 1 << 24))
+    # products reach 2**30, outputs 2**7 to 2**29
+    wanted = {torch.int8: 9, torch.int16: 17, torch.int32: 31}[DTYPES[number % 3]]
+    multiplier = integers(0, 1 << chance.randint(wanted, 31), (channels,), torch.int32, chance)
+    offset = integers(1 - (1 << 30), 1 << 30, (channels,), torch.int32, chance) >> chance.choice((0, 0, 7))
+    name = list(op.ACTIVATIONS)[number // 3 % len(op.ACTIVATIONS)]
+    return Layer("gated", (spread_out(x, chance.choice(LAYOUTS)), factor, multiplier, offset, name, DTYPES[number % 3]))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated)
+"""Draws of layers that take tokens from other places, bring them there, or average them; and of gated products."""
 
 
 def edge_norms() -> list[Layer]:
@@ -294,6 +320,22 @@ def extremes() -> list[Layer]:
     x, one, unit = torch.arange(-5, 5, dtype=torch.int8)[:, None], torch.ones(1, dtype=torch.int32), torch.tensor([1 << 30])
     constants = 4 * ((1 << 17) - 1) * one, unit.to(torch.int32), 2, one, -(1 << 17) * one, 0
     found += [Layer(f"int8_linear_{name}", (x, one[None].to(torch.int8), *constants)) for name in op.ACTIVATIONS]
+    ends = torch.tensor([-32768, -32767, -1, 0, 1, 32766, 32767], dtype=torch.int16)
+    x = torch.stack(torch.meshgrid(ends, ends, indexing="ij"), dim=-1).view(-1, 2)
+    for name, factor in itertools.product(op.ACTIVATIONS, ((1 << 31) - 1, 1 << 30)):
+        for offset in (1 - (1 << 30), (1 << 30) - 1):
+            found.append(
+                Layer(
+                    "gated",
+                    (
+                        x,
+                        factor,
+                        *(torch.tensor([end], dtype=torch.int32) for end in ((1 << 31) - 1, offset)),
+                        name,
+                        torch.int32,
+                    ),
+                )
+            )
     return found
 
 

@@ -35,6 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "query and key norms": ("vit", {"num_classes": 10, "qk_norm": True}),
     "SiLU": ("vit", {"num_classes": 3, "act_layer": "silu", "depth": 1}),
     "ReLU": ("vit", {"num_classes": 3, "act_layer": "relu", "depth": 1}),
+    "SwiGLU": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLUPacked, "act_layer": "silu", "depth": 1}),
+    "SwiGLU with a norm": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLU, "scale_mlp_norm": True, "depth": 1}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan_cache import Run, Tensors
-from .specification import layers, quantization, reference
+from .specification import gated, layers, quantization, reference
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
 from .specification.layers import Activation, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
@@ -202,6 +202,13 @@ class Backend:
         residual = None if position is None else position.expand(batch, -1, -1)
         h = self.linear(layers.patches(images, patch_size), layer, torch.int16, residual)
         return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
+
+    def gated(
+        self, x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """Multiply values by activations of gates; see :mod:`qflash.network.operators.gated`."""
+        return gated.gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
 
 
 class KernelBackend(Backend):

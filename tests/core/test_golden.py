@@ -84,14 +84,14 @@ TRITON = {
         "linear/int8-random-1", "linear/residual-random-0", "linear/ends-int8", "gelu/40", "gelu/tail", "layer-norm/7-int8",
         "layer-norm/3-int32", "layer-norm/1101-int32",
     ),
-    "activations": ("silu/40", "silu/tail", "relu/2000", "linear/silu-extreme"),
+    "activations": ("silu/40", "silu/tail", "relu/2000", "linear/silu-extreme", "gated/gelu-int16", "gated/silu-int8"),
 }  # fmt: skip
 """For the interpreter, where a case takes a tenth of a second to one: each of these computes something of its own."""
 
 
 TAKE_BACK_ENDS = (
     "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu",
-    "linear_silu", "linear_relu", "layer_norm",
+    "linear_silu", "linear_relu", "gated", "layer_norm",
 )  # fmt: skip
 
 

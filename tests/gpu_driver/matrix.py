@@ -27,6 +27,7 @@ from qflash.kernels.dispatch import launch_attention
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.triton.swin_bias import launch_window_bias
 from qflash.network import execution as layers
+from qflash.network.operators import gated
 from qflash.specification import reference
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS
@@ -434,6 +435,7 @@ def kernels_on_hopper(call: Call) -> list[str]:
     operators = {name: getattr(execution, name) for name in ("attention", "int8_attention", "quantize", "quantize_centered")}
     operators |= {name: getattr(layers, name) for name in LAYER_OPERATORS}
     operators |= {
+        "gated": gated.gated,
         "quantize_with_scale": execution.quantize_with_scale,
         "quantize_bias": execution.quantize_bias,
         "varlen_attention": varlen.varlen_attention,

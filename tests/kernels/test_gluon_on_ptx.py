@@ -31,6 +31,7 @@ from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
+from qflash.kernels.triton.gated import gated_launch
 from qflash.specification import reference
 from qflash.specification.attention_call import Lengths, VarlenCall, float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS, Activation
@@ -556,6 +557,17 @@ def check_norms(layers: Iterable[network_cases.Layer]) -> None:
             order = None if gather is None else gather.contiguous()
             portable.layer_norm_launch(h.contiguous(), epsilon, gain, offset, shift, out, order).run()
         assert same_bits(out.view(want.shape), want), layer
+
+
+def test_gated_products(emulated: Load) -> None:
+    emulated("network_cases")
+    for number in range(1, 13):
+        layer = network_cases.draw_gated(number)
+        x, factor, multiplier, offset, name, dtype = layer.arguments
+        out = torch.empty(x.numel() // x.shape[-1], len(multiplier), dtype=dtype)
+        if out.numel():
+            gated_launch(x.reshape(len(out), -1).contiguous(), factor, multiplier, offset, name, out).run()
+        assert same_bits(out.view(*x.shape[:-1], -1), layer.run("reference")), layer
 
 
 @pytest.mark.parametrize("draw", ["draw_layer_norm", "draw_joined_norm", "edge_norms"])

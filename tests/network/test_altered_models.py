@@ -80,6 +80,27 @@ class GELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Itself(timm.layers.Mlp):  # type: ignore[name-defined]
+    """The activation of a tensor times the tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        return self.fc2(x * x.relu())
+
+
+class Rolled(timm.layers.Mlp):  # type: ignore[name-defined]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        return self.fc2(x.roll(1, dims=1) * x.relu())
+
+
+class Twice(timm.layers.Mlp):  # type: ignore[name-defined]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        gate = torch.nn.functional.silu(x)
+        return self.fc2(x * gate) + self.fc2(gate)
+
+
 class Shifted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(x + 1)
@@ -246,6 +267,30 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "mlp: another sigmoid": ("vit", put("blocks.0.mlp.act", lambda x: Shifted()), r"sigmoid in blocks.0.mlp.act"),
     "mlp: falling": ("vit", put("blocks.0.mlp.act", lambda x: Falling()), r"sigmoid in blocks.0.mlp.act"),
     "mlp: hard swish": ("vit", put("blocks.0.mlp.act", lambda x: nn.Hardswish()), r"hardswish in blocks.0.mlp.act"),
+    "mlp: SwiGLU": ("vit", put("blocks.1.mlp", lambda x: timm.layers.SwiGLUPacked(48, 128)), RIGHT),
+    "mlp: SwiGLU of two layers, with a norm": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.SwiGLU(48, 100, norm_layer=nn.LayerNorm)),
+        RIGHT,
+    ),
+    "mlp: GEGLU": ("vit", put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=nn.GELU)), RIGHT),
+    "mlp: QuickGELU before a product, no bias": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=GELU, bias=False, gate_last=False)),
+        RIGHT,
+    ),
+    "mlp: ReGLU of one half": ("vit", put("blocks.0.mlp", lambda x: Itself(48, 96)), RIGHT),
+    "mlp: gate and value of different tokens": (
+        "vit",
+        put("blocks.0.mlp", lambda x: Rolled(48, 96)),
+        r"product of blocks.0.mlp has no integer form",
+    ),
+    "mlp: gate used twice": ("vit", put("blocks.0.mlp", lambda x: Twice(48, 96)), r"blocks.0.mlp\S* has no integer form"),
+    "mlp: a product of two linear layers": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=nn.Identity)),
+        r"product of two computed tensors in blocks.0.mlp",
+    ),
     "mlp: narrow": (
         "vit",
         put("blocks.1.mlp", lambda x: timm.layers.Mlp(48, 96)),

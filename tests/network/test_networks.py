@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from qflash.network import conversion, execution, storage
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
+from qflash.network.operators import gated
 from qflash.network.storage import load_model, save_model
 from qflash.specification import layers as op
 from qflash.specification import reference
@@ -71,7 +72,9 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtyp
     return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(out)
 
 
-@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "query and key norms", "swin"])
+@pytest.mark.parametrize(
+    "kind", ["class token", "long rows", "norm then mean", "query and key norms", "SiLU", "SwiGLU", "swin"]
+)
 def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = made(kind)
     images = draw(model, 2, seed=7)
@@ -79,8 +82,16 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     network.backend = "reference"
     want = network(images)
     # what runs inside of an operator, without the operator, which would hide it
-    for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "integer_mean", "patch_embedding"):
+    for name in (
+        "int8_linear",
+        "int8_linear_gelu",
+        "int8_linear_silu",
+        "integer_layer_norm",
+        "integer_mean",
+        "patch_embedding",
+    ):
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
+    monkeypatch.setattr(torch.ops.qflash, "gated", gated.gated)
     monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
     # the reference forms integer products with float GEMMs that cannot round; here with integers
     monkeypatch.setattr(reference, "_exact_matmul", integer_product)
@@ -328,7 +339,7 @@ def put(path: str, part: Any) -> Any:
         ("vit", put("blocks.0.norm1", timm.layers.RmsNorm(48)), r"rms_norm in blocks\.0\.norm1"),
         ("vit", put("blocks.0.attn.norm", torch.nn.LayerNorm(48)), r"blocks\.0\.attn\S* has no integer form"),
         ("vit", put("blocks.0.mlp", torch.nn.Identity()), r"blocks\.0\S* has no integer form"),
-        ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"in blocks\.0\.mlp"),
+        ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"aten\.sigmoid in blocks\.0\.mlp\.act"),
         ("vit", put("blocks.0.mlp.act", torch.nn.Sigmoid()), r"aten\.sigmoid in blocks\.0\.mlp\.act"),
         ("vit", put("blocks.0.mlp.act", torch.nn.Tanh()), r"tanh in blocks\.0\.mlp\.act"),
         (

@@ -15,7 +15,7 @@ import torch
 import network_cases
 import qflash
 from network_cases import EXPORTED_RECIPES, Layer, attention_module
-from qflash.network.conversion import NAMES
+from qflash.network.activations import NAMES
 from qflash.network.modules import DTYPES, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear
 from qflash.network.operators import WITH_ACTIVATION
 from small_networks import KINDS, draw

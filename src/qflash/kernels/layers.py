@@ -11,6 +11,7 @@ from ..specification.layers import Activation, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
 from .triton import network as portable
+from .triton.gated import gated_launch
 
 
 def launch_linear(
@@ -105,4 +106,18 @@ def launch_mean(
         # tokens without the prefix are part of a larger tensor
         x = x if x[0].is_contiguous() else x.contiguous()
         portable.mean_launch(x, multiplier.contiguous(), left, offset.contiguous(), out).run()
+    return out
+
+
+def launch_gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Run a gated product; arguments are those of :func:`qflash.network.operators.gated.gated`, which checks them."""
+    channels = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], channels), dtype=out_dtype, device=x.device)
+    if out.numel():
+        rows = x.contiguous().view(-1, 2 * channels)
+        made = out.view(-1, channels)
+        gated_launch(rows, gate_multiplier, multiplier.contiguous(), offset.contiguous(), activation, made).run()
     return out

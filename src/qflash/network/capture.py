@@ -39,10 +39,11 @@ class Operation:
 
     Attributes:
         kind: ``"images"``, ``"linear"``, ``"norm"``, an activation of :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``,
-            ``"mean"``, ``"join"``, which puts channels side by side, or ``"unrotate"``, which takes an output out of a rotated
-            stream (:mod:`.rotation`).
+            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side, or
+            ``"unrotate"``, which takes an output out of a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
-            (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
+            (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
+            activation first.
         seen: for each input the node of the traced graph whose value it is, for calibration.
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
@@ -406,7 +407,7 @@ class _Tracer(fx.Interpreter):
         """Add an operation whose output has a shape, and return its output."""
         channels, rows = shape[-1], math.prod(shape[:-1])
         order = None
-        if kind in ("linear", "norm", "add", *ACTIVATIONS) and (order := _image_order(inputs[0])) is not None:
+        if kind in ("linear", "norm", "add", "product", *ACTIVATIONS) and (order := _image_order(inputs[0])) is not None:
             # rows of one image after the other, whichever way the model lays batches out
             inputs = [x.moved(lambda y: y.reshape(rows, -1)[order]) for x in inputs]
         self.operations.append(Operation(kind, list(inputs), list(seen), self.node, rows, channels, self.owner(), **constants))
@@ -501,6 +502,11 @@ class _Tracer(fx.Interpreter):
                 return self.made("silu", (x,), self.seen(place), x.shape, slope=slope)
         self.refuse_sigmoid(a, b)
         if _has_view(a) and _has_view(b):
+            for place, (gate, value) in enumerate(((a, b), (b, a))):
+                if isinstance(gate, View) and isinstance(value, View) and gate.source.kind in ACTIVATIONS:
+                    if gate.shape != value.shape:
+                        break
+                    return self.made("product", (gate, value), self.seen(place, 1 - place), gate.shape)
             raise self.refusal("product of two computed tensors")
         if not _has_view(a):
             a, b = b, a
@@ -821,6 +827,8 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
         return nn.functional.relu(inputs[0])
     if operation.kind == "add":
         return inputs[0] + inputs[1]
+    if operation.kind == "product":
+        return inputs[0] * inputs[1]
     if operation.kind == "mean":
         return inputs[0].mean(dim=1)
     if operation.kind == "join":

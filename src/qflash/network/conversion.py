@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ..specification import layers as op
+from ..specification.gated import GATE_BITS, PRODUCT_SHIFT
+from .activations import NAMES
 from .modules import Attention, LayerNorm, Linear, LinearActivation, Mean, WideLinear
+from .operators.gated import Gated
 
-NAMES = {"gelu": "GELU", "silu": "SiLU", "relu": "ReLU"}
-"""Of activations, as people write them."""
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
 _LEAST_MULTIPLIER = 8
@@ -288,6 +289,65 @@ def activation_steps(module: LinearActivation, unit: float, output: Range, weigh
         getattr(module, f"{module.activation}_{name}").copy_(x.to(torch.int32))
     setattr(module, f"{module.activation}_shift", shift)
     return Grid(steps, (0.5 - offset / 2.0**shift) * steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedUnits:
+    """Where a gated product's inputs lie.
+
+    Attributes:
+        activation: of what the activation takes.
+        gate: of the gates.
+        value: float64 (channels,), of the values.
+    """
+
+    activation: float
+    gate: float
+    value: torch.Tensor
+
+
+def gated_units(name: str, slope: float, activated: Range, value: Range) -> GatedUnits:
+    """Choose where a gated product's int16 inputs lie.
+
+    Args:
+        name, slope: see :func:`activation_unit`.
+        activated: the activations.
+        value: the values.
+
+    Raises:
+        ValueError: an activation is beyond what its operator takes.
+    """
+    unit = activation_unit(name, slope, activated)
+    # what lies further below 0 than the tail reaches may saturate
+    gate = max(float(activated.high.max()), op.TAIL_END * unit) * HEADROOM / 32767
+    most = torch.maximum(-value.low, value.high).clamp(min=1e-12)
+    return GatedUnits(unit, gate, most.clamp(min=float(most.max()) / 1024) * (HEADROOM / 32767))
+
+
+def finish_gated(module: Gated, units: GatedUnits, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0) -> Grid:
+    """Fill a gated product in; return where its outputs lie, which is near ``step * q + middle``.
+
+    Args:
+        module: to fill in.
+        units: of its inputs.
+        step, middle: of the outputs.
+
+    Raises:
+        ValueError: a product has no room in 32 bits; the network's scales are degenerate.
+    """
+    unit = units.activation * units.value * 2.0**PRODUCT_SHIFT
+    multiplier = (unit / step * 2.0**32).round().clamp(min=_LEAST_MULTIPLIER)
+    offset = (-middle / unit).round()
+    gate = round(units.gate / units.activation * 2.0**GATE_BITS)
+    if not (float(multiplier.max()) < 1 << 31 and float(offset.abs().max()) < 1 << 30 and gate < 1 << 31):
+        raise ValueError(
+            f"products up to {float(unit.max()) * 2.0**30:.3g} cannot be brought to outputs that lie much lower; the network's "
+            "scales are degenerate"
+        )
+    module.gate_multiplier = gate
+    module.multiplier.copy_(multiplier.to(torch.int32))
+    module.offset.copy_(offset.to(torch.int32))
+    return Grid(unit * 2.0**32 / multiplier, -offset * unit)
 
 
 def finish_norm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..specification import layers as op
+from . import activations
 from .conversion import Grid
 from .graph import IntegerNetwork
 from .matrix import Matrix
@@ -27,6 +28,7 @@ from .modules import (
     shapes_only,
 )
 from .operators import OPERATORS
+from .operators.gated import Gated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,19 @@ class FloatTwin:
     prefix: torch.Tensor | None = None
 
 
-KEPT = ("PatchEmbedding", "LayerNorm", "Linear", "WideLinear", "LinearGelu", "LinearSilu", "LinearRelu", "Attention", "Mean")
+KEPT = (
+    "PatchEmbedding",
+    "LayerNorm",
+    "Linear",
+    "WideLinear",
+    "LinearGelu",
+    "LinearSilu",
+    "LinearRelu",
+    "Attention",
+    "Mean",
+    "Gated",
+)
 """Operators that can be kept in floating point; others move values."""
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-"""In floating point, by name of :data:`.layers.ACTIVATIONS`."""
 _TABLES = ("gather", "scatter", "query", "position", "prefix")
 
 
@@ -208,10 +219,13 @@ class FloatNode(IntegerModule):
         if isinstance(inner, Linear):
             x = F.linear(x, weight, self.bias)
             if isinstance(inner, LinearActivation):
-                return FUNCTIONS[inner.activation](x * self.slope) / self.slope
+                return activations.floating(inner.activation, self.slope, x)
             if self.scatter is not None:
                 x = op.scatter_tokens(x, self.scatter)
             return x + more[0] if more else x
+        if isinstance(inner, Gated):
+            gate, value = x.chunk(2, dim=-1)
+            return activations.floating(inner.activation, self.slope, gate) * value
         query, key, value = inner.heads_of((x, *more), self.query)
         mask = self.mask
         if mask is not None:

@@ -17,6 +17,7 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from . import activations
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
 from .modules import (
@@ -96,19 +97,9 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None
     return _saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
 
 
-def activation(graph: Graph, name: str, u: Value) -> Value:
-    """Write a function of :data:`.layers.ACTIVATIONS`, its tail as a table; u and what is returned are int32."""
-    positive = graph.clip(u, 0, op.ACTIVATION_LIMIT)
-    table = -op.ACTIVATIONS[name][0](-torch.arange(op.TAIL_END + 1, dtype=torch.int64, device="cpu"))
-    if not table.any():
-        return positive
-    tail = graph.gather(graph.constant(table, np.int32, f"{name}_tail"), graph.minimum(graph.node("Abs", u), op.TAIL_END))
-    return graph.subtract(positive, tail)
-
-
 def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
     """Write :func:`.layers.activate`."""
-    value = activation(graph, by.name, graph.cast(u, np.int32))
+    value = activations.onnx(graph, by.name, graph.cast(u, np.int32))
     multiplier, offset = _array(by.multiplier), _array(by.offset)
     bound = int((multiplier.astype(np.int64) * (op.ACTIVATION_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
     wide = graph.multiply(value, multiplier)

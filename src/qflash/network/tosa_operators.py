@@ -18,6 +18,7 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from . import activations
 from .graph import IMAGES, IntegerNetwork
 from .modules import (
     Attention,
@@ -118,40 +119,13 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | np.ndarray 
     return _saturated(graph, out if residual is None else graph.add(out, residual), module.dtype, 1 << 31)
 
 
-def _gelu_tail(graph: Graph, rest: Value) -> Value:
-    g, c, e, d = op.GELU_CONSTANTS
-    square = graph.multiply(rest, rest, 9)
-    first = graph.multiply(square, graph.subtract(g, graph.multiply(rest, c)), 15)
-    second = graph.add(graph.shift_left(first, 2), graph.subtract(e, graph.multiply(rest, d)))
-    return graph.multiply(first, second, 20)
-
-
-def _silu_tail(graph: Graph, rest: Value) -> Value:
-    g, c, e, f = op.SILU_CONSTANTS
-    line, square = graph.multiply(rest, c), graph.multiply(rest, rest, 9)
-    first = graph.multiply(square, graph.add(graph.subtract(g, line), graph.add(square, square)), 15)
-    return graph.multiply(first, graph.subtract(graph.add(line, e), graph.multiply(square, f)), 22)
-
-
-_TAILS = {"gelu": _gelu_tail, "silu": _silu_tail}
-
-
-def activation(graph: Graph, name: str, u: Value) -> Value:
-    """Write a function of :data:`.layers.ACTIVATIONS`."""
-    positive = graph.minimum(graph.maximum(u, 0), op.ACTIVATION_LIMIT)
-    if name not in _TAILS:
-        return positive
-    rest = graph.maximum(graph.subtract(op.TAIL_END, graph.absolute(u)), 0)
-    return graph.subtract(positive, _TAILS[name](graph, rest))
-
-
 def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
     """Write :func:`.layers.activate`."""
     multiplier, offset = _wide(by.multiplier), _wide(by.offset)
     # the specification's shift rounds down
     offset = offset - (1 << by.shift >> 1)
     bound = int((multiplier * (op.ACTIVATION_LIMIT + 1) + np.abs(offset)).max())
-    value = graph.multiply(activation(graph, by.name, u), multiplier)
+    value = graph.multiply(activations.tosa(graph, by.name, u), multiplier)
     return _saturated(graph, graph.add(value, offset), torch.int8, bound, by.shift)
 
 

@@ -25,6 +25,7 @@ import torch
 
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
+from qflash.specification.gated import GATE_BITS, PRODUCT_SHIFT
 from qflash.specification.recipe import Recipe
 
 WIDTHS = {
@@ -469,6 +470,19 @@ def walk_linear(walk: Walk) -> None:
         walk(name, "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
 
 
+def walk_gated(walk: Walk) -> None:
+    """A gated product; the tails of activations are those of a linear layer."""
+    int16, ratio = Interval(*op.INT16), Interval(0, (1 << 31) - 1)
+    u = walk("gated", "u = mul(gate, A, 28)", rounded_product(int16, ratio, GATE_BITS), "int32", "every gate")
+    every = torch.arange(-op.TAIL_END, op.TAIL_END + 1, dtype=torch.int64, device="cpu")
+    for name, (function, _) in op.ACTIVATIONS.items():
+        found = function(every)
+        made = Interval(int(found.min()), min(u.high, op.ACTIVATION_LIMIT))
+        product = walk("gated", "p = mul(f(u), v, 2)", rounded_product(made, int16, PRODUCT_SHIFT), "int32", name)
+        total = walk("gated", "p + B", product + around((1 << 30) - 1), "int32", name)
+        walk("gated", "mul(p + B, R, 32)", rounded_product(total, ratio, 32), "int32", name)
+
+
 def _gelu_tail(r: torch.Tensor, seen: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     g, c, e, d = op.GELU_CONSTANTS
     z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
@@ -562,6 +576,7 @@ def walk_network() -> Walk:
     """
     walk = Walk()
     walk_linear(walk)
+    walk_gated(walk)
     walk_layer_norm(walk)
     return walk
 

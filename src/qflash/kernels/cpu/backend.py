@@ -75,3 +75,5 @@ class CpuBackend(KernelBackend):
 
     def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
         return network.launch_layer_norm(h, *constants)
+
+    gated = staticmethod(network.launch_gated)

@@ -12,7 +12,13 @@ from . import launch
 _Linear = launch.arguments_type(
     ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out"), 9
 )
+_Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
+
+
+def _number(activation: str) -> int:
+    """Return an activation's number in ``network.c``."""
+    return 1 + list(ACTIVATIONS).index(activation)
 
 
 def launch_linear(
@@ -35,7 +41,7 @@ def launch_linear(
         (
             rows, inputs, outputs, left, out.element_size(), 0 if activation is None else activation.shift,
             launch.threads_for(rows * inputs * outputs), x.element_size(),
-            0 if activation is None else 1 + list(ACTIVATIONS).index(activation.name),
+            0 if activation is None else _number(activation.name),
         ),
     )  # fmt: skip
     launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")
@@ -59,4 +65,25 @@ def launch_layer_norm(
         ),
     )  # fmt: skip
     launch.load().qflash_layer_norm(ctypes.byref(arguments))
+    return out
+
+
+def launch_gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Run a gated product; arguments are those of :func:`qflash.network.operators.gated.gated`, which checks them."""
+    channels = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], channels), dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    x, multiplier, offset = x.contiguous(), multiplier.contiguous(), offset.contiguous()
+    arguments = _Gated(
+        *(tensor.data_ptr() for tensor in (x, multiplier, offset, out)),
+        (
+            out.numel() // channels, channels, gate_multiplier, _number(activation), out.element_size(),
+            launch.threads_for(8 * out.numel()),
+        ),
+    )  # fmt: skip
+    launch.load().qflash_gated(ctypes.byref(arguments))
     return out

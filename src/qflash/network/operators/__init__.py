@@ -20,6 +20,7 @@ from ..modules import (
     WideLinear,
     Widen,
 )
+from .gated import Gated
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
@@ -36,6 +37,7 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         First,
         Join,
         Widen,
+        Gated,
     )
 }
 """Kinds of node of an integer network, by name."""

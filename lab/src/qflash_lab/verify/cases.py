@@ -75,7 +75,8 @@ class LayerCase:
         input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens.
+            the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, or ``"gated"``, a product
+            of the inputs' halves.
         launch: which of the call's launches.
     """
 
@@ -137,6 +138,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm-windows", 64 * 3136, 96, moved=1),
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
     LayerCase("mean", 64 * 49, 768, moved="mean"),
+    LayerCase("gated", 64 * 257, 2 * 4096, epilogue="silu", moved="gated"),
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -242,6 +244,7 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
 def _run_layer(case: LayerCase) -> None:
     """Call the operator of a layer."""
     from qflash.network import execution
+    from qflash.network.operators.gated import gated
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -254,6 +257,10 @@ def _run_layer(case: LayerCase) -> None:
     if case.moved == "mean":
         h = activations(torch.int16).view(-1, 49, case.inputs)
         execution.integer_mean(h, tensor(case.inputs), 4, tensor(case.inputs), output, "triton")
+        return
+    if case.moved == "gated":
+        halves = tensor(case.inputs // 2), tensor(case.inputs // 2)
+        gated(activations(torch.int16), 1 << 28, *halves, case.epilogue, output, "triton")
         return
     if not case.outputs:
         h, channels, gather = activations(torch.int16), case.inputs, None

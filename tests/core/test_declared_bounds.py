@@ -67,11 +67,13 @@ def test_networks(ranges: dict[str, tuple[int, int]]) -> None:
     int8 = torch.ones(3, 3, dtype=torch.int8)
     op.rescale(op.integer_matmul(int8, int8), 9, ones, ones, check)
     x = torch.arange(-300, 300, 200, dtype=torch.int16)
-    op.gelu_int8(x.to(torch.int64), ones, ones, 3, check)
+    for name in op.ACTIVATIONS:
+        op.activate(x.to(torch.int64), op.Activation(name, ones, ones, 3), check)
     op.layer_norm(x[None], 1, ones, ones, 3, torch.int8, check)
     assert ranges == {
-        "(acc << left) + b": SIGNED_32, "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18977),
-        "GELU: h": (0, 18588), "GELU: g M + B": SIGNED_32,
+        "(acc << left) + b": SIGNED_32, "r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18977),
+        "GELU: h": (0, 18588), "f M + B": SIGNED_32, "SiLU: z": (0, 2**15), "SiLU: w": (0, 32591),
+        "SiLU: h": (-97, 121787),
         "S": (-(2**27), 2**27), "m": (-(2**17), 2**17), "V": (0, 2**47 - 1), "x": (2**29 - 64, 2**30),
         "f": (2**28 - 64, 2**30), "d": (-(2**28), 2**28 - 1), "d 2**l": SIGNED_32, "N": (-(2**26), 2**26),
         "mul(N, G, 28) + B": SIGNED_32,

@@ -17,7 +17,7 @@ MORE = {
     # operators of torch.ops.qflash have the parameters of their schemas
     "execution.py": {"int8_attention"},
     "varlen.py": {"varlen_attention"},
-    "network/execution.py": {"int8_linear", "int8_linear_gelu", "patch_embedding", "_check_linear", "_check_embedding"},
+    "network/execution.py": {"int8_linear", "patch_embedding", "_check_linear", "_check_embedding"},
     # a call is made of an operator's arguments, in their order
     "specification/attention_call.py": {"int8_call"},
     # others' interfaces: scaled_dot_product_attention, and transformers' attention functions

@@ -247,8 +247,8 @@ def _conversion_spans(x: Sequence[int]) -> dict[str, int]:
 
 
 def _linear_spans(x: Sequence[int]) -> dict[str, int]:
-    rows, inputs, outputs, _, item, _, _, input_bytes = x
-    constants = dict.fromkeys(("bias", "multiplier", "gelu_multiplier", "gelu_offset"), 4 * outputs)
+    rows, inputs, outputs, _, item, _, _, input_bytes, _ = x
+    constants = dict.fromkeys(("bias", "multiplier", "activation_multiplier", "activation_offset"), 4 * outputs)
     activations = {"x": input_bytes * rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
     return {"weight": outputs * inputs, **constants, **activations}
 
@@ -256,6 +256,11 @@ def _linear_spans(x: Sequence[int]) -> dict[str, int]:
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     rows, channels, _, _, item, *_ = x
     return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
+
+
+def _gated_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, channels, _, _, item, _ = x
+    return {"x": 4 * rows * channels, "multiplier": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
 
 
 class DriverLibrary:
@@ -269,6 +274,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
+        "gated",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -399,6 +405,9 @@ class DriverLibrary:
 
     def _layer_norm(self, argument: Any) -> int:
         return self._simple("layer_norm", argument, _norm_spans, ("out",))
+
+    def _gated(self, argument: Any) -> int:
+        return self._simple("gated", argument, _gated_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

@@ -20,6 +20,7 @@ import torch
 import torch.utils._pytree
 from torch import fx, nn
 
+from ..specification.layers import ACTIVATIONS
 from ..torch_internals import tracing_alone
 from .matrix import Matrix
 
@@ -37,11 +38,12 @@ class Operation:
     """One computing operation of the float network.
 
     Attributes:
-        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"``, ``"join"``, which
-            puts channels side by side, or ``"unrotate"``, which takes an output out of a rotated stream
-            (:mod:`.rotation`).
+        kind: ``"images"``, ``"linear"``, ``"norm"``, an activation of :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``,
+            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side, or
+            ``"unrotate"``, which takes an output out of a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
-            (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
+            (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
+            activation first.
         seen: for each input the node of the traced graph whose value it is, for calibration.
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
@@ -55,6 +57,7 @@ class Operation:
         is_causal: of attention.
         query: of attention whose query is a constant, float64 (heads, queries, channels).
         approximate: of GELU, as :func:`torch.nn.functional.gelu` has it.
+        slope: of SiLU, which is ``x sigmoid(slope x)``.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Operation:
     is_causal: bool = False
     query: torch.Tensor | None = None
     approximate: str = "none"
+    slope: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,6 +179,29 @@ class Scores:
         return dataclasses.replace(self, term=term if self.term is None else self.term + term)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sigmoid:
+    """The sigmoid of a tensor, which is SiLU once it is multiplied by what it is of.
+
+    Attributes:
+        view: what it is of.
+        node: of the traced graph, whose value it is.
+    """
+
+    view: View
+    node: fx.Node
+
+    def slope(self, x: View) -> float | None:
+        """Return s where this is ``sigmoid(s x)``, s > 0, or None where it is something else."""
+        view = self.view
+        if view.source is not x.source or view.shape != x.shape or not torch.equal(view.places(), x.places()):
+            return None
+        if x.factor is not None or x.term is not None or view.term is not None:
+            return None
+        slopes = [1.0] if view.factor is None else view.factor.unique().tolist()
+        return float(slopes[0]) if len(slopes) == 1 and slopes[0] > 0 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A linear layer that is not yet an operation: ``view @ matrix.T + bias``.
@@ -260,7 +287,7 @@ _OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten
 def _has_view(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_has_view(each) for each in x)
-    return isinstance(x, (View, Scores))
+    return isinstance(x, (View, Scores, Sigmoid))
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -314,7 +341,8 @@ class _Tracer(fx.Interpreter):
             aten._softmax: self.softmax, aten.scaled_dot_product_attention: self.attention, aten.cat: self.cat,
             aten.mean: self.mean, aten.dropout: self.dropout, aten.pad: self.pad, aten.constant_pad_nd: self.pad,
             aten.adaptive_avg_pool1d: self.pool_all, aten.adaptive_avg_pool2d: self.pool_all,
-            aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack,
+            aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack, aten.silu: self.silu,
+            aten.silu_: self.silu, aten.relu: self.relu, aten.relu_: self.relu, aten.sigmoid: self.sigmoid,
         }  # fmt: skip
 
     # --- the machine -----------------------------------------------------------------------------------------
@@ -334,6 +362,8 @@ class _Tracer(fx.Interpreter):
             return _shape_of(args[0])[args[1]]
         if not _has_view(args) and not _has_view(tuple(kwargs.values())):
             return super().call_function(target, args, kwargs)
+        if packet not in (aten.mul, aten.mul_):
+            self.refuse_sigmoid(*args)
         if target is operator.getitem:
             return args[0][args[1]]
         if packet in _SAME:
@@ -347,6 +377,17 @@ class _Tracer(fx.Interpreter):
         if packet in _IN_ORDER or packet in _MOVES:
             return self.move(target, packet in _IN_ORDER, *args, **kwargs)
         raise self.refusal(str(packet))
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self.refuse_sigmoid(*args[0])
+        return super().output(target, args, kwargs)
+
+    def refuse_sigmoid(self, *values: Any) -> None:
+        """Refuse a sigmoid among values."""
+        for x in values:
+            if isinstance(x, Sigmoid):
+                self.node = x.node
+                raise self.refusal("aten.sigmoid")
 
     def refusal(self, what: str) -> UnsupportedError:
         """Return the error that names the current node."""
@@ -366,7 +407,7 @@ class _Tracer(fx.Interpreter):
         """Add an operation whose output has a shape, and return its output."""
         channels, rows = shape[-1], math.prod(shape[:-1])
         order = None
-        if kind in ("linear", "norm", "gelu", "add") and (order := _image_order(inputs[0])) is not None:
+        if kind in ("linear", "norm", "add", "product", *ACTIVATIONS) and (order := _image_order(inputs[0])) is not None:
             # rows of one image after the other, whichever way the model lays batches out
             inputs = [x.moved(lambda y: y.reshape(rows, -1)[order]) for x in inputs]
         self.operations.append(Operation(kind, list(inputs), list(seen), self.node, rows, channels, self.owner(), **constants))
@@ -456,7 +497,16 @@ class _Tracer(fx.Interpreter):
         return a.plus(-wide(b) * alpha)
 
     def mul(self, a: Any, b: Any) -> Any:
+        for place, (x, other) in enumerate(((a, b), (b, a))):
+            if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
+                return self.made("silu", (x,), self.seen(place), x.shape, slope=slope)
+        self.refuse_sigmoid(a, b)
         if _has_view(a) and _has_view(b):
+            for place, (gate, value) in enumerate(((a, b), (b, a))):
+                if isinstance(gate, View) and isinstance(value, View) and gate.source.kind in ACTIVATIONS:
+                    if gate.shape != value.shape:
+                        break
+                    return self.made("product", (gate, value), self.seen(place, 1 - place), gate.shape)
             raise self.refusal("product of two computed tensors")
         if not _has_view(a):
             a, b = b, a
@@ -479,6 +529,15 @@ class _Tracer(fx.Interpreter):
 
     def gelu(self, x: Any, *, approximate: str = "none") -> Any:
         return self.made("gelu", (x,), self.seen(0), x.shape, approximate=approximate)
+
+    def silu(self, x: Any) -> Any:
+        return self.made("silu", (x,), self.seen(0), x.shape)
+
+    def relu(self, x: Any) -> Any:
+        return self.made("relu", (x,), self.seen(0), x.shape)
+
+    def sigmoid(self, x: Any) -> Any:
+        return Sigmoid(x, self.node)
 
     # --- products ---------------------------------------------------------------------------------------------
 
@@ -762,8 +821,14 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
         return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
     if operation.kind == "gelu":
         return nn.functional.gelu(inputs[0], approximate=operation.approximate)
+    if operation.kind == "silu":
+        return inputs[0] * torch.sigmoid(inputs[0] * operation.slope)
+    if operation.kind == "relu":
+        return nn.functional.relu(inputs[0])
     if operation.kind == "add":
         return inputs[0] + inputs[1]
+    if operation.kind == "product":
+        return inputs[0] * inputs[1]
     if operation.kind == "mean":
         return inputs[0].mean(dim=1)
     if operation.kind == "join":

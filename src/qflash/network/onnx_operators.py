@@ -17,9 +17,22 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from . import activations
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, OwnForms, PatchEmbedding, WideLinear, Widen
+from .modules import (
+    Attention,
+    First,
+    Join,
+    LayerNorm,
+    Linear,
+    LinearActivation,
+    Mean,
+    OwnForms,
+    PatchEmbedding,
+    WideLinear,
+    Widen,
+)
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
 
@@ -78,22 +91,19 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None
     sums = _wide_product(graph, x, weight) if isinstance(module, WideLinear) else graph.matmul(x, weight)
     bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * module.largest_input)
     change = bound, module.left, module.bias, module.multiplier
-    if isinstance(module, LinearGelu):
-        return _gelu(graph, module, _rescale(graph, sums, *change))
+    if isinstance(module, LinearActivation):
+        return _activated(graph, module.activated, _rescale(graph, sums, *change))
     out = _rescale(graph, sums, *change, _after(module.dtype))
     return _saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
 
 
-def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
-    """Write :func:`.layers.gelu_int8`, the tail of GELU as a table."""
-    u = graph.cast(u, np.int32)
-    table = -op.gelu(-torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu"))
-    tail = graph.gather(graph.constant(table, np.int32, "gelu_tail"), graph.minimum(graph.node("Abs", u), op.GELU_END))
-    value = graph.subtract(graph.clip(u, 0, op.GELU_LIMIT), tail)
-    multiplier, offset = _array(module.gelu_multiplier), _array(module.gelu_offset)
-    bound = int((multiplier.astype(np.int64) * (op.GELU_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
+def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
+    """Write :func:`.layers.activate`."""
+    value = activations.onnx(graph, by.name, graph.cast(u, np.int32))
+    multiplier, offset = _array(by.multiplier), _array(by.offset)
+    bound = int((multiplier.astype(np.int64) * (op.ACTIVATION_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
     wide = graph.multiply(value, multiplier)
-    out = graph.shift_right(wide, module.gelu_shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
+    out = graph.shift_right(wide, by.shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
     return _saturated(graph, out, torch.int8)
 
 

@@ -11,7 +11,7 @@ from ... import segments
 from ...plan_cache import Run, Tensors
 from ...reference_backend import KernelBackend, Prepare
 from ...specification.attention_call import AttentionCall, VarlenCall
-from ...specification.layers import Gelu, LinearIntegers
+from ...specification.layers import Activation, LinearIntegers
 from ...specification.memory_format import as_four
 from ...unseen_tokens import leaves_out_keys, searches, seen_tokens
 from . import launch, network
@@ -64,9 +64,16 @@ class CpuBackend(KernelBackend):
         return super().quantize_with_scale(x, scale, center)
 
     def _linear(
-        self, x: torch.Tensor, layer: LinearIntegers, dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+        self,
+        x: torch.Tensor,
+        layer: LinearIntegers,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None,
+        activation: Activation | None,
     ) -> torch.Tensor:
-        return network.launch_linear(x, layer, dtype, residual, gelu)
+        return network.launch_linear(x, layer, dtype, residual, activation)
 
     def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
         return network.launch_layer_norm(h, *constants)
+
+    gated = staticmethod(network.launch_gated)

@@ -6,15 +6,23 @@ import ctypes
 
 import torch
 
-from ...specification.layers import Gelu, LinearIntegers, row_constants
+from ...specification.layers import ACTIVATIONS, Activation, LinearIntegers, row_constants
 from . import launch
 
-_Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 8)
+_Linear = launch.arguments_type(
+    ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out"), 9
+)
+_Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
+def _number(activation: str) -> int:
+    """Return an activation's number in ``network.c``."""
+    return 1 + list(ACTIVATIONS).index(activation)
+
+
 def launch_linear(
-    x: torch.Tensor, layer: LinearIntegers, out_dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+    x: torch.Tensor, layer: LinearIntegers, out_dtype: torch.dtype, residual: torch.Tensor | None, activation: Activation | None
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`."""
     weight, bias, multiplier, left = layer
@@ -25,16 +33,15 @@ def launch_linear(
     # held until the call returns: these may be copies
     x, weight, bias, multiplier = x.contiguous(), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
     residual = None if residual is None else residual.contiguous()
-    gelu_multiplier, gelu_offset, gelu_shift = (None, None, 0) if gelu is None else gelu
-    gelu_multiplier = None if gelu_multiplier is None else gelu_multiplier.contiguous()
-    gelu_offset = None if gelu_offset is None else gelu_offset.contiguous()
-    tensors = (x, weight, bias, multiplier, residual, gelu_multiplier, gelu_offset, out)
+    factors = (None, None) if activation is None else (activation.multiplier.contiguous(), activation.offset.contiguous())
+    tensors = (x, weight, bias, multiplier, residual, *factors, out)
     rows = out.numel() // outputs
     arguments = _Linear(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         (
-            rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs),
-            x.element_size(),
+            rows, inputs, outputs, left, out.element_size(), 0 if activation is None else activation.shift,
+            launch.threads_for(rows * inputs * outputs), x.element_size(),
+            0 if activation is None else _number(activation.name),
         ),
     )  # fmt: skip
     launch.check_memory(launch.load().qflash_linear(ctypes.byref(arguments)), "for the packed weights of a linear layer")
@@ -58,4 +65,25 @@ def launch_layer_norm(
         ),
     )  # fmt: skip
     launch.load().qflash_layer_norm(ctypes.byref(arguments))
+    return out
+
+
+def launch_gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Run a gated product; arguments are those of :func:`qflash.network.operators.gated.gated`, which checks them."""
+    channels = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], channels), dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    x, multiplier, offset = x.contiguous(), multiplier.contiguous(), offset.contiguous()
+    arguments = _Gated(
+        *(tensor.data_ptr() for tensor in (x, multiplier, offset, out)),
+        (
+            out.numel() // channels, channels, gate_multiplier, _number(activation), out.element_size(),
+            launch.threads_for(8 * out.numel()),
+        ),
+    )  # fmt: skip
+    launch.load().qflash_gated(ctypes.byref(arguments))
     return out

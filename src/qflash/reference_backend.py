@@ -165,7 +165,7 @@ class Backend:
         out = layers.rescale(layers.integer_matmul(x, layer.weight), layer.left, layer.bias, layer.multiplier)
         if gelu is not None:
             return layers.gelu_int8(out, *gelu)
-        return layers.saturate(out if residual is None else out + residual, dtype)
+        return layers.saturate(out if residual is None else layers.add_residual(out, residual), dtype)
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,

@@ -60,12 +60,19 @@ def rescale(
         multiplier: R, int32 ``[0, 2**31)``, (outputs,): the ratio of the units is ``R * 2**(left - 32)``.
         check: for the bound.
     """
-    return multiply_round(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
+    wide = (check("acc", sums, *INT32).to(torch.int64) << left) + bias
+    rescaled = multiply_round(check("(acc << left) + b", wide, *INT32), multiplier)
+    return check("rescale(acc)", rescaled, -(1 << 30), 1 << 30)
 
 
-def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def saturate(x: torch.Tensor, dtype: torch.dtype, check: Checker = _UNCHECKED) -> torch.Tensor:
     """Clamp to a type's range and take the type."""
-    return x.clamp(*LIMITS[dtype]).to(dtype)
+    return check("y", x.clamp(*LIMITS[dtype]).to(dtype), *LIMITS[dtype])
+
+
+def add_residual(x: torch.Tensor, residual: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Add the residual stream, int16, to rescaled sums, before these are saturated."""
+    return x + check("residual", residual, *INT16)
 
 
 GELU_END = 4096
@@ -106,13 +113,13 @@ def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
     Returns:
         the same unit.
     """
-    x = x.to(torch.int64)
+    x = check("GELU: u", x.to(torch.int64), -(1 << 30), 1 << 30)
     g, c, e, d = GELU_CONSTANTS
     rest = check("GELU: r", (GELU_END - x.abs()).clamp(min=0), 0, GELU_END)
     square = check("GELU: z", multiply_round(rest, rest, 9), 0, 1 << 15)
     first = check("GELU: w", multiply_round(square, g - c * rest, 15), 0, 18977)
     second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
-    return x.clamp(0, GELU_LIMIT) - multiply_round(first, second, 20)
+    return check("GELU: g", x.clamp(0, GELU_LIMIT) - multiply_round(first, second, 20), -(1 << 15), GELU_LIMIT)
 
 
 def gelu_int8(
@@ -132,7 +139,7 @@ def gelu_int8(
         check: for the bounds.
     """
     wide = gelu(x, check) * multiplier + offset
-    return saturate(check("GELU: g M + B", wide, *INT32) >> shift, torch.int8)
+    return saturate(check("GELU: g M + B", wide, *INT32) >> shift, torch.int8, check)
 
 
 ROOT_START, ROOT_SLOPE = 1145106637, 654339257
@@ -188,7 +195,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     """
     channels = h.shape[-1]
     by = row_constants(channels)
-    h = h.to(torch.int64)
+    h = check("h", h, *INT16).to(torch.int64)
     total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
     middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
     variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
@@ -196,7 +203,8 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     # an even shift that leaves 29 or 30 bits
     half = (bits - 29) >> 1
     v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))
-    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, 1 << 30)
+    v = check("v", v.clamp(min=1 << 28), 1 << 28, (1 << 30) - 1)
+    root = check("x", inverse_root(v), (1 << 29) - 64, 1 << 30)
     factor = check("f", multiply_round(root, by.root, 30), (1 << 28) - 64, 1 << 30)
     difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
     # from 2**-5 to 2**25, and the result below 2**31
@@ -226,7 +234,7 @@ def layer_norm(
         check: for the bounds.
     """
     wide = check("mul(N, G, 28) + B", multiply_round(normalise(h, epsilon, check), gain, 28) + offset, *INT32)
-    return saturate(round_shift(wide, shift), dtype)
+    return saturate(round_shift(wide, shift), dtype, check)
 
 
 def token_mean(
@@ -245,7 +253,7 @@ def token_mean(
         dtype: int8, int16 or int32.
         check: for the bound.
     """
-    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype)
+    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype, check)
 
 
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import math
 import torch
 
 from . import fixed_point as fp
-from .attention_call import AttentionCall
+from .attention_call import AttentionCall, Scales
 from .fixed_point import Checker
 from .memory_format import empty_output
 from .recipe import Recipe
@@ -172,9 +172,11 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
             numerator,
             denominator,
             fp.FINE_BITS if call.exact_sum else 0,
-            part(value_scale, start, stop),
-            None if output_scale is None else part(output_scale, start, stop),
-            None if offset is None else part(offset, start, stop),
+            scales._replace(
+                value=part(value_scale, start, stop),
+                output=None if output_scale is None else part(output_scale, start, stop),
+                offset=None if offset is None else part(offset, start, stop),
+            ),
             out_dtype,
             recipe,
             check,
@@ -299,17 +301,16 @@ def _finish(
     numerator: torch.Tensor,
     denominator: torch.Tensor,
     fine_bits: int,
-    value_scale: torch.Tensor,
-    output_scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
+    scales: Scales,
     out_dtype: torch.dtype,
     recipe: Recipe,
     check: Checker,
 ) -> torch.Tensor:
     """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8).
 
-    The denominator has ``fine_bits`` fraction bits. ``offset`` is added to the float outputs of rows that have a key.
+    The denominator has ``fine_bits`` fraction bits. An offset is added to the float outputs of rows that have a key.
     """
+    value_scale, output_scale, offset = scales.value, scales.output, scales.offset
     multiplier, shift = value_scale, value_scale
     if out_dtype == torch.int8:
         assert output_scale is not None
@@ -322,7 +323,8 @@ def _finish(
             return check("out", fp.requantize(floor << 23, multiplier >> 2, shift), -128, 127)
         return _with_offset(floor.to(torch.float32), value_scale, offset, denominator)
     bits, inverse = fp.row_inverse(denominator)
-    bits = check("B", (bits - fine_bits).clamp(min=0), 0, 42)
+    bits = (bits - fine_bits).clamp(min=0)
+    check("B", bits, 0, 42)
     check("x", inverse, 1 << 29, (1 << 30) + 1)
     if out_dtype == torch.int8:
         aligned = check("O << (24 - B)", fp.left_aligned(numerator, bits), -(1 << 31), (1 << 31) - 1)

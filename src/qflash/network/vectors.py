@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import inspect
 import json
 import os
 import re
@@ -278,10 +277,7 @@ def _network_cases(
         if not chosen:
             continue
         parameters = {**part.sizes, **{constant: getattr(part, constant) for constant in part.constants}}
-        roles = inspect.signature(type(part).forward).parameters.values()
-        positional = [role.name for role in roles if role.kind is role.POSITIONAL_OR_KEYWORD and role.name != "self"]
-        names = positional if len(positional) > len(inputs) else [f"part{index}" for index in range(len(inputs))]
-        quantities = [_given("input", role, x) for role, x in zip(names, inputs, strict=False)]
+        quantities = [_given("input", role, x) for role, x in zip(part.input_names(len(inputs)), inputs, strict=True)]
         quantities += [_given("constant", role, x) for role, x in part.tensors().items()]
         quantities += [*steps, _given("output", "output", out)]
         parameters["inputs"] = list(node.inputs)

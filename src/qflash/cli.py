@@ -90,6 +90,43 @@ def check_onnx(
     raise typer.Exit(int(any(outcome.problem for outcome in outcomes)))
 
 
+class VectorFormat(str, enum.Enum):
+    """What files of vectors hold."""
+
+    HEX = "hex"
+    NPY = "npy"
+    C = "c"
+
+
+@app.command()
+def vectors(
+    source: Annotated[pathlib.Path, typer.Argument(help="A network that network.save wrote, or a file of golden vectors.")],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="A new or empty folder.")],
+    case: Annotated[list[str] | None, typer.Option(help="Pattern of names, as 'gelu/*'; repeatable. All if left out.")] = None,
+    images: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Of a network: .npy, uint8 (count, channels, height, width). A made one if left out."),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="With every step that the documents name.")] = False,
+    output_format: Annotated[
+        list[VectorFormat] | None, typer.Option("--format", help="hex for $readmemh, npy, c; repeatable. hex if left out.")
+    ] = None,
+) -> None:
+    """Write inputs, constants, outputs and steps as files for a testbench: a folder a golden case, or a node of a network.
+
+    Exit status: 0 written; 1 the source, a pattern, the images or the folder is refused.
+    """
+    try:
+        from .network.vectors import write_vectors
+
+        formats = [each.value for each in output_format or [VectorFormat.HEX]]
+        written = write_vectors(source, output, cases=case or (), images=images, trace=trace, formats=formats)
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"qflash vectors: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{len(written)} cases in {output}")
+
+
 def _moved(context: typer.Context) -> None:
     name = context.info_name
     typer.echo(f"`qflash {name}` is `qflash-lab {name}` now, in the package qflash-lab: pip install qflash-lab", err=True)

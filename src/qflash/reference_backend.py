@@ -170,7 +170,7 @@ class Backend:
         out = layers.rescale(layers.integer_matmul(x, layer.weight), layer.left, layer.bias, layer.multiplier)
         if activation is not None:
             return layers.activate(out, activation)
-        return layers.saturate(out if residual is None else out + residual, dtype)
+        return layers.saturate(out if residual is None else layers.add_residual(out, residual), dtype)
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,

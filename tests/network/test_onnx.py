@@ -281,7 +281,7 @@ def exported(
     """A float model, its integer network on the reference, and the file."""
     model, network = made(request.param)
     path = tmp_path_factory.mktemp("onnx") / "network.onnx"
-    network.export_onnx(path)
+    network.export_onnx(path, inline=True)  # tests/network/test_onnx_functions.py has the other form
     network = copy.deepcopy(network)
     network.backend = "reference"
     return model, network, path

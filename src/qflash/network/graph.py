@@ -277,12 +277,13 @@ class IntegerNetwork(IntegerModule):
         save_model(self, path)
 
     def export_onnx(
-        self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000
-    ) -> None:
+        self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000,
+        inline: bool = False,
+    ) -> None:  # fmt: skip
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold)
+        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline)
 
     def export_tosa(self, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
         """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""

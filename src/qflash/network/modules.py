@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -112,6 +113,12 @@ class IntegerModule(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this module's own tensors that files and a ``state_dict`` hold."""
         return {name: x for name, x in self._buffers.items() if x is not None and name not in self._non_persistent_buffers_set}
+
+    def input_names(self, count: int) -> tuple[str, ...]:
+        """Return what :meth:`forward` calls so many inputs; those of any number are ``part0``, ``part1`` and so on."""
+        parameters = list(inspect.signature(type(self).forward).parameters.values())[1:]
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "backend"]
+        return tuple(names[:count] if len(names) >= count else [f"part{number}" for number in range(count)])
 
     def check_values(self) -> None:
         """Look whether this module's own integers keep the bounds of :mod:`qflash.specification.layers`.

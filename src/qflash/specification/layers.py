@@ -60,12 +60,19 @@ def rescale(
         multiplier: R, int32 ``[0, 2**31)``, (outputs,): the ratio of the units is ``R * 2**(left - 32)``.
         check: for the bound.
     """
-    return multiply_round(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
+    wide = (check("acc", sums, *INT32).to(torch.int64) << left) + bias
+    rescaled = multiply_round(check("(acc << left) + b", wide, *INT32), multiplier)
+    return check("rescale(acc)", rescaled, -(1 << 30), 1 << 30)
 
 
-def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def saturate(x: torch.Tensor, dtype: torch.dtype, check: Checker = _UNCHECKED) -> torch.Tensor:
     """Clamp to a type's range and take the type."""
-    return x.clamp(*LIMITS[dtype]).to(dtype)
+    return check("y", x.clamp(*LIMITS[dtype]).to(dtype), *LIMITS[dtype])
+
+
+def add_residual(x: torch.Tensor, residual: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Add the residual stream, int16, to rescaled sums, before these are saturated."""
+    return x + check("residual", residual, *INT16)
 
 
 TAIL_END = 4096
@@ -107,10 +114,11 @@ class LinearIntegers(NamedTuple):
     left: int
 
 
-def _less_tail(x: torch.Tensor, tail: Callable[[torch.Tensor], torch.Tensor], check: Checker) -> torch.Tensor:
+def _less_tail(x: torch.Tensor, name: str, tail: Callable[[torch.Tensor], torch.Tensor], check: Checker) -> torch.Tensor:
     """Return ``min(max(x, 0), limit) - tail(r)`` with ``r = max(end - |x|, 0)``, int64."""
-    x = x.to(torch.int64)
-    return relu(x) - tail(check("r", (TAIL_END - x.abs()).clamp(min=0), 0, TAIL_END))
+    x = check(f"{name}: u", x.to(torch.int64), -(1 << 30), 1 << 30)
+    rest = check(f"{name}: r", (TAIL_END - x.abs()).clamp(min=0), 0, TAIL_END)
+    return check(f"{name}: g", relu(x) - tail(rest), -(1 << 15), ACTIVATION_LIMIT)
 
 
 def relu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
@@ -139,7 +147,7 @@ def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
         second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
         return multiply_round(first, second, 20)
 
-    return _less_tail(x, tail, check)
+    return _less_tail(x, "GELU", tail, check)
 
 
 def silu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
@@ -164,7 +172,7 @@ def silu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
         second = check("SiLU: h", e + line - f * square, -97, 121787)
         return multiply_round(first, second, 22)
 
-    return _less_tail(x, tail, check)
+    return _less_tail(x, "SiLU", tail, check)
 
 
 ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], float | None]] = {
@@ -185,7 +193,7 @@ def activate(x: torch.Tensor, by: Activation, check: Checker = _UNCHECKED) -> to
         check: for the bounds.
     """
     wide = ACTIVATIONS[by.name][0](x, check) * by.multiplier + by.offset
-    return saturate(check("f M + B", wide, *INT32) >> by.shift, torch.int8)
+    return saturate(check("f M + B", wide, *INT32) >> by.shift, torch.int8, check)
 
 
 ROOT_START, ROOT_SLOPE = 1145106637, 654339257
@@ -241,7 +249,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     """
     channels = h.shape[-1]
     by = row_constants(channels)
-    h = h.to(torch.int64)
+    h = check("h", h, *INT16).to(torch.int64)
     total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
     middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
     variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
@@ -249,7 +257,8 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     # an even shift that leaves 29 or 30 bits
     half = (bits - 29) >> 1
     v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))
-    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, 1 << 30)
+    v = check("v", v.clamp(min=1 << 28), 1 << 28, (1 << 30) - 1)
+    root = check("x", inverse_root(v), (1 << 29) - 64, 1 << 30)
     factor = check("f", multiply_round(root, by.root, 30), (1 << 28) - 64, 1 << 30)
     difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
     # from 2**-5 to 2**25, and the result below 2**31
@@ -279,7 +288,7 @@ def layer_norm(
         check: for the bounds.
     """
     wide = check("mul(N, G, 28) + B", multiply_round(normalise(h, epsilon, check), gain, 28) + offset, *INT32)
-    return saturate(round_shift(wide, shift), dtype)
+    return saturate(round_shift(wide, shift), dtype, check)
 
 
 def token_mean(
@@ -298,7 +307,7 @@ def token_mean(
         dtype: int8, int16 or int32.
         check: for the bound.
     """
-    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype)
+    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype, check)
 
 
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:

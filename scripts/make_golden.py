@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -830,9 +830,14 @@ def network_cases() -> dict[str, Case]:
 
 
 def whole_networks() -> dict[str, Case]:
-    """Return the quantised networks of the committed file, with an image each: small models of random weights."""
+    """Return the quantised networks of the committed file, with an image each: small models of random weights.
+
+    One that the file lacks is quantised now.
+    """
     _, cases = read(GOLDEN / "networks.safetensors")
-    return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+    found = {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+    added = converted_networks([name for name in NETWORKS if f"network/{name}" not in found])
+    return {f"network/{name}": (found | added)[f"network/{name}"] for name in NETWORKS}
 
 
 _VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
@@ -851,10 +856,11 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-long": ("VisionTransformer", {"num_classes": 3, "img_size": 18, "patch_size": 2, "depth": 2}),
     # 18 channels are not rotated
     "vit-two-outputs": ("two outputs", {"num_classes": 0, "embed_dim": 18}),
+    "vit-tokens": ("tokens", {"num_classes": 0, "embed_dim": 8, "patch_size": 8, "num_heads": 1, "mlp_ratio": 1}),
     "swin": ("SwinTransformer", {"num_classes": 5}),
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }
-"""By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+"""By a case's name: a class of timm, :func:`_two_outputs` or :func:`_tokens`, and how it differs from the above."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -883,17 +889,38 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
-def converted_networks() -> dict[str, Case]:
-    """Return the networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+def _tokens(**options: Any) -> torch.nn.Module:
+    """Return a model whose outputs are patch tokens: as tokens, and as maps of both layouts."""
+    import timm
+
+    class PatchTokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.models.vision_transformer.VisionTransformer(**options)
+
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            patches = self.model.forward_features(images)[:, 1:]
+            maps = patches.unflatten(1, self.model.patch_embed.grid_size)
+            return {"patches": patches, "map": maps, "channels_first": maps.movedim(-1, 1)}
+
+    return PatchTokens()
+
+
+def converted_networks(names: Sequence[str]) -> dict[str, Case]:
+    """Return networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+    if not names:
+        return {}
     import timm
 
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
+        "tokens": lambda **options: _tokens(**{**_VIT, **options}),
     }
     cases = {}
-    for name, (kind, options) in NETWORKS.items():
+    for name in names:
+        kind, options = NETWORKS[name]
         draw = Draw(f"network/{name}")
         torch.manual_seed(draw.chance.getrandbits(40))
         model = makers[kind](**options).eval()
@@ -994,7 +1021,7 @@ def main() -> None:
     if arguments.random is not None:
         made = {"random": random_cases(arguments.random)}
     else:
-        networks = network_cases() | (converted_networks() if arguments.convert else whole_networks())
+        networks = network_cases() | (converted_networks(list(NETWORKS)) if arguments.convert else whole_networks())
         made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks}
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"

@@ -8,8 +8,8 @@ however a model spells them. What only depends on constants is computed once.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import math
 import operator
 import traceback
@@ -22,6 +22,8 @@ from torch import fx, nn
 
 from ..torch_internals import tracing_alone
 from .matrix import Matrix
+from .operators.tokens import arrange
+from .outputs import WRAPPED, OutputsOf, Selected, copy_of, select_outputs
 
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
@@ -302,8 +304,9 @@ def wide(x: Any) -> torch.Tensor:
 class _Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, wrapped: bool) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.wrapped = wrapped
         self.operations: list[Operation] = []
         self.node: fx.Node
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -360,7 +363,8 @@ class _Tracer(fx.Interpreter):
         """Return the name of the submodule that the current node belongs to."""
         stack = self.node.meta.get("nn_module_stack") or {}
         names = [path for path, _ in stack.values()]
-        return str(names[-1]) if names else ""
+        name = str(names[-1]) if names else ""
+        return name.removeprefix(WRAPPED).removeprefix(".") if self.wrapped else name
 
     def made(self, kind: str, inputs: Sequence[View], seen: Sequence[fx.Node], shape: Sequence[int], **constants: Any) -> View:
         """Add an operation whose output has a shape, and return its output."""
@@ -696,12 +700,18 @@ class Output:
         view: what it is.
         node: of the traced graph.
         place: of it among all tensors that the model returns.
+        arrangement: which tokens of ``view`` are the output, where it is not the view itself.
     """
 
     name: str
     view: View
     node: fx.Node
     place: int
+    arrangement: Arrangement | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the output of the view's values."""
+        return values if self.arrangement is None else self.arrangement(values)
 
 
 @dataclasses.dataclass
@@ -712,14 +722,16 @@ class Captured:
         module: the traced graph, which runs: images to outputs, for any batch.
         operations: in order; the first is the images.
         outputs: of the network.
+        select: returns the module that gives a model's outputs.
     """
 
     module: fx.GraphModule
     operations: list[Operation]
     outputs: list[Output]
+    select: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def pick(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Return the outputs, by name, of what the model returned."""
+        """Return the outputs, by name, of what :attr:`select`'s module returned."""
         leaves = torch.utils._pytree.tree_leaves(returned)
         return {output.name: leaves[output.place] for output in self.outputs}
 
@@ -747,7 +759,7 @@ class Captured:
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs, by name, from the operations alone."""
         computed = self.compute(images, whole=False)
-        return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
+        return {output.name: output.of(output.view.evaluate(computed[id(output.view.source)])) for output in self.outputs}
 
 
 def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
@@ -845,37 +857,75 @@ def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Some tokens of (batch, tokens, channels), perhaps as a map.
 
-    ``torch.export`` puts other tensors into modules for as long as it traces, which threads that use the model would meet.
-    Tensors made in inference mode are copied, since they cannot be traced.
+    Attributes:
+        first, count: which tokens.
+        shape: (height, width) of a map, or None where they stay tokens.
+        channels_first: whether a map is (batch, channels, height, width), otherwise (batch, height, width, channels).
     """
-    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
-    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
-    try:
-        return copy.deepcopy(model, same)
-    except Exception:  # whatever an attribute of a foreign module says to being copied
-        return model
+
+    first: int
+    count: int
+    shape: tuple[int, int] | None = None
+    channels_first: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return them of (batch, tokens, channels); see :func:`.operators.tokens.arrange`."""
+        return arrange(x, self.first, self.count, self.shape, self.channels_first)
 
 
-def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
+def _arrangement(view: View) -> Arrangement | None:
+    """Return which tokens of its source an output is, or None where it is one token, all in their order, or something else."""
+    source, shape = view.source, view.shape
+    count = source.rows // BATCH
+    if (view.index is None and len(shape) == 3) or len(shape) not in (3, 4) or view.factor is not None or view.term is not None:
+        return None
+    for channels_first in (False, True)[: len(shape) - 2]:
+        rows = view.moved(lambda x: x.movedim(1, -1)) if channels_first else view
+        if rows.shape[-1] != source.channels:
+            continue
+        places = rows.places().reshape(BATCH, -1, source.channels)
+        first = int(places[0, 0, 0]) // source.channels
+        tokens = count * counted(BATCH)[:, None] + first + counted(places.shape[1])
+        if first < 0 or not torch.equal(places, tokens[..., None] * source.channels + counted(source.channels)):
+            continue
+        if len(shape) == 3 and places.shape[1] == count:
+            return None
+        return Arrangement(first, places.shape[1], rows.shape[1:3] if len(shape) == 4 else None, channels_first)  # type: ignore[arg-type]
+    return None
+
+
+def _output(name: str, view: View, node: fx.Node, place: int) -> Output:
+    arrangement = _arrangement(view)
+    if arrangement is None:
+        return Output(name, view, node, place)
+    source = view.source
+    whole = View(source, (BATCH, source.rows // BATCH, source.channels))
+    return Output(name, whole, source.node, place, arrangement)
+
+
+def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None) -> Captured:
     """Trace a module in eval mode and list its operations.
 
     Args:
         model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
         images: of the model's dtype and device, :data:`BATCH` of them.
-        outputs: names of those that are wanted; ``"logits"`` if there are such, otherwise all.
+        outputs: those that are wanted, see :func:`qflash.quantize_model`.
 
     Raises:
         UnsupportedError: an operation has no integer form.
-        ValueError: an output is unknown.
+        TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
+    selected = select_outputs(model, outputs)
+    wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
             with tracing_alone():
                 program = torch.export.export(
-                    _copy_of(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
@@ -887,18 +937,18 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
             list(outputs)
             if outputs is not None
             else ["logits"]
-            if "logits" in nodes
+            if "logits" in nodes and selected is model
             else [x for x in nodes if nodes[x] is not None]
         )
         for name in names:
             if nodes.get(name) is None:
-                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, got {name!r}")
+                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
         last.args = (tuple(nodes[name] for name in names),)
         module.graph.eliminate_dead_code()
         # takes images and returns a tuple, whatever the model's own arguments and results are
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
-        tracer = _Tracer(module)
+        tracer = _Tracer(module, isinstance(selected, Selected))
         places = [n for n in module.graph.nodes if n.op == "placeholder"]
         tracer.node = places[0]
         view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
@@ -918,7 +968,8 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     return Captured(
         module,
         _used(tracer.operations, found),
-        [Output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        [_output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        functools.partial(select_outputs, outputs=wanted),
     )
 
 

@@ -14,6 +14,7 @@ from ..specification.recipe import Recipe
 from .cuda_graph import NetworkGraph
 from .execution import check_images
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
+from .operators.tokens import Tokens
 from .quality import Quality
 
 IMAGES = "images"
@@ -178,8 +179,11 @@ class IntegerNetwork(IntegerModule):
                 self.part(node.name).check_values()
             except ValueError as error:
                 raise ValueError(f"{node.name}: {error}") from error
+        inputs = {node.name: node.inputs for node in self.nodes}
         for name, made in self.outputs.items():
             part = self.part(made)
+            if isinstance(part, Tokens) and inputs[made][0] in inputs:
+                part = self.part(inputs[made][0])
             if not isinstance(part, Widen) and getattr(part, "dtype", None) != torch.int32:
                 raise ValueError(f"output {name!r} must be of int32, is of {made}")
         self._check_tokens()

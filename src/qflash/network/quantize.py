@@ -18,6 +18,7 @@ from .checks import check_captured, check_rotated, is_constant, judge
 from .execution import check_images
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
+from .outputs import OutputsOf
 from .patterns import Lowering
 from .rotation import rotate_streams
 
@@ -188,7 +189,7 @@ def quantize_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     keep_float: Sequence[str] = (),
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | OutputsOf | None = None,
     progress: bool = True,
     min_sqnr: float | None = 10.0,
 ) -> IntegerNetwork:
@@ -215,8 +216,12 @@ def quantize_model(
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
         keep_float: names of submodules, or of nodes, that compute in floating point: ``"blocks.3.attn"``, ``"blocks.3"``,
             ``"head"``.
-        outputs: names of the outputs that are wanted, of a model that returns several; ``"logits"`` if there are such,
-            otherwise all. A network of several returns a dictionary.
+        outputs: what is wanted; a network of several returns a dictionary. None: ``"logits"`` of a model that returns them,
+            otherwise all that it returns. A list of names: of what the model returns; of submodules, whose output it is
+            (``"blocks.3"``); ``"tokens"``, ``"features"`` and ``"logits"`` of models of timm and transformers;
+            ``"hidden_states.3"`` of transformers. Or a function of model and images that returns a tensor, a tuple or a
+            dictionary: ``lambda model, x: model.forward_intermediates(x, [3, 11])``. ``docs/integer_network.md`` has the
+            shapes.
         progress: show a bar.
         min_sqnr: least signal-to-quantisation-noise ratio of the output in dB; None accepts any. Below 20 dB there is a
             UserWarning in any case, and where the integer network gives all images the same output.

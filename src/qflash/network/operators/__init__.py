@@ -17,9 +17,10 @@ from ..modules import (
     WideLinear,
     Widen,
 )
+from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen, Tokens)
 }
 """Kinds of node of an integer network, by name."""

@@ -20,6 +20,7 @@ __all__ = [
     "export_onnx",
     "export_tosa",
     "float_attention",
+    "image_transform",
     "int8_attention",
     "load_model",
     "patch",
@@ -51,6 +52,7 @@ if TYPE_CHECKING or not _is_command():
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias, varlen_attention
     from .explanation import explain
     from .integrations.calibrate import calibrate
+    from .integrations.images import image_transform
     from .integrations.inspection import coverage, float_attention
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
@@ -70,14 +72,14 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api, explanation, precompile
-        from .integrations import calibrate, inspection, patching, sdpa
+        from .integrations import calibrate, images, inspection, patching, sdpa
         from .integrations import transformers as hugging_face
         from .network import compare, onnx_export, storage, tosa_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
         networks = network, storage, onnx_export, tosa_export, compare
-        models = patching, calibrate, inspection, hugging_face, sdpa
+        models = patching, calibrate, inspection, images, hugging_face, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})

@@ -30,6 +30,7 @@ __all__ = [
     "register_attention",
     "save_model",
     "sdpa",
+    "transformers_model",
     "unpatch",
     "varlen_attention",
     "warmup",
@@ -58,6 +59,7 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.sdpa import sdpa
     from .integrations.transformers import register_attention
     from .network.compare import compare
+    from .network.hugging_face import transformers_model
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
@@ -73,13 +75,13 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api, explanation, precompile
         from .integrations import calibrate, images, inspection, patching, sdpa
-        from .integrations import transformers as hugging_face
-        from .network import compare, onnx_export, storage, tosa_export
+        from .integrations import transformers as names_of_attention
+        from .network import compare, hugging_face, onnx_export, storage, tosa_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, tosa_export, compare
-        models = patching, calibrate, inspection, images, hugging_face, sdpa
+        networks = network, storage, onnx_export, tosa_export, compare, hugging_face
+        models = patching, calibrate, inspection, images, names_of_attention, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})

@@ -52,6 +52,8 @@ class IntegerNetwork(IntegerModule):
         backend: of every operator, see :func:`qflash.attention`.
         quality: how close it is to the float model (:class:`.quality.Quality`), as found when it was quantised; None where that
             is not known, as of a file that does not say it.
+        about: what files keep for people: ``"name"`` of the float model, ``"labels"`` of its classes, and ``"images"``, which
+            :func:`qflash.image_transform` takes. Nothing is computed with it.
         lowering: what the network was made of, for :func:`qflash.compare`; None of a network from a file, or a copy.
     """
 
@@ -73,6 +75,7 @@ class IntegerNetwork(IntegerModule):
         self.units: tuple[float, ...] = ()
         self.backend = "auto"
         self.quality: Quality | None = None
+        self.about: dict[str, Any] = {}
         self.lowering: Any = None
         self.parts = nn.Module()
         self._check_names()

@@ -64,8 +64,8 @@ def image_transform(source: Any, size: int | Sequence[int] | None = None) -> Ima
     """Return what makes uint8 tensors of PIL images, as a model's own preparation does but for the normalisation.
 
     Args:
-        source: a model of timm, its ``pretrained_cfg``, or an image processor of transformers (``AutoImageProcessor``, or
-            what holds one, as ``CLIPProcessor``).
+        source: a model of timm, its ``pretrained_cfg``, or an image processor of transformers (``AutoImageProcessor``, what
+            holds one, as ``CLIPProcessor``, or its dictionary).
         size: pixels of each side, or (height, width), in place of the source's; how much is cropped stays in proportion.
 
     Raises:
@@ -86,6 +86,8 @@ def image_transform(source: Any, size: int | Sequence[int] | None = None) -> Ima
         config = config.to_dict()
     if isinstance(config, Mapping) and "input_size" in config:
         return _of_timm(source, config, size)
+    if isinstance(source, Mapping) and isinstance(source.get("image_processor_type"), str):
+        source, size = _processor_of(source), size or check_size(source.get("qflash_size"))
     if callable(source) and hasattr(source, "image_mean") and hasattr(source, "preprocess"):
         return _of_processor(source, size)
     advice = "; pass AutoImageProcessor.from_pretrained(...) of the same name" if hasattr(source, "config") else ""
@@ -105,6 +107,17 @@ def _of_timm(model: Any, config: Mapping[str, Any], size: tuple[int, int] | None
     height, width = size or made or own
     found = resolve_data_config(pretrained_cfg=dict(config), args={"input_size": (channels, height, width)}, verbose=False)
     return ImageTransform(create_transform(**found, normalize=False), found["input_size"], found["mean"], found["std"])
+
+
+def _processor_of(config: Mapping[str, Any]) -> Any:
+    """Return the processor of transformers that ``to_dict`` describes."""
+    require_packages("image_transform", "transformers")
+    import transformers
+
+    kind: Any = getattr(transformers, config["image_processor_type"], None)
+    if transformers.image_processing_base.ImageProcessingMixin not in getattr(kind, "__mro__", ()):
+        raise ValueError(f"image_processor_type must be one of transformers, got {config['image_processor_type']!r}")
+    return kind.from_dict({name: x for name, x in config.items() if name != "qflash_size"})
 
 
 def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransform:

@@ -30,6 +30,10 @@ BATCH = 2
 aten = torch.ops.aten
 
 
+ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
+"""What an operation raises that has arguments which nobody has thought of."""
+
+
 class UnsupportedError(ValueError):
     """An operation has no integer form here; the message names it, the submodule and the line of source."""
 
@@ -304,9 +308,9 @@ def wide(x: Any) -> torch.Tensor:
 class _Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors."""
 
-    def __init__(self, module: fx.GraphModule, wrapped: bool) -> None:
+    def __init__(self, module: fx.GraphModule, wrapped: bool, refusals: list[str] | None) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.wrapped = wrapped
+        self.wrapped, self.refusals = wrapped, refusals
         self.operations: list[Operation] = []
         self.node: fx.Node
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -324,7 +328,22 @@ class _Tracer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except ARGUMENTS as error:
+            if self.refusals is None or n.op == "output":
+                raise
+            known = isinstance(error, UnsupportedError)
+            found = error if known else self.refusal(f"{n.target} ({type(error).__name__}: {error})")
+            views = torch.utils._pytree.tree_leaves([self.env.get(x) for x in n.all_input_nodes])
+            # of what follows an operation that was refused nothing is known
+            if not any(isinstance(x, View) and x.source.kind == "unknown" for x in views):
+                self.refusals.append(str(found))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._unknown, n.meta["val"])
+
+    def _unknown(self, like: torch.Tensor) -> View:
+        shape = [BATCH if isinstance(size, torch.SymInt) else size for size in like.shape]
+        return dataclasses.replace(self.made("unknown", (), (), shape or (1,)), shape=tuple(shape))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if str(target).endswith("_guards_fn"):
@@ -907,13 +926,16 @@ def _output(name: str, view: View, node: fx.Node, place: int) -> Output:
     return Output(name, whole, source.node, place, arrangement)
 
 
-def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None) -> Captured:
+def capture(
+    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None, refusals: list[str] | None = None
+) -> Captured:
     """Trace a module in eval mode and list its operations.
 
     Args:
         model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
         images: of the model's dtype and device, :data:`BATCH` of them.
         outputs: those that are wanted, see :func:`qflash.quantize_model`.
+        refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
 
     Raises:
         UnsupportedError: an operation has no integer form.
@@ -948,7 +970,7 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Out
         # takes images and returns a tuple, whatever the model's own arguments and results are
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
-        tracer = _Tracer(module, isinstance(selected, Selected))
+        tracer = _Tracer(module, isinstance(selected, Selected), refusals)
         places = [n for n in module.graph.nodes if n.op == "placeholder"]
         tracer.node = places[0]
         view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
@@ -956,8 +978,7 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Out
             found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
         except UnsupportedError as error:
             raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-            # an operation with arguments that nobody has thought of
+        except ARGUMENTS as error:
             reason = str(error).partition("\n\nWhile executing")[0]
             raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
     for name, each in zip(names, found, strict=True):

@@ -59,9 +59,11 @@ def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -
         assert runs["integer network"]["size_mb"] < 0.6 * runs["float"]["size_mb"]
         if report["device"]["backend"] == "cpu":
             assert all(run["ms_per_image"] > 0 for run in runs.values())
-        assert len(model["differ"]) == min(model["different"], demo.MOST_DIFFERENT)
-        for item in model["differ"]:
-            assert len(set(item["says"])) > 1
+        assert len(model["differ"]) == demo.MOST_DIFFERENT
+        differ = [len(set(item["says"])) > 1 for item in model["differ"]]
+        assert sum(differ) == min(model["different"], demo.MOST_DIFFERENT) and differ == sorted(differ, reverse=True)
+        moved = [max(abs(x - item["percent"][0]) for x in item["percent"]) for item in model["differ"]]
+        assert all(moved[i] >= moved[i + 1] - 1e-3 or differ[i] > differ[i + 1] for i in range(len(moved) - 1))
     assert [row["name"] for row in report["workloads"]] == [w.name for w in WORKLOADS]
     for row in report["workloads"]:
         quality = [row["recipes"][recipe]["sqnr_db"] for recipe in demo.RECIPES]
@@ -95,8 +97,11 @@ def test_images_are_shown_float_beside_integer(outcome: tuple[dict[str, Any], st
 
 def test_images_that_differ_name_the_right_class_in_bold() -> None:
     names = demo.CLASSES["fashion"]
-    card = demo._different_cards([{"image": [[0.0, 1.0], [1.0, 0.0]], "label": 2, "says": [2, 2, 4]}])
-    assert card.count(f"<b>{names[2]}</b>") == 2 and f"integer network: {names[4]}" in card and card.count("<figure>") == 1
+    card = demo._different_cards(
+        [{"image": [[0.0, 1.0], [1.0, 0.0]], "label": 2, "says": [2, 2, 4], "percent": [60, 55.5, 40]}]
+    )
+    assert card.count(f"<b>{names[2]}</b>") == 2 and card.count("<figure>") == 1
+    assert f"integer network: {names[4]}, {names[2]} 40.0 %" in card and f"<b>{names[2]}</b>, {names[2]} 55.5 %" in card
 
 
 def test_colours_of_plots_survive_their_own_names() -> None:

@@ -62,8 +62,8 @@ SHOWN_IMAGES = 12
 RUNS = ("float", "integer attention", "integer network")
 """How a model runs: with float attention, with QFlash's in a float model, and as a whole in integers."""
 
-MOST_DIFFERENT = 24
-"""Images on which these differ, that the page shows of each model."""
+MOST_DIFFERENT = 6
+"""Images that the page shows of each model: those that the three name differently, and those whose probabilities move most."""
 
 NOISES_DB = (5, 15, 25, 35, 45)
 """What the page shows as pictures."""
@@ -164,7 +164,8 @@ def _measure_whole(model: SmallClassifier, images: torch.Tensor, labels: torch.T
         exact: logits of the float model.
 
     Returns:
-        ``"runs"``: figures of each; ``"differ"``: images that they name differently, with the class that each names.
+        ``"runs"``: figures of each; ``"differ"``: images that they name differently or less surely, with the class
+        that each names and how probable the float model's class is to it; ``"different"``: how many they name differently.
     """
     attention_model = copy.deepcopy(model)
     patch(attention_model)
@@ -196,12 +197,17 @@ def _measure_whole(model: SmallClassifier, images: torch.Tensor, labels: torch.T
             "size_mb": (stored if run == "integer network" else floats) / 1e6,
         }  # fmt: skip
     stacked = torch.stack(list(choices.values()))
-    places = (stacked != stacked[:1]).any(0).nonzero().flatten().tolist()
+    chances = torch.stack([found.softmax(1).gather(1, choices["float"][:, None])[:, 0] for found in logits.values()])
+    different = (stacked != stacked[:1]).any(0)
+    order = (different + (chances - chances[:1]).abs().amax(0)).argsort(descending=True)
     differ = [
-        {"image": images[place, 0].tolist(), "label": int(labels[place]), "says": stacked[:, place].tolist()}
-        for place in places[:MOST_DIFFERENT]
-    ]
-    return {"runs": runs, "differ": differ, "different": len(places)}
+        {
+            "image": images[place, 0].tolist(), "label": int(labels[place]), "says": stacked[:, place].tolist(),
+            "percent": (100 * chances[:, place]).tolist(),
+        }
+        for place in order[:MOST_DIFFERENT].tolist()
+    ]  # fmt: skip
+    return {"runs": runs, "differ": differ, "different": int(different.sum())}
 
 
 def _float_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -306,7 +312,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     for name, model in report["models"].items():
         for run, got in model["runs"].items():
             numbers = [f"{got['top1_percent']:.2f}", f"{got['agreement_percent']:.2f}", _number(got["logits_sqnr_db"])]
-            runs.append([name, run, *numbers, _number(got["ms_per_image"], 3), f"{got['size_mb']:.2f}"])
+            runs.append([name, run, *numbers, _number(got["ms_per_image"]), f"{got['size_mb']:.2f}"])
         models.append([name, "float", f"{model['float']['top1_percent']:.2f}", "", ""])
         for recipe, got in model["recipes"].items():
             numbers = [f"{got['top1_percent']:.2f}", f"{got['agreement_percent']:.2f}", _number(got["logits_sqnr_db"])]
@@ -440,12 +446,14 @@ def _cards(shown: Sequence[dict[str, Any]]) -> str:
 
 
 def _different_cards(differ: Sequence[dict[str, Any]]) -> str:
-    """Return the images that the three name differently, with what each says; a right name is bold."""
+    """Return images with what each of the three says; a right name is bold."""
     cards, names = [], CLASSES["fashion"]
     for item in differ:
-        label = names[item["label"]]
-        said = [f"{run}: {f'<b>{label}</b>' if place == item['label'] else names[place]}"
-                for run, place in zip(RUNS, item["says"], strict=True)]  # fmt: skip
+        label, first = names[item["label"]], names[item["says"][0]]
+        said = [
+            f"{run}: {f'<b>{label}</b>' if place == item['label'] else names[place]}, {first} {chance:.1f} %"
+            for run, place, chance in zip(RUNS, item["says"], item["percent"], strict=True)
+        ]
         caption = f"{label}<br>{'<br>'.join(said)}"
         cards.append(f"<figure>{_picture(item['image'], label)}<figcaption>{caption}</figcaption></figure>")
     return f'<div class="cards">{"".join(cards)}</div>'
@@ -468,12 +476,15 @@ def _noise_cards(image: Sequence[Sequence[float]]) -> str:
 def _html(report: dict[str, Any]) -> str:
     """Render the report as one HTML page that loads nothing."""
     versions = f"qflash {report['qflash']}, PyTorch {report['torch']}, {report['seconds']:.0f} s."
+    first, *others = _sections(report)
     parts = [
         "<p>Two small classifiers of clothes (Fashion-MNIST, Copyright 2017 Zalando SE, MIT licence), run in floating point; "
         "with QFlash's attention, whose matrix products and softmax are integers; and as networks that are integers from "
         "pixels to logits.</p>",
         f"<p>{html.escape(_where(report['device']))}</p>",
         f'<p class="note">{html.escape(versions)}</p>',
+        page.heading(*first[:2]),
+        page.table(*first[2:]),
         page.heading(
             "A dozen images",
             "Each image with the class token's attention in the ViT's last block (stronger: looked at more; mean of heads), "
@@ -488,14 +499,11 @@ def _html(report: dict[str, Any]) -> str:
         _noise_cards(report["shown"][0]["image"]),
     ]
     for name, model in report["models"].items():
-        count = model["different"]
-        said = f"{count} of {report['images']} test images are named differently by one of the three"
-        said += f"; the first {MOST_DIFFERENT}." if count > MOST_DIFFERENT else "."
-        parts.append(
-            page.heading(f"{name}: where they differ", f"{said}{f'; the first {MOST_DIFFERENT}' * (count > MOST_DIFFERENT)}.")
-        )
+        said = f"{model['different']} of {report['images']} test images are named differently by one of the three. These "
+        said += f"{len(model['differ'])} differ most. Each says a class, bold if right, and how probable the float model's is."
+        parts.append(page.heading(f"{name}: where they differ", said))
         parts.append(_different_cards(model["differ"]))
-    for title, note, header, rows in _sections(report):
+    for title, note, header, rows in others:
         parts.append(page.heading(title, note))
         if title.startswith("Table 1 workloads: SQNR"):
             parts.append(page.plot(lambda: _plot(report["workloads"])))

@@ -698,6 +698,13 @@ class Network:
     def widen(self, name, sizes, h):
         return h if sizes["token"] is None else h[:, sizes["token"]]
 
+    def tokens(self, name, sizes, h):
+        h = h[:, sizes["first"] : sizes["first"] + sizes["count"]]
+        if sizes["shape"] is None:
+            return h
+        h = h.reshape(len(h), *sizes["shape"], -1)
+        return h.transpose(0, 3, 1, 2) if sizes["channels_first"] else h
+
     def run(self, images):
         """Values of all nodes by name, in their order."""
         values = {"images": images}
@@ -721,6 +728,7 @@ NODES = {
     "First": Network.first,
     "Join": Network.join,
     "Widen": Network.widen,
+    "Tokens": Network.tokens,
 }
 
 

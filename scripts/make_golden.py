@@ -872,10 +872,15 @@ def network_cases() -> dict[str, Case]:
     return cases
 
 
-def whole_networks(file: str) -> dict[str, Case]:
-    """Return the quantised networks of a committed file, with an image each: small models of random weights."""
+def whole_networks(file: str, networks: Models) -> dict[str, Case]:
+    """Return the quantised networks of a committed file, with an image each: small models of random weights.
+
+    Those that the file lacks are quantised now.
+    """
     _, cases = read(GOLDEN / f"{file}.safetensors")
-    return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+    found = {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+    added = converted_networks({name: about for name, about in networks.items() if f"network/{name}" not in found})
+    return {f"network/{name}": (found | added)[f"network/{name}"] for name in networks}
 
 
 _VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
@@ -895,10 +900,11 @@ NETWORKS: Models = {
     "vit-long": ("VisionTransformer", {"num_classes": 3, "img_size": 18, "patch_size": 2, "depth": 2}),
     # 18 channels are not rotated
     "vit-two-outputs": ("two outputs", {"num_classes": 0, "embed_dim": 18}),
+    "vit-tokens": ("tokens", {"num_classes": 0, "embed_dim": 8, "patch_size": 8, "num_heads": 1, "mlp_ratio": 1}),
     "swin": ("SwinTransformer", {"num_classes": 5}),
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }
-"""By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+"""By a case's name: a class of timm, :func:`_two_outputs` or :func:`_tokens`, and how it differs from the above."""
 ACTIVATION_NETWORKS: Models = {
     "vit-silu": ("VisionTransformer", {"num_classes": 3, "act_layer": "silu"}),
     "vit-quick-gelu": ("VisionTransformer", {"num_classes": 3, "act_layer": "quick_gelu"}),
@@ -935,14 +941,34 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
+def _tokens(**options: Any) -> torch.nn.Module:
+    """Return a model whose outputs are patch tokens: as tokens, and as maps of both layouts."""
+    import timm
+
+    class PatchTokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.models.vision_transformer.VisionTransformer(**options)
+
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            patches = self.model.forward_features(images)[:, 1:]
+            maps = patches.unflatten(1, self.model.patch_embed.grid_size)
+            return {"patches": patches, "map": maps, "channels_first": maps.movedim(-1, 1)}
+
+    return PatchTokens()
+
+
 def converted_networks(networks: Models) -> dict[str, Case]:
     """Return networks, quantised now; the integers depend on PyTorch's and timm's versions."""
+    if not networks:
+        return {}
     import timm
 
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
+        "tokens": lambda **options: _tokens(**{**_VIT, **options}),
     }
     cases = {}
     for name, (kind, options) in networks.items():
@@ -1050,7 +1076,7 @@ def main() -> None:
         made = {"attention": step_cases() | int8_cases(), "floats": float_cases()}
         layers = {"networks": (network_cases(), NETWORKS), "activations": (activation_cases(), ACTIVATION_NETWORKS)}
         for file, (cases, models) in layers.items():
-            made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file))
+            made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file, models))
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"
         write(path, cases)

@@ -14,6 +14,8 @@ ROOT = pathlib.Path(qflash.__file__).parent
 MOST = 8
 PUBLIC = {name for name in qflash.__all__ if name.islower()}
 MORE = {
+    # a command has its options
+    "cli.py": {"convert"},
     # operators of torch.ops.qflash have the parameters of their schemas
     "execution.py": {"int8_attention"},
     "varlen.py": {"varlen_attention"},

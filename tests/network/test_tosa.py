@@ -54,7 +54,7 @@ PROFILE: dict[str, set[tuple[str, ...]]] = {
     "SELECT": {(BOOL, I32, I32, I32)},
     "SLICE": {(I8, I8), (I32, I32)},
     "SUB": {(I32, I32, I32)},
-    "TRANSPOSE": {(I8, I8)},
+    "TRANSPOSE": {(I8, I8), (I32, I32)},
 }
 """Operators of TOSA 1.0 and the types, of inputs and output, that its integer profile has without an extension."""
 

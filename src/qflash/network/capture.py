@@ -8,8 +8,8 @@ however a model spells them. What only depends on constants is computed once.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import math
 import operator
 import traceback
@@ -23,10 +23,16 @@ from torch import fx, nn
 from ..specification.layers import ACTIVATIONS
 from ..torch_internals import tracing_alone
 from .matrix import Matrix
+from .operators.tokens import arrange
+from .outputs import WRAPPED, OutputsOf, Selected, copy_of, select_outputs
 
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
 aten = torch.ops.aten
+
+
+ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
+"""What an operation raises that has arguments which nobody has thought of."""
 
 
 class UnsupportedError(ValueError):
@@ -329,8 +335,9 @@ def wide(x: Any) -> torch.Tensor:
 class _Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, wrapped: bool, refusals: list[str] | None) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.wrapped, self.refusals = wrapped, refusals
         self.operations: list[Operation] = []
         self.node: fx.Node
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -349,7 +356,22 @@ class _Tracer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except ARGUMENTS as error:
+            if self.refusals is None or n.op == "output":
+                raise
+            known = isinstance(error, UnsupportedError)
+            found = error if known else self.refusal(f"{n.target} ({type(error).__name__}: {error})")
+            views = torch.utils._pytree.tree_leaves([self.env.get(x) for x in n.all_input_nodes])
+            # of what follows an operation that was refused nothing is known
+            if not any(isinstance(x, View) and x.source.kind == "unknown" for x in views):
+                self.refusals.append(str(found))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._unknown, n.meta["val"])
+
+    def _unknown(self, like: torch.Tensor) -> View:
+        shape = [BATCH if isinstance(size, torch.SymInt) else size for size in like.shape]
+        return dataclasses.replace(self.made("unknown", (), (), shape or (1,)), shape=tuple(shape))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if str(target).endswith("_guards_fn"):
@@ -401,7 +423,8 @@ class _Tracer(fx.Interpreter):
         """Return the name of the submodule that the current node belongs to."""
         stack = self.node.meta.get("nn_module_stack") or {}
         names = [path for path, _ in stack.values()]
-        return str(names[-1]) if names else ""
+        name = str(names[-1]) if names else ""
+        return name.removeprefix(WRAPPED).removeprefix(".") if self.wrapped else name
 
     def made(self, kind: str, inputs: Sequence[View], seen: Sequence[fx.Node], shape: Sequence[int], **constants: Any) -> View:
         """Add an operation whose output has a shape, and return its output."""
@@ -755,12 +778,18 @@ class Output:
         view: what it is.
         node: of the traced graph.
         place: of it among all tensors that the model returns.
+        arrangement: which tokens of ``view`` are the output, where it is not the view itself.
     """
 
     name: str
     view: View
     node: fx.Node
     place: int
+    arrangement: Arrangement | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the output of the view's values."""
+        return values if self.arrangement is None else self.arrangement(values)
 
 
 @dataclasses.dataclass
@@ -771,14 +800,16 @@ class Captured:
         module: the traced graph, which runs: images to outputs, for any batch.
         operations: in order; the first is the images.
         outputs: of the network.
+        select: returns the module that gives a model's outputs.
     """
 
     module: fx.GraphModule
     operations: list[Operation]
     outputs: list[Output]
+    select: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def pick(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Return the outputs, by name, of what the model returned."""
+        """Return the outputs, by name, of what :attr:`select`'s module returned."""
         leaves = torch.utils._pytree.tree_leaves(returned)
         return {output.name: leaves[output.place] for output in self.outputs}
 
@@ -806,7 +837,7 @@ class Captured:
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs, by name, from the operations alone."""
         computed = self.compute(images, whole=False)
-        return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
+        return {output.name: output.of(output.view.evaluate(computed[id(output.view.source)])) for output in self.outputs}
 
 
 def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
@@ -910,37 +941,78 @@ def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Some tokens of (batch, tokens, channels), perhaps as a map.
 
-    ``torch.export`` puts other tensors into modules for as long as it traces, which threads that use the model would meet.
-    Tensors made in inference mode are copied, since they cannot be traced.
+    Attributes:
+        first, count: which tokens.
+        shape: (height, width) of a map, or None where they stay tokens.
+        channels_first: whether a map is (batch, channels, height, width), otherwise (batch, height, width, channels).
     """
-    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
-    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
-    try:
-        return copy.deepcopy(model, same)
-    except Exception:  # whatever an attribute of a foreign module says to being copied
-        return model
+
+    first: int
+    count: int
+    shape: tuple[int, int] | None = None
+    channels_first: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return them of (batch, tokens, channels); see :func:`.operators.tokens.arrange`."""
+        return arrange(x, self.first, self.count, self.shape, self.channels_first)
 
 
-def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
+def _arrangement(view: View) -> Arrangement | None:
+    """Return which tokens of its source an output is, or None where it is one token, all in their order, or something else."""
+    source, shape = view.source, view.shape
+    count = source.rows // BATCH
+    if (view.index is None and len(shape) == 3) or len(shape) not in (3, 4) or view.factor is not None or view.term is not None:
+        return None
+    for channels_first in (False, True)[: len(shape) - 2]:
+        rows = view.moved(lambda x: x.movedim(1, -1)) if channels_first else view
+        if rows.shape[-1] != source.channels:
+            continue
+        places = rows.places().reshape(BATCH, -1, source.channels)
+        first = int(places[0, 0, 0]) // source.channels
+        tokens = count * counted(BATCH)[:, None] + first + counted(places.shape[1])
+        if first < 0 or not torch.equal(places, tokens[..., None] * source.channels + counted(source.channels)):
+            continue
+        if len(shape) == 3 and places.shape[1] == count:
+            return None
+        return Arrangement(first, places.shape[1], rows.shape[1:3] if len(shape) == 4 else None, channels_first)  # type: ignore[arg-type]
+    return None
+
+
+def _output(name: str, view: View, node: fx.Node, place: int) -> Output:
+    arrangement = _arrangement(view)
+    if arrangement is None:
+        return Output(name, view, node, place)
+    source = view.source
+    whole = View(source, (BATCH, source.rows // BATCH, source.channels))
+    return Output(name, whole, source.node, place, arrangement)
+
+
+def capture(
+    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None, refusals: list[str] | None = None
+) -> Captured:
     """Trace a module in eval mode and list its operations.
 
     Args:
         model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
         images: of the model's dtype and device, :data:`BATCH` of them.
-        outputs: names of those that are wanted; ``"logits"`` if there are such, otherwise all.
+        outputs: those that are wanted, see :func:`qflash.quantize_model`.
+        refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
 
     Raises:
         UnsupportedError: an operation has no integer form.
-        ValueError: an output is unknown.
+        TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
+    selected = select_outputs(model, outputs)
+    wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
             with tracing_alone():
                 program = torch.export.export(
-                    _copy_of(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
@@ -952,18 +1024,18 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
             list(outputs)
             if outputs is not None
             else ["logits"]
-            if "logits" in nodes
+            if "logits" in nodes and selected is model
             else [x for x in nodes if nodes[x] is not None]
         )
         for name in names:
             if nodes.get(name) is None:
-                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, got {name!r}")
+                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
         last.args = (tuple(nodes[name] for name in names),)
         module.graph.eliminate_dead_code()
         # takes images and returns a tuple, whatever the model's own arguments and results are
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
-        tracer = _Tracer(module)
+        tracer = _Tracer(module, isinstance(selected, Selected), refusals)
         places = [n for n in module.graph.nodes if n.op == "placeholder"]
         tracer.node = places[0]
         view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
@@ -971,8 +1043,7 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
             found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
         except UnsupportedError as error:
             raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-            # an operation with arguments that nobody has thought of
+        except ARGUMENTS as error:
             reason = str(error).partition("\n\nWhile executing")[0]
             raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
     for name, each in zip(names, found, strict=True):
@@ -983,7 +1054,8 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     return Captured(
         module,
         _used(tracer.operations, found),
-        [Output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        [_output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        functools.partial(select_outputs, outputs=wanted),
     )
 
 

@@ -29,6 +29,7 @@ from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear, Widen
 from .operators import WITH_ACTIVATION
 from .operators.gated import Gated
+from .operators.tokens import Tokens
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -337,7 +338,7 @@ class Lowering:
                 self.lower_activation(operation)
             elif operation.kind not in ("images", "join", "unrotate"):
                 getattr(self, f"lower_{operation.kind}")(operation)
-        ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
+        ends = {output.name: self.arranged(output, self.lower_output(output)) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
 
     def lower_norm(self, operation: Operation) -> None:
@@ -917,6 +918,15 @@ class Lowering:
             raise _refuse(source, "an output is some tokens of the residual stream")
         name = self.add(output.name, Widen(None if stream.is_flat else token), stream.node)
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
+        return name
+
+    def arranged(self, output: Output, node: str) -> str:
+        """Return the node with the tokens of an output, of the one with all."""
+        if (tokens := output.arrangement) is None:
+            return node
+        made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first)
+        name = self.add(output.name, made, node)
+        self.fillers.append(lambda ranges: self.scales.__setitem__(name, self.scales[node]))
         return name
 
     def unrotate(self, operation: Operation) -> str:

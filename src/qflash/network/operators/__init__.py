@@ -21,6 +21,7 @@ from ..modules import (
     Widen,
 )
 from .gated import Gated
+from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
@@ -38,6 +39,7 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         Join,
         Widen,
         Gated,
+        Tokens,
     )
 }
 """Kinds of node of an integer network, by name."""

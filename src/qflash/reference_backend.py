@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan_cache import Run, Tensors
-from .specification import layers, quantization, reference
+from .specification import layers, quantization, reference, rotary
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
 from .specification.layers import Gelu, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
@@ -197,6 +197,12 @@ class Backend:
         residual = None if position is None else position.expand(batch, -1, -1)
         h = self.linear(layers.patches(images, patch_size), layer, torch.int16, residual)
         return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
+
+    def rotary(
+        self, x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Turn pairs of channels; see :mod:`qflash.network.operators.rotary`."""
+        return rotary.rotary(x, turns, offset, multiplier, out_dtype)
 
 
 class KernelBackend(Backend):

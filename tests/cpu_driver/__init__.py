@@ -258,6 +258,12 @@ def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
 
 
+def _rotary_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, tokens, channels, heads, half, item, _ = x
+    constants = {"turns": 4 * heads * tokens * half, "offset": 4 * channels, "multiplier": 4 * channels}
+    return {"x": 2 * rows * channels, **constants, "out": item * rows * channels}
+
+
 class DriverLibrary:
     """What :func:`qflash.kernels.cpu.launch.load` returns, with the functions in another process.
 
@@ -269,6 +275,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
+        "rotary",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -399,6 +406,9 @@ class DriverLibrary:
 
     def _layer_norm(self, argument: Any) -> int:
         return self._simple("layer_norm", argument, _norm_spans, ("out",))
+
+    def _rotary(self, argument: Any) -> int:
+        return self._simple("rotary", argument, _rotary_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

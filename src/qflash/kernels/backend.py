@@ -76,3 +76,4 @@ class GpuBackend(KernelBackend):
     layer_norm = staticmethod(layers.launch_layer_norm)
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)
+    rotary = staticmethod(layers.launch_rotary)

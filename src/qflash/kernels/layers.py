@@ -11,6 +11,7 @@ from ..specification.layers import Gelu, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
 from .triton import network as portable
+from .triton.rotary import rotary_launch
 
 
 def launch_linear(
@@ -102,4 +103,14 @@ def launch_mean(
         # tokens without the prefix are part of a larger tensor
         x = x if x[0].is_contiguous() else x.contiguous()
         portable.mean_launch(x, multiplier.contiguous(), left, offset.contiguous(), out).run()
+    return out
+
+
+def launch_rotary(
+    x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if out.numel():
+        rotary_launch(x.contiguous(), turns.contiguous(), offset.contiguous(), multiplier.contiguous(), out).run()
     return out

@@ -13,6 +13,7 @@ from ..specification import layers as op
 from .float_parts import FloatNode
 from .modules import LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
 from .onnx_graph import ZERO_POINT, Graph, Value
+from .operators.rotary import Rotary, by_token
 
 Shape = tuple[int, ...]
 
@@ -113,6 +114,9 @@ def float_node(graph: Graph, node: FloatNode, inputs: Sequence[Value], shapes: S
         out = _linear(graph, node, floats)
     elif isinstance(node.inner, LayerNorm):
         out = _norm(graph, node, floats[0], shapes[0])
+    elif isinstance(node.inner, Rotary):
+        tables = [_constant(graph, by_token(x), "turns") for x in (node.cos, node.sin) if x is not None]
+        out = node.inner.turned_onnx(graph, floats[0], *tables)
     else:
         out = _attention(graph, node, floats, shapes)
     if (grid := node.grid(len(inputs))) is None:

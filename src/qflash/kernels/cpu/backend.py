@@ -70,3 +70,5 @@ class CpuBackend(KernelBackend):
 
     def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
         return network.launch_layer_norm(h, *constants)
+
+    rotary = staticmethod(network.launch_rotary)

@@ -10,6 +10,7 @@ from ...specification.layers import Gelu, LinearIntegers, row_constants
 from . import launch
 
 _Linear = launch.arguments_type(("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out"), 8)
+_Rotary = launch.arguments_type(("x", "turns", "offset", "multiplier", "out"), 7)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
@@ -58,4 +59,21 @@ def launch_layer_norm(
         ),
     )  # fmt: skip
     launch.load().qflash_layer_norm(ctypes.byref(arguments))
+    return out
+
+
+def launch_rotary(
+    x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    x, turns, offset, multiplier = x.contiguous(), turns.contiguous(), offset.contiguous(), multiplier.contiguous()
+    (heads, tokens, half), channels = turns.shape, x.shape[-1]
+    arguments = _Rotary(
+        *(tensor.data_ptr() for tensor in (x, turns, offset, multiplier, out)),
+        (x.numel() // channels, tokens, channels, heads, half, out.element_size(), launch.threads_for(4 * x.numel())),
+    )
+    launch.load().qflash_rotary(ctypes.byref(arguments))
     return out

@@ -17,9 +17,10 @@ from ..modules import (
     WideLinear,
     Widen,
 )
+from .rotary import Rotary
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen, Rotary)
 }
 """Kinds of node of an integer network, by name."""

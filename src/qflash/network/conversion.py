@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from ..specification import layers as op
+from ..specification.rotary import MOST_OFFSET, ONE
 from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean, WideLinear
+from .operators.rotary import Rotary
 
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
@@ -382,6 +384,29 @@ def attention_grids(query: Ends, key: Ends, value: Ends) -> AttentionGrids:
     # the value's middle goes behind the projection, since weights sum to one
     value_step, value_middle = ((value[1] - value[0]) / 2).clamp(min=1e-12) / 127, (value[1] + value[0]) / 2
     return AttentionGrids(query_scale, key_scale, query_step, key_step, key_middle, value_step, value_middle)
+
+
+def pair_steps(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return int16 steps (heads or 1, channels), one for each pair of channels i and i + half, with room to spare.
+
+    Args:
+        low, high: ends of the ranges.
+    """
+    most = torch.maximum(-low, high)
+    both = torch.maximum(*most.chunk(2, dim=-1))
+    both = both.clamp(min=float(both.max()) / 1024 + 1e-12)
+    return both.repeat(1, 2) * HEADROOM / 32767
+
+
+def finish_rotary(module: Rotary, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor) -> None:
+    """Fill multipliers and offsets of rotary positions in: inputs ``unit * q``, outputs ``step * q + middle``, (channels,)."""
+    # a sum of two products is in this unit
+    fine = unit / ONE
+    multiplier, offset = (fine / step * 2.0**32).round(), (-middle / fine).round()
+    if not (float(multiplier.max()) < 1 << 31 and float(offset.abs().max()) <= MOST_OFFSET):
+        raise ValueError("rotary positions have steps too far apart from their inputs'; the network's scales are degenerate")
+    module.multiplier.copy_(multiplier.to(torch.int32))
+    module.offset.copy_(offset.to(torch.int32))
 
 
 def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: torch.Tensor) -> Grid:

@@ -26,6 +26,7 @@ from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
 from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
+from .rotary_patterns import Turn, TurnedHeads, turn_of
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -330,14 +331,14 @@ class Lowering:
             UnsupportedError: an operation fits into no pattern.
         """
         for operation in self.captured.operations:
-            if operation.kind not in ("images", "join", "unrotate"):
+            if operation.kind not in ("images", "join", "unrotate", "rotary"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
 
     def lower_norm(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
-        if kinds <= {"attention"} and operation.inputs[0].source.kind == "linear":
+        if kinds <= {"attention", "rotary"} and operation.inputs[0].source.kind == "linear":
             return  # of query or key, which attention takes
         if kinds & {"norm", "add"}:
             if kinds - {"norm", "add", "mean", "output"}:
@@ -512,8 +513,9 @@ class Lowering:
         kinds = self.kinds_behind(operation)
         if operation.inputs[0].source.kind == "images" or kinds in ({"gelu"}, {"attention"}, {"add"}, {"output"}):
             return  # where it is used
-        behind = {kind for user, _ in self.users[id(operation)] if user.kind == "norm" for kind in self.kinds_behind(user)}
-        if kinds <= {"norm", "attention"} and behind == {"attention"}:
+        behind = {kind for user, _ in self.users[id(operation)] if user.kind in ("norm", "rotary")
+                  for kind in self.kinds_behind(user)}  # fmt: skip
+        if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
             return
         if not kinds <= {"norm", "add", "output"}:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
@@ -588,7 +590,9 @@ class Lowering:
         if [user.kind for user, _ in users] != ["linear"] or "output" in self.kinds_behind(operation):
             raise _refuse(operation, "it stands before something else than one linear layer")
         projection = users[0][0]
-        parts = [self.heads_of(view, operation) for view in (operation.inputs if operation.query is None else (key, value))]
+        parts = [self.heads_of(view, operation) for view in (key, value)]
+        if operation.query is None:
+            parts.insert(0, self.heads_of(query, operation, parts[0].turn))
         with_norms = [part for part in parts if part.norm is not None]
         if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
             raise _refuse(operation, "only query and key together can be normalised")
@@ -601,7 +605,7 @@ class Lowering:
             other = rows_of(part.linear.inputs[0], part.linear)
             if other.source is not rows.source or not torch.equal(other.table, rows.table):
                 raise _refuse(operation, "query, key and value are not of the same tokens")
-            if any(user.kind not in ("attention", "norm") for user, _ in self.users[id(part.linear)]):
+            if any(user.kind not in ("attention", "norm", "rotary") for user, _ in self.users[id(part.linear)]):
                 raise _refuse(operation, "query, key or value are used elsewhere, too")
         matrix = Matrix.join([part.matrix for part in parts], 0)
         bias = None
@@ -619,7 +623,11 @@ class Lowering:
             queries if operation.query is None and queries != tokens else 0,
         )  # fmt: skip
         norms: list[LayerNorm] = []
-        if with_norms:
+        turned = None
+        if any(part.turn is not None for part in parts):
+            turned = TurnedHeads(self, operation, prefix, source, parts, matrix, bias)
+            names = turned.names
+        elif with_norms:
             # in a unit each, for the normalisations; values need none
             layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
             both = self.add(f"{prefix}.qk", layers[0], source)
@@ -636,12 +644,12 @@ class Lowering:
         self.references[node] = _whole(operation), None
         float_mask = None if mask is None or shape is None else mask.expand(shape)
         self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
-        linears = [both, names[-1]] if with_norms else names
-        for made, rows_made in self.split_rows(linears, layers):
-            self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
-        for part, made in zip(with_norms, names, strict=False):
-            assert part.norm is not None
-            self.twins[made] = _norm(part.norm).twin()
+        if turned is None:
+            linears = [both, names[-1]] if with_norms else names
+            for made, rows_made in self.split_rows(linears, layers):
+                self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
+            for part, made in zip(with_norms, names, strict=False):
+                self.twins[made] = part.float_norm().twin()
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
@@ -656,7 +664,9 @@ class Lowering:
                 ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
             grids = cv.attention_grids(*ends)
             values = grids.value_step.flatten(), grids.value_middle.flatten()
-            if norms:
+            if turned is not None:
+                turned.fill(ranges, grids, grid, mean)
+            elif norms:
                 # the normalisations have the same weights in all heads, whose rows they take in one unit
                 units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
                 split = 2 * heads * width
@@ -668,7 +678,7 @@ class Lowering:
                 self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
                 self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
                 cv.fill_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
-                floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
+                floats = [part.float_norm() for part in with_norms]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
                 cv.finish_norm(norms[1], floats[1], units[1], grids.key_step[0], grids.key_middle[0])
             else:
@@ -699,10 +709,18 @@ class Lowering:
             yield name, slice(first, last)
             first = last
 
-    def heads_of(self, view: View, user: Operation) -> Part:
-        """Return the linear layer behind query, key or value, and which of its channels each head takes."""
+    def heads_of(self, view: View, user: Operation, like: Turn | None = None) -> Part:
+        """Return the linear layer behind query, key or value, and which of its channels each head takes.
+
+        Args:
+            view: (batch, heads, tokens, channels).
+            user: attention.
+            like: of a query, how the keys were turned.
+        """
         batch, _, _, width = view.shape
-        norm = None
+        norm = turn = None
+        if view.source.kind == "rotary":
+            turn, view = turn_of(view, user, like)
         if view.source.kind == "norm":
             norm = view.source
             # (batch, heads, tokens, channels) of rows (batch x heads x tokens), in any order
@@ -725,9 +743,10 @@ class Lowering:
             raise _refuse(user, "tokens are rearranged between its linear layers and its scores")
         if not bool((column == column[:1, :, :1]).all()):
             raise _refuse(user, "heads take different channels for different tokens")
-        columns = column[0, :, 0]
+        columns = column[0, :, 0] if turn is None else column[0, :, 0][:, turn.order]
         flat = columns.flatten()
-        return Part(linear, norm, some, columns, linear.matrix.rows(flat), None if linear.bias is None else linear.bias[flat])
+        bias = None if linear.bias is None else linear.bias[flat]
+        return Part(linear, norm, some, columns, linear.matrix.rows(flat), bias, turn)
 
     # --- behind the blocks ------------------------------------------------------------------------------------
 
@@ -971,6 +990,7 @@ class Part:
         tokens: int64, rows of an image (or window) of the layer.
         columns: int64 (heads, channels): channels of the layer.
         matrix, bias: of those channels.
+        turn: rotary positions behind them, in whose order the channels are, or None.
     """
 
     linear: Operation
@@ -979,12 +999,28 @@ class Part:
     columns: torch.Tensor
     matrix: Matrix
     bias: torch.Tensor | None
+    turn: Turn | None = None
+
+    def float_norm(self) -> _FloatNorm:
+        """Return the normalisation, its channels in the order of :attr:`columns`."""
+        assert self.norm is not None
+        found = _norm(self.norm)
+        if self.turn is not None:
+            found.weight, found.bias = found.weight[self.turn.order], found.bias[self.turn.order]
+        return found
 
     def ends(self, ranges: Ranges) -> cv.Ends:
         """Return the ends of the ranges, (heads, channels), or (1, channels) behind a normalisation."""
+        if self.turn is not None:
+            made = ranges[self.turn.seen]
+            return made.low.view(self.columns.shape), made.high.view(self.columns.shape)
+        return self.ends_before_turn(ranges)
+
+    def ends_before_turn(self, ranges: Ranges) -> cv.Ends:
+        """Return the same of what rotary positions take."""
         if self.norm is not None:
-            made = ranges[self.norm.node]
-            return made.low[None], made.high[None]
+            made, order = ranges[self.norm.node], slice(None) if self.turn is None else self.turn.order
+            return made.low[order][None], made.high[order][None]
         made = ranges[self.linear.node]
         return made.low[self.columns], made.high[self.columns]
 

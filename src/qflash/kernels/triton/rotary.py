@@ -14,6 +14,7 @@ from ..common.dependent_launch import wait_for_kernels
 from ..common.fixed_point import multiply_round
 from ..common.network_ops import saturate
 from ..heuristics import dependent_launch
+from ..launch_arguments import image_divisor
 from ..launch_recorder import KernelLaunch
 
 
@@ -25,9 +26,9 @@ def _finish(sums, channel, offset_ptr, multiplier_ptr, o_ptr, at, inside, there,
     tl.store(o_ptr + at, saturate(y, o_ptr.dtype.element_ty, PLAIN), mask=there)
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("tokens", "blocks", "image_inverse", "image_bits"))
 def rotary_kernel(
-    x_ptr, turns_ptr, offset_ptr, multiplier_ptr, o_ptr, tokens,
+    x_ptr, turns_ptr, offset_ptr, multiplier_ptr, o_ptr, tokens, blocks, image_inverse, image_bits,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
@@ -36,16 +37,17 @@ def rotary_kernel(
     turns is int32 (HEADS, tokens, HALF): cosines in the lower, sines in the upper 16 bits. All are contiguous.
     """
     wait_for_kernels(DEPENDENT)
-    blocks = (tokens + BLOCK_T - 1) // BLOCK_T
-    image = tl.program_id(0) // blocks
-    t = (tl.program_id(0) - image * blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # an image has so many blocks; a division would be one of floats
+    program = tl.program_id(0).to(tl.int64)
+    image = (program * image_inverse) >> image_bits
+    t = (program - image * blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head, i = pair // HALF, pair % HALF
     inside = pair < CHANNELS // 2
     there = (t < tokens)[:, None] & inside[None, :]
     first = head * (2 * HALF) + i
-    row, table_row = image.to(tl.int64) * tokens + t, (head % HEADS)[None, :].to(tl.int64) * tokens + t[:, None]
-    at = row[:, None] * CHANNELS + first[None, :]
+    at = (image * tokens + t)[:, None] * CHANNELS + first[None, :]
+    table_row = (head % HEADS)[None, :] * tokens + t[:, None]
     turn = tl.load(turns_ptr + table_row * HALF + i[None, :], mask=there, other=0)
     a = tl.load(x_ptr + at, mask=there, other=0).to(tl.int32)
     b = tl.load(x_ptr + at + HALF, mask=there, other=0).to(tl.int32)
@@ -69,6 +71,7 @@ def rotary_launch(
     images, tokens, channels = x.shape
     heads, _, half = turns.shape
     dependent = dependent_launch(x.device, x.numel())
+    blocks = triton.cdiv(tokens, _TOKENS)
     block = min(_PAIRS, triton.next_power_of_2(channels // 2))
     arguments = {
         "x_ptr": x,
@@ -77,6 +80,8 @@ def rotary_launch(
         "multiplier_ptr": multiplier,
         "o_ptr": out,
         "tokens": tokens,
+        "blocks": blocks,
+        **image_divisor(images * blocks, blocks),
         "CHANNELS": channels,
         "HEADS": heads,
         "HALF": half,
@@ -86,6 +91,6 @@ def rotary_launch(
         "DEPENDENT": dependent,
         "GUARD": x.device.type == "cpu",
     }
-    grid = (images * triton.cdiv(tokens, _TOKENS), triton.cdiv(channels // 2, block))
+    grid = (images * blocks, triton.cdiv(channels // 2, block))
     options = {"num_warps": _WARPS, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(rotary_kernel, grid, arguments, options)

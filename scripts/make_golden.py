@@ -28,6 +28,7 @@ from qflash.network import (
 from qflash.network.modules import LayerNorm, Linear, Mean
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
+from qflash.specification import rotary
 from qflash.specification.quantization import QuantizedTensor
 from qflash.specification.recipe import PRESETS
 from qflash.specification.reference import ARITHMETIC_VERSION
@@ -204,6 +205,20 @@ def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors
     return {"output": module(inputs["h"])}
 
 
+def _head_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    """Normalisation of some heads' channels: of queries or keys."""
+    first, heads = parameters["part"]
+    module = LayerNorm(inputs["gain"].numel(), parameters["output"], part=(first, heads))
+    fill(module, inputs, "gain", "offset")
+    module.epsilon, module.shift = parameters["epsilon"], parameters["shift"]
+    return {"output": module.to(inputs["h"].device)(inputs["h"], backend)}
+
+
+def _rotary(_parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    x, turns, offset, multiplier = (inputs[role] for role in ("x", "turns", "offset", "multiplier"))
+    return {"output": torch.ops.qflash.rotary(x, turns, offset, multiplier, torch.int8, backend)}
+
+
 def _patches(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     return {"output": op.patches(inputs["images"], tuple(parameters["patch_size"]))}
 
@@ -269,6 +284,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "linear": _linear,
     "linear_gelu": _linear_gelu,
     "layer_norm": _layer_norm,
+    "head_norm": _head_norm,
+    "rotary": _rotary,
     "mean": _mean,
     "patches": _patches,
     "windows": _windows,
@@ -829,9 +846,41 @@ def network_cases() -> dict[str, Case]:
     return cases
 
 
-def whole_networks() -> dict[str, Case]:
-    """Return the quantised networks of the committed file, with an image each: small models of random weights."""
-    _, cases = read(GOLDEN / "networks.safetensors")
+def rotary_cases() -> dict[str, Case]:
+    """Return rotary positions, and the normalisation of queries and keys that can stand before them."""
+    cases: dict[str, Case] = {}
+    for name, tables, heads, half in (("all-heads", 1, 3, 4), ("each-head", 2, 4, 3), ("one-pair", 1, 1, 1), ("ends", 1, 1, 9)):
+        name = f"rotary/{name}"
+        draw = Draw(name)
+        tokens, channels = 6, 2 * half * heads
+        angle = 3.2 * draw.normal(tables, tokens, half)
+        cos, sin = ((rotary.ONE * x).round() for x in (angle.cos(), angle.sin()))
+        cos[:, 0], sin[:, 0] = rotary.ONE, 0
+        x = (9000 * draw.normal(2, tokens, channels)).round().clamp(-32768, 32767).to(torch.int16)
+        offset, multiplier = draw.integers(-(1 << 27), 1 << 27, channels), draw.integers(1 << 11, 1 << 12, channels)
+        if name == "rotary/ends":
+            # all pairs of ends, saturation, ties, and the largest offsets
+            x = torch.tensor([-32768, 32767, 0]).repeat(3)
+            x = torch.cat((x, torch.tensor([-32768, 32767, 0]).repeat_interleave(3))).to(torch.int16).expand(2, tokens, -1)
+            cos[0, 1:5] = torch.tensor([rotary.ONE, -rotary.ONE]).repeat(2)[:, None]
+            sin[0, 1:5] = torch.tensor([rotary.ONE, -rotary.ONE]).repeat_interleave(2)[:, None]
+            offset[::3], offset[1::3] = rotary.MOST_OFFSET, -rotary.MOST_OFFSET
+            offset[-2:] = torch.tensor([1 << 14, -(1 << 14)])
+            multiplier[:3], multiplier[-2:] = torch.tensor([0, 1, (1 << 31) - 1]), 1 << 17
+        inputs = {"x": x.contiguous(), "turns": rotary.pack_turns(cos, sin), "offset": offset, "multiplier": multiplier}
+        cases[name] = Case("rotary", {}, inputs)
+    for output in ("int8", "int16"):
+        name = f"head-norm/{output}"
+        norm = layer_norm(name, 8, output)
+        h = Draw(f"{name}/rows").normal(2, 5, 40) * 2000
+        norm.inputs["h"] = h.round().clamp(-32768, 32767).to(torch.int16)
+        cases[name] = Case("head_norm", {**norm.parameters, "part": [16, 3]}, norm.inputs)
+    return cases
+
+
+def whole_networks(name: str = "networks") -> dict[str, Case]:
+    """Return the quantised networks of a committed file, with an image each: small models of random weights."""
+    _, cases = read(GOLDEN / f"{name}.safetensors")
     return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
 
 
@@ -855,6 +904,11 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }
 """By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+ROTARY_NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rotary": ("Eva", {"num_classes": 3, "num_reg_tokens": 1}),
+    "rotary-qk-norm": ("Eva", {"num_classes": 3, "qk_norm": True, "rope_type": "mixed"}),
+}
+"""The same, with rotary positions."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -883,17 +937,18 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
-def converted_networks() -> dict[str, Case]:
-    """Return the networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+def converted_networks(networks: dict[str, tuple[str, dict[str, Any]]] = NETWORKS) -> dict[str, Case]:
+    """Return networks such as :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
     import timm
 
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
+        "Eva": lambda **options: timm.models.eva.Eva(**{**_VIT, "use_rot_pos_emb": True, "head_init_scale": 1.0, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
     }
     cases = {}
-    for name, (kind, options) in NETWORKS.items():
+    for name, (kind, options) in networks.items():
         draw = Draw(f"network/{name}")
         torch.manual_seed(draw.chance.getrandbits(40))
         model = makers[kind](**options).eval()
@@ -995,7 +1050,10 @@ def main() -> None:
         made = {"random": random_cases(arguments.random)}
     else:
         networks = network_cases() | (converted_networks() if arguments.convert else whole_networks())
-        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks}
+        turned = rotary_cases() | (converted_networks(ROTARY_NETWORKS) if arguments.convert else whole_networks("rotary"))
+        made = {
+            "attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks, "rotary": turned,
+        }  # fmt: skip
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"
         write(path, cases)

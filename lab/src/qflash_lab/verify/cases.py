@@ -74,7 +74,8 @@ class LayerCase:
         input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens.
+            the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens, or ``"rotary"``, which
+            is none but the rotary positions of 201 tokens with heads of 64 channels.
         launch: which of the call's launches.
     """
 
@@ -134,6 +135,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm-windows", 64 * 3136, 96, moved=1),
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
     LayerCase("mean", 64 * 49, 768, moved="mean"),
+    LayerCase("rotary", 64 * 201, 768, moved="rotary"),  # query and key of a DINOv3-S side by side
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -238,6 +240,7 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
 def _run_layer(case: LayerCase) -> None:
     """Call the operator of a layer."""
     from qflash.network import execution
+    from qflash.network.operators.rotary import rotary
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -250,6 +253,10 @@ def _run_layer(case: LayerCase) -> None:
     if case.moved == "mean":
         h = activations(torch.int16).view(-1, 49, case.inputs)
         execution.integer_mean(h, tensor(case.inputs), 4, tensor(case.inputs), output, "triton")
+        return
+    if case.moved == "rotary":
+        x = activations(torch.int16).view(-1, 201, case.inputs)
+        rotary(x, tensor(1, 201, 32), tensor(case.inputs), tensor(case.inputs), output, "triton")
         return
     if not case.outputs:
         h, channels, gather = activations(torch.int16), case.inputs, None

@@ -766,8 +766,8 @@ class Lowering:
                 raise _refuse(operation, "it averages tokens that do not follow each other")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
-            if kinds != {"norm"}:
-                raise _refuse(operation, "only a normalisation can follow it")
+            if not kinds <= {"norm", "output", "unrotate"}:
+                raise _refuse(operation, "only a normalisation can follow it, or an output")
             module = Mean(len(tokens), operation.channels, "int16", first)
             group = self.group()
             name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)

@@ -236,7 +236,7 @@ def quantise(model: Model) -> Any:
 
 
 @pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("options", [{}, {"norms": True}, {"pool": "token"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"norms": True}, {"pool": "token"}, {"norms": True, "pool": "token"}], ids=str)
 def test_every_spelling_of_a_turn_becomes_integers(turn: str, options: dict[str, Any]) -> None:
     model = build(TURNS[turn], **options)
     network = quantise(model)

@@ -124,6 +124,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm: rotary": lambda: eva(num_reg_tokens=1, init_values=0.2),
     "timm: rotary of each head, class token": lambda: eva(rope_type="mixed", global_pool="token"),
     "timm: rotary and norms": lambda: eva(qk_norm=True, rope_rotate_half=True, rope_type="dinov3", class_token=False),
+    "timm: a norm between attention and its projection": lambda: eva(scale_attn_inner=True, global_pool="token"),
     "timm: Swin": lambda: timm.models.swin_transformer.SwinTransformer(**{**SWIN, "num_classes": 6}),
     "transformers: ViT": lambda: of_transformers("ViT"),
     "transformers: ViT, eager": lambda: of_transformers("ViT", attn_implementation="eager"),

@@ -409,17 +409,17 @@ def finish_rotary(module: Rotary, unit: torch.Tensor, step: torch.Tensor, middle
     module.offset.copy_(offset.to(torch.int32))
 
 
-def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: torch.Tensor) -> Grid:
+def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: torch.Tensor | None) -> Grid:
     """Choose where attention's outputs lie, and fill their scales in.
 
     Args:
         core: to fill in.
         output: of attention.
         middle: of the outputs, (heads * channels,): the values' middles.
-        weight: of the projection.
+        weight: of the projection; None before a normalisation, for which each channel is as fine as it can be.
     """
     half = torch.maximum(output.high - middle, middle - output.low).clamp(min=1e-12)
-    grid = Grid(SPREADS["proj"].steps(half, weight), middle)
+    grid = Grid(half / 127 if weight is None else SPREADS["proj"].steps(half, weight), middle)
     core.output_scale.copy_(scale_bits(grid.step.view(core.heads, -1))[None, :, None])
     return grid
 

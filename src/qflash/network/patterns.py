@@ -587,8 +587,8 @@ class Lowering:
         if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != width:
             raise _refuse(operation, "query, key and value have different heads or channels")
         users = self.users[id(operation)]
-        if [user.kind for user, _ in users] != ["linear"] or "output" in self.kinds_behind(operation):
-            raise _refuse(operation, "it stands before something else than one linear layer")
+        if [user.kind for user, _ in users] not in (["linear"], ["norm"]) or "output" in self.kinds_behind(operation):
+            raise _refuse(operation, "it stands before something else than one linear layer or normalisation")
         projection = users[0][0]
         parts = [self.heads_of(view, operation) for view in (key, value)]
         if operation.query is None:
@@ -640,7 +640,12 @@ class Lowering:
             layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
-        node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
+        node = self.add(f"{prefix}.core", module, *names)
+        fill_stream = None
+        if projection.kind == "norm":
+            fill_stream = self.attention_stream(operation, node, projection.seen[0])
+        else:
+            self.values[id(operation)] = node
         self.references[node] = _whole(operation), None
         float_mask = None if mask is None or shape is None else mask.expand(shape)
         self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
@@ -653,7 +658,7 @@ class Lowering:
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
-        after, _ = self.scaled(projection)
+        after = None if fill_stream is not None else self.scaled(projection)[0]
         constant = operation.query
 
         def fill(ranges: Ranges) -> None:
@@ -695,11 +700,36 @@ class Lowering:
                 values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module)
-            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after.make())
+            weight_behind = None if after is None else after.make()
+            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], weight_behind)
+            if fill_stream is not None:
+                fill_stream(ranges)
             if mask is not None and module.bias is not None:
                 module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
 
         self.fillers.append(fill)
+
+    def attention_stream(self, operation: Operation, core: str, seen: fx.Node) -> Callable[[Ranges], None]:
+        """Add what brings attention's outputs, with a step a channel, to one int16 unit, which a normalisation takes.
+
+        A linear layer whose matrix is diagonal: there is no other operator from int8 to int16.
+
+        Args:
+            operation: attention.
+            core: its node.
+            seen: node of the traced graph with its output.
+
+        Returns:
+            What fills it in, once attention is filled in.
+        """
+        channels = operation.channels
+        module, group = Linear(channels, channels, "int16"), self.group()
+        node = self.add(f"{core}_wide", module, core)
+        self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
+        same = Matrix((channels, channels), lambda: torch.eye(channels, dtype=torch.float64, device="cpu"))
+        self.twins[node] = FloatTwin(same)
+        self.see(group, seen)
+        return lambda ranges: cv.fill_linear(module, same.make(), None, self.grids[core], ranges[seen].mean, group.unit)
 
     def split_rows(self, names: Sequence[str], layers: Sequence[Linear]) -> Iterator[tuple[str, slice]]:
         """Yield nodes of linear layers that follow each other in one matrix, and their rows of it."""

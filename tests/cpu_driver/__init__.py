@@ -263,6 +263,12 @@ def _gated_spans(x: Sequence[int]) -> dict[str, int]:
     return {"x": 4 * rows * channels, "multiplier": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
 
 
+def _rotary_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, tokens, channels, heads, half, item, _ = x
+    constants = {"turns": 4 * heads * tokens * half, "offset": 4 * channels, "multiplier": 4 * channels}
+    return {"x": 2 * rows * channels, **constants, "out": item * rows * channels}
+
+
 class DriverLibrary:
     """What :func:`qflash.kernels.cpu.launch.load` returns, with the functions in another process.
 
@@ -274,7 +280,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
-        "gated",
+        "gated", "rotary",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -408,6 +414,9 @@ class DriverLibrary:
 
     def _gated(self, argument: Any) -> int:
         return self._simple("gated", argument, _gated_spans, ("out",))
+
+    def _rotary(self, argument: Any) -> int:
+        return self._simple("rotary", argument, _rotary_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

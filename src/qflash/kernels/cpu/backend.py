@@ -77,3 +77,4 @@ class CpuBackend(KernelBackend):
         return network.launch_layer_norm(h, *constants)
 
     gated = staticmethod(network.launch_gated)
+    rotary = staticmethod(network.launch_rotary)

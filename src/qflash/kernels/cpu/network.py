@@ -13,6 +13,7 @@ _Linear = launch.arguments_type(
     ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out"), 9
 )
 _Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
+_Rotary = launch.arguments_type(("x", "turns", "offset", "multiplier", "out"), 7)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 
 
@@ -86,4 +87,21 @@ def launch_gated(
         ),
     )  # fmt: skip
     launch.load().qflash_gated(ctypes.byref(arguments))
+    return out
+
+
+def launch_rotary(
+    x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    x, turns, offset, multiplier = x.contiguous(), turns.contiguous(), offset.contiguous(), multiplier.contiguous()
+    (heads, tokens, half), channels = turns.shape, x.shape[-1]
+    arguments = _Rotary(
+        *(tensor.data_ptr() for tensor in (x, turns, offset, multiplier, out)),
+        (x.numel() // channels, tokens, channels, heads, half, out.element_size(), launch.threads_for(4 * x.numel())),
+    )
+    launch.load().qflash_rotary(ctypes.byref(arguments))
     return out

@@ -205,7 +205,6 @@ REFUSED = {
         ),
         r"in layers\.0\.blocks\.0\.attn",
     ),
-    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"product of two computed tensors in blocks\.0\.mlp"),
     "RMSNorm": (lambda: vit(norm_layer=timm.layers.RmsNorm), r"rms_norm in blocks\.0\.norm1"),
     "post-norm": (lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), r"blocks\.0\.attn has no integer form"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),

@@ -136,6 +136,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
     "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
     "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),
+    "transformers: CLIP": lambda: Logits(of_transformers("CLIPVision", "Model"), "pooler_output"),
     "transformers: DINOv3": lambda: Logits(of_transformers("DINOv3ViT", "Model"), "last_hidden_state"),
     "transformers: Swin": lambda: of_transformers("Swin"),
     "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),

@@ -117,6 +117,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm: relative positions": lambda: published(
         "vit_relpos_small_patch16_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
     ),
+    "timm: SwiGLU": lambda: vit(mlp_layer=timm.layers.SwiGLUPacked, act_layer="silu", init_values=0.2),
+    "timm: SwiGLU with a norm": lambda: vit(mlp_layer=timm.layers.SwiGLU, scale_mlp_norm=True),
     "timm: Swin": lambda: timm.models.swin_transformer.SwinTransformer(**{**SWIN, "num_classes": 6}),
     "transformers: ViT": lambda: of_transformers("ViT"),
     "transformers: ViT, eager": lambda: of_transformers("ViT", attn_implementation="eager"),
@@ -125,6 +127,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: DeiT with teacher": lambda: of_transformers("DeiT", "ForImageClassificationWithTeacher"),
     "transformers: DINOv2": lambda: of_transformers("Dinov2"),
     "transformers: DINOv2 with registers": lambda: of_transformers("Dinov2WithRegisters"),
+    "transformers: DINOv2, SwiGLU": lambda: of_transformers("Dinov2", use_swiglu_ffn=True),
+    "transformers: CLIP": lambda: Logits(of_transformers("CLIPVision", "Model"), "pooler_output"),
     "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
     "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
     "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, of_transformers, vit
+from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, vit
 from torch import nn
 
 import qflash
@@ -184,28 +184,16 @@ def resnet() -> nn.Module:
     return pytest.importorskip("torchvision").models.resnet18()
 
 
-class WithoutClip(nn.Module):
-    """CLIP's vision tower, of which the pooled token is wanted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = of_transformers("CLIPVision", "Model")
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.model(x).pooler_output
-
-
 REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
     "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
-    "CLIP": (WithoutClip, r"sigmoid in model\.\S*mlp\.activation_fn"),
     "Swin V2": (
         lambda: timm.models.swin_transformer_v2.SwinTransformerV2(
             img_size=SIDE, patch_size=2, embed_dim=16, depths=(1,), num_heads=(1,), window_size=4
         ),
         r"in layers\.0\.blocks\.0\.attn",
     ),
-    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"product of two computed tensors in blocks\.0\.mlp"),
+    "GLU": (lambda: vit(mlp_layer=timm.layers.GluMlp, act_layer="sigmoid"), r"sigmoid in blocks\.0\.mlp\.act"),
     "RMSNorm": (lambda: vit(norm_layer=timm.layers.RmsNorm), r"rms_norm in blocks\.0\.norm1"),
     "post-norm": (lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), r"blocks\.0\.attn has no integer form"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),

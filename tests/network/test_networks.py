@@ -318,7 +318,7 @@ def test_bad_arguments_are_named(made: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"act_layer": torch.nn.ReLU}, r"relu in blocks\.0\.mlp\.act "),
+        ({"act_layer": torch.nn.Hardswish}, r"hardswish in blocks\.0\.mlp\.act "),
         ({"norm_layer": timm.layers.RmsNorm}, r"rms_norm in blocks\.0\.norm1 "),
     ],
 )

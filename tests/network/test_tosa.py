@@ -18,6 +18,7 @@ from network_cases import EXPORTED_RECIPES, Layer, attention_module
 from qflash.network.activations import NAMES
 from qflash.network.modules import DTYPES, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear
 from qflash.network.operators import WITH_ACTIVATION
+from qflash.network.operators.gated import Gated
 from small_networks import KINDS, draw
 
 FINEST = 4e-6
@@ -122,6 +123,10 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
         fill(module, gain=gain, offset=offset, **({} if gather is None else {"gather": gather}))
         module.epsilon, module.shift = epsilon, shift
         return module, [h]
+    if layer.name == "gated":
+        x, factor, multiplier, offset, activation, _ = arguments
+        fill(gated := Gated(len(multiplier), name, activation), multiplier=multiplier, offset=offset).gate_multiplier = factor
+        return gated, [x]
     assert layer.name == "integer_mean"
     x, multiplier, left, offset, _ = arguments
     fill(module := Mean(x.shape[1], x.shape[2], name), multiplier=multiplier, offset=offset).left = left

@@ -296,6 +296,12 @@ class IntegerNetwork(IntegerModule):
 
         return export_tosa(self, path, batch=batch)
 
+    def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
+        """Write the network as a program in C; see :func:`qflash.export_c`."""
+        from .c_export import export_c
+
+        export_c(self, folder, batch=batch)
+
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""
         if isinstance(output, dict):
